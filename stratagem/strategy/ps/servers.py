@@ -285,6 +285,8 @@ class Servers:
             saved: list[int] | None = []
             with contextlib.suppress(PeerUnavailableError, StaleStoreError), self._runtime.assigning(True):
                 load()
+                if not self._groups.num_groups:
+                    return  # the ps get it with what is prepared later
                 self._groups.push()
                 saved = self.chief.save_loaded()
             if saved is None or saved == before:

@@ -1,4 +1,4 @@
-"""Changes weights after prepare: by load_once, which all workers see; by a callback; in place, which is refused."""
+"""Changes weights around prepare: by load_once, which all workers see; by a callback; in place, which is refused."""
 
 from __future__ import annotations
 
@@ -69,9 +69,8 @@ def clamped(strategy: sg.Strategy) -> None:
 def best_of_fit(strategy: sg.Strategy) -> None:
     """The loss grows in every epoch: what is best are the weights after the first."""
     with strategy.scope():
-        module = nn.Linear(2, 1, bias=False)
-        nn.init.ones_(module.weight)
-        model = sg.Model(module)
+        model = sg.Model(nn.Linear(2, 1, bias=False))
+    model.load_state_dict({"weight": torch.ones(1, 2)})  # before anything is prepared
     model.compile(lambda parameters: torch.optim.SGD(parameters, 1.0, maximize=True), "mse")
     x, y = torch.ones(16, 2), torch.zeros(16, 1)
     stopping = sg.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
