@@ -20,9 +20,12 @@ show_until_configured()
 __version__ = "0.1.0"
 
 _TENSORFLOW_ROOMS = ("distribute", "experimental", "cluster_resolver", "partitioners")
+_COORDINATOR = (
+    "there is no ClusterCoordinator: every worker runs the script itself, and takes its batches from "
+    "strategy.distribute_dataset"
+)
 _NOT_HERE = {
-    "coordinator": "there is no ClusterCoordinator: every worker runs the script itself, and takes its batches from "
-    "strategy.distribute_dataset",
+    **dict.fromkeys(("coordinator", "ClusterCoordinator"), _COORDINATOR),
     "Server": "a ps serves inside the constructor of the strategy, and then ends: start the same script in every task",
     "InputOptions": "its name is DistributeOptions",
 }

@@ -73,6 +73,8 @@ def test_names_that_begin_with_experimental() -> None:
         _ = module.experimental.nothing
     with pytest.raises(AttributeError, match=r"no attribute 'coordinator': there is no ClusterCoordinator: "):
         _ = module.distribute.coordinator
+    with pytest.raises(AttributeError, match=r"no attribute 'ClusterCoordinator': there is no"):
+        _ = module.ClusterCoordinator
 
 
 @pytest.mark.parametrize("given", [sg.HierarchicalCopyAllReduce, sg.HierarchicalCopyAllReduce()])
