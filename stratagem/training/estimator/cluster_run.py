@@ -104,6 +104,8 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     evaluation = _Evaluation(estimator, eval_spec)
     if placement is None:
         estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps, saving_listeners=[evaluation.after_saving])
+        if evaluation.newest is None and (path := estimator.latest_checkpoint()) is not None:
+            evaluation.evaluate(path, is_last=True)  # nothing was left to train: perhaps it ended before it evaluated
         return evaluation.newest
     # Chief and ps write where the Estimator saves, if they were not told where they may.
     os.environ.setdefault("STRATAGEM_CHECKPOINT_ROOTS", os.path.abspath(estimator.model_dir))

@@ -91,6 +91,14 @@ def test_one_pass_ends_with_a_final_export(tmp_path: Path) -> None:
     assert recorder.seen == [(5, False), (5, True)]
 
 
+def test_what_is_trained_already_is_evaluated_and_exported(tmp_path: Path) -> None:
+    """Started again, perhaps after a death between the last checkpoint and its evaluation."""
+    recorder = Recorder()
+    make(tmp_path).train(TRAIN.input_fn, max_steps=TRAIN.max_steps)
+    found = train_and_evaluate(make(tmp_path), TRAIN, EvalSpec(loader, exporters=recorder))
+    assert recorder.seen == [(11, True)] and found is not None and found.results["global_step"] == 11
+
+
 def test_only_so_many_batches_are_evaluated_and_a_name_has_its_own_folder(tmp_path: Path) -> None:
     estimator = make(tmp_path)
     found = train_and_evaluate(estimator, TrainSpec(loader, 4), EvalSpec(loader, steps=2, name="some"))
