@@ -64,7 +64,7 @@ class Job:
     loads: bool = False
     """Workers load other values once their model is prepared."""
     reloads: int = 0
-    """After so many epochs they do; 0: they do not."""
+    """After so many epochs they load the first variable; 0: they do not."""
     min_workers: int = 0
     """Above 0 there are no ps: a ring that goes on while it has so many workers."""
     max_workers: int = 0

@@ -123,7 +123,7 @@ def train(cluster: Cluster, process: Process) -> None:
             if save is not None and world.random.random() < job.saves:
                 save()
         if job.reloads == epoch + 1:
-            strategy.load_once(lambda: load(parameters))
+            strategy.load_once(lambda: load(parameters[:1]))
 
 
 def load(parameters: list[torch.nn.Parameter]) -> None:
