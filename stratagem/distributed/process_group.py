@@ -331,8 +331,13 @@ class LaneProcessGroup(dist.ProcessGroup):
         if not getattr(opts, "asyncOp", True):  # the caller waits: here and now is one change of threads less
             self._perform(operation, is_inference)
             return LaneWork(operation.what, operation.outputs, DONE)
-        run = functools.partial(self._perform, operation, is_inference)
+        run = functools.partial(self._perform_queued, operation, is_inference)
         return LaneWork(operation.what, operation.outputs, self.communicator.submit(run))
+
+    def _perform_queued(self, operation: Operation, is_inference: bool) -> None:
+        """In another thread than the call, and when an output may have become one of an autograd function."""
+        with torch.no_grad():
+            self._perform(operation, is_inference)
 
     def _perform(self, operation: Operation, is_inference: bool) -> None:
         group = self.communicator.group

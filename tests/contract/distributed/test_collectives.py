@@ -356,6 +356,26 @@ def test_the_future_has_the_tensors(groups: Groups) -> None:
     on_every_rank(groups, run)
 
 
+def test_outputs_that_become_those_of_an_autograd_function_meanwhile(groups: Groups) -> None:
+    """As those of torch's functional collectives with a gradient do, which return before they are waited for."""
+    size = len(groups)
+
+    def run(group: LaneProcessGroup) -> None:
+        may_begin = threading.Event()
+        group.communicator.submit(lambda: may_begin.wait(60.0))
+        with torch.no_grad():
+            gathered, total, strided = torch.zeros(2 * size), torch.ones(2), torch.ones(3, 2).t()
+            works = [group.all_gather_single(gathered, total.clone()), group.allreduce([total, strided])]
+        for output in (gathered, total, strided):
+            output.requires_grad_()
+        may_begin.set()
+        assert all(work.wait() for work in works)
+        assert gathered.tolist() == [1.0] * 2 * size and total.tolist() == [size] * 2
+        assert strided.tolist() == [[size] * 3] * 2 and gathered.is_leaf and total.is_leaf and strided.is_leaf
+
+    on_every_rank(groups, run)
+
+
 def test_what_is_chained_to_a_future_may_call_collectives(groups: Groups) -> None:
     """As PowerSGD's hook does, in the thread that completes the future, where a later call may be queued by now."""
 
