@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Reducer
 
 from stratagem.distributed.mailbox import PostedReceive
 from stratagem.distributed.messages import Messages
@@ -148,3 +150,17 @@ class ReceiveWork(LaneWork):
                 text = f"no message for {self._what} came within {patience_s:g} s"
                 self._receive.done.set_exception(CollectiveError(text, self._receive.source))
             self._done.result()
+
+
+_given: weakref.WeakKeyDictionary[Reducer, dist.Work] = weakref.WeakKeyDictionary()
+_give = Reducer._set_forward_pass_work_handle
+
+
+def _give_and_keep(reducer: Reducer, work: dist.Work, use_static_world_size: bool) -> None:
+    """Of ``Join(…, divide_by_initial_world_size=False)``. C++ holds its own half of a work alone, and where the other
+    one is gone, it waits for ever."""
+    _given[reducer] = work
+    _give(reducer, work, use_static_world_size)
+
+
+Reducer._set_forward_pass_work_handle = _give_and_keep  # type: ignore[method-assign, assignment]

@@ -28,6 +28,7 @@ def test_what_trains_over_torch_distributed_ends_as_in_one_process(launcher: lis
     assert job.returncode == 0, job.stderr[-5000:]
     names = [
         "ddp",
+        "uneven_inputs",
         "fsdp2",
         "hsdp",
         "tensor_parallel",

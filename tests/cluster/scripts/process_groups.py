@@ -70,9 +70,9 @@ def reference() -> nn.Sequential:
     return alone
 
 
-def same(trained: nn.Module) -> None:
+def same(trained: nn.Module, alone: nn.Module | None = None) -> None:
     """Compares with one process. Sums in another order differ in the last places, which Adam makes larger."""
-    for (name, value), expected in zip(trained.named_parameters(), reference().parameters(), strict=True):
+    for (name, value), expected in zip(trained.named_parameters(), (alone or reference()).parameters(), strict=True):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -84,6 +84,16 @@ def ddp() -> None:
         trained = DistributedDataParallel(model(), **options)
         train(trained, lambda step: own(step, rank, size))
         same(trained.module)
+
+
+def uneven_inputs() -> None:
+    """Rank r has r batches more than rank 0: gradients are means over the ranks that have one."""
+    rank, trained = dist.get_rank(), DistributedDataParallel(model())
+    with trained.join(divide_by_initial_world_size=False):
+        train(trained, batch, 2 + rank)
+    alone = model()
+    train(alone, batch, 1 + dist.get_world_size())
+    same(trained.module, alone)
 
 
 def fsdp2() -> None:
@@ -269,6 +279,7 @@ def groups_by_other_names() -> None:
 
 CHECKS: tuple[Callable[[], None], ...] = (
     ddp,
+    uneven_inputs,
     fsdp2,
     hsdp,
     tensor_parallel,
