@@ -89,6 +89,7 @@ def form(
         places = [word.partition(" ")[2] for word in words]
         _check_reachable(tasks, addresses, places)
         members.met(addresses)
+        meeting.exchange("that it knows the others", "")  # who calls one that does not is refused, with a warning
         member = RingMember(ring_service, members, meter)
         undo.callback(member.close, "the process group did not form")
         communicator = member.form(options, torch.device("cpu"), timeout_s)

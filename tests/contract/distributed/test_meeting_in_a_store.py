@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.distributed.forming import own_host
+from stratagem.distributed.forming import form, own_host
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
 from stratagem.rpc.lane_meter import BytesMeter
@@ -70,6 +72,30 @@ def test_a_rank_that_is_asked_before_it_has_met_the_others_says_so() -> None:
     with pytest.raises(PeerUnavailableError, match=r"worker:1 .* is not known here yet; ask again"):
         ring_service.meet(Incarnation("worker:1", 1), 1, 1, RankInfo("worker:1"))
     ring_service.close()
+
+
+def test_nobody_calls_a_rank_that_has_not_met_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 is late to learn addresses: rank 1 waits for it."""
+    has_waited, store = threading.Event(), HashStore()
+
+    class Late(PrefixStore):
+        def get(self, key: str) -> bytes:
+            if "the address" in key:
+                has_waited.wait(2.0)
+            return super().get(key)
+
+    class Waiting(PrefixStore):
+        def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
+            if any("knows the others/0" in key for key in keys):
+                has_waited.set()
+            super().wait(keys, *timeout)
+
+    stores = (Late("group", store), Waiting("group", store))
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda rank: form(stores[rank], rank, [0, 1], 20.0), (0, 1)))
+        for group in made:
+            group.shutdown()
+    assert not [line for line in caplog.messages if "refused" in line]
 
 
 @pytest.mark.parametrize(
