@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
@@ -253,10 +254,21 @@ def byte_view(tensor: torch.Tensor | bytes) -> memoryview:
         return memoryview(tensor)
     if not tensor.is_cpu or tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype is torch.bfloat16:  # numpy does not know it
-        tensor = tensor.view(torch.int16)
-    view: Any = tensor.numpy()
-    return memoryview(view).cast("B") if view.size else memoryview(b"")
+    view: Any = np.asarray(_Memory(tensor))
+    return memoryview(view) if view.size else memoryview(b"")
+
+
+class _Memory:
+    """Of a tensor, for numpy. After ``Tensor.numpy()`` torch refuses to resize the storage, as FSDP1 does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def _varint(value: int) -> bytes:

@@ -356,6 +356,19 @@ def test_the_future_has_the_tensors(groups: Groups) -> None:
     on_every_rank(groups, run)
 
 
+def test_tensors_that_were_sent_may_be_resized(groups: Groups) -> None:
+    """As FSDP1 does with its shards, and PowerSGD with a bucket."""
+
+    def run(group: LaneProcessGroup) -> None:
+        total, whole = torch.ones(100), torch.ones(100 * len(groups))
+        group.allreduce([total]).wait()
+        group.all_gather_single(whole, total).wait()
+        for tensor in (total, whole):
+            tensor.resize_(100_000)
+
+    on_every_rank(groups, run)
+
+
 def test_outputs_that_become_those_of_an_autograd_function_meanwhile(groups: Groups) -> None:
     """As those of torch's functional collectives with a gradient do, which return before they are waited for."""
     size = len(groups)
