@@ -86,7 +86,7 @@ def main() -> int:
         outside.compile(loss="cross_entropy", metrics=["accuracy"])
         outside_loss, outside_accuracy = outside.evaluate(mnist.test, batch_size=batch_size, verbose=0)
         print(f"reloaded outside of any scope: test loss {outside_loss:.6f}, accuracy {outside_accuracy:.2%}")
-    strategy.load_once(lambda: None)  # all meet: on parameter servers save waits for nobody, and the lead alone writes
+    strategy.barrier()  # on parameter servers save waits for nobody, and the lead alone writes
     with strategy.scope():
         inside = sg.Model(sg.load_model(exported))
         inside.compile(loss="cross_entropy", metrics=["accuracy"])

@@ -292,6 +292,19 @@ class Strategy:
         else:
             self.servers.load_once(load)
 
+    def barrier(self) -> None:
+        """Returns when every worker has called it, so that each finds what another one wrote before; one that starts
+        again later finds that the others have met.
+
+        Raises:
+            ClusterTimeoutError: under parameter servers, another worker does not come.
+            CollectiveError: in a ring, another worker does not come, or is in another collective.
+        """
+        if self.servers is not None:
+            self.servers.load_once(None)
+        elif self.communicator is not None:
+            self.communicator.barrier()
+
     @checked
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces a value over all replicas in sync; with ``axis=0`` over the batch as well. Every worker must call it.

@@ -42,3 +42,9 @@ def test_a_ps_that_is_lost_comes_back_with_what_was_loaded(cluster: Start, tmp_p
     again = cluster(2, 2, "loads_late.py", folder, flags=["--checkpoint-dir", str(folder)]).finish()
     assert again.code == 0, again.stderr
     assert "the job goes on with 120 updates, and what this script loads takes their place" in again.stderr
+
+
+def test_what_is_not_loaded_stays_as_other_workers_have_trained_it(cluster: Start) -> None:
+    """The lead gave the ps all of its own values, which were older: what others had trained was gone."""
+    done = cluster(2, 2, "loads_a_part.py").finish()
+    assert done.code == 0, done.stderr

@@ -281,6 +281,7 @@ class Servers:
     def _load(self, load: Callable[[], object], deadline: float) -> None:
         """Until a checkpoint has what was loaded, on all ps, where one is kept."""
         while True:
+            self._groups.refresh()  # what is not loaded stays as the ps have it
             before = self._groups.store_epochs
             saved: list[int] | None = []
             with contextlib.suppress(PeerUnavailableError, StaleStoreError), self._runtime.assigning(True):
@@ -298,3 +299,4 @@ class Servers:
                 )
             time.sleep(RETRY_S)
             self._groups.reconnect()
+            self._groups.forget()

@@ -92,8 +92,7 @@ class EstimatorTraining:
         try:
             self._loop(feed, feed.aim(self._step, target), manager, summaries, listeners)
             path = self._save(manager, listeners, is_last=True)
-            if self.strategy.servers is not None:
-                self.strategy.servers.load_once(None)  # nothing: who asks for the newest checkpoint then has the last
+            self.strategy.barrier()  # who asks for the newest checkpoint then has the last
             if preemption.agree(self.strategy.communicator):
                 leave(self.strategy, lambda: path)
         finally:

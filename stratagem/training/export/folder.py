@@ -62,7 +62,7 @@ def read(folder: Path) -> dict[str, Any]:
         what = ""
         if not folder.exists():
             what = ", which is not there: only the lead writes it, and on parameter servers no worker waits for it; "
-            what += "load it on the lead (sg.is_lead()), or once all have met (strategy.load_once(lambda: None))"
+            what += "load it on the lead (sg.is_lead()), or once all have met (strategy.barrier())"
         raise ExportError(f"expected a folder that export_model wrote (with {METADATA}), got {folder}{what}")
     if description["format_version"] > VERSION:
         raise ExportError(
