@@ -1,4 +1,4 @@
-"""A worker trains while the lead does not; then the lead loads one of two variables, and the other one stays trained."""
+"""A worker trains while the lead does not; the lead then loads one of two variables, and the other stays trained."""
 
 from __future__ import annotations
 
