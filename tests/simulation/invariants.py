@@ -290,7 +290,7 @@ class Invariants:
         loaded = [*variables] if cluster.job.loads else []
         if cluster.job.reloads:
             loaded = [name for name in variables if name.endswith("counts.0")]
-        for name in loaded if not cluster.disk.full_until else ():
+        for name in () if cluster.disk.full_until or cluster.disk.flipped else loaded:
             if not (variables[name].long() // LOADED == 1).all():
                 world.fail(f"{name} has lost what was loaded: {[oct(one) for one in variables[name].long().tolist()]}")
         found = {name: self.units_of(job, weights, epochs, f"{name} at the end") for name, weights in variables.items()}
