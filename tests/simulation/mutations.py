@@ -27,7 +27,6 @@ from stratagem.ps.state import StoreState
 from stratagem.ps.sync_steps import SyncSteps
 from stratagem.ps.units import UnitLedger
 from stratagem.strategy import newcomers
-from stratagem.worker.push.ps_client import PsClient
 from stratagem.worker.reduction.backward_status import BackwardStatus
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.healing import Healing
@@ -265,11 +264,6 @@ def _loaded_nowhere() -> Iterator[_Change]:
     yield Maintenance, "save_loaded", _soon
 
 
-def _deaf_saver() -> Iterator[_Change]:
-    """Who waits for a checkpoint does not hear of ps that have come back."""
-    yield PsClient, "is_replaced", property(lambda self: False)
-
-
 MUTATIONS = {
     "fit: counts twice": _fit_counts_twice,
     "ring: forgotten examples": _ring_forgotten_examples,
@@ -305,7 +299,6 @@ MUTATIONS = {
     "half a first checkpoint": _half_a_first_checkpoint,
     "awaited orphan": _awaited_orphan,
     "half a batch": _half_a_batch,
-    "deaf saver": _deaf_saver,
 }
 """By name."""
 

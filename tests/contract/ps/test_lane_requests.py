@@ -179,3 +179,17 @@ def test_a_worker_does_not_wait_for_a_ps_that_the_chief_has_lost(worker: Worker,
     with pytest.raises(PeerUnavailableError, match="the chief has lost ps:0"):
         call.result()
     store.checkpoints.release_commits(5)
+
+
+def test_a_ps_is_another_one_when_its_process_is_or_when_it_began_anew_among_another_number(worker: Worker) -> None:
+    client, now = worker.client, worker.session.membership
+    assert not client.is_replaced
+    for change in ({"routing_epoch": 1}, {"members": (dataclasses.replace(worker.ps, incarnation=1),)}):
+        worker.session.membership = dataclasses.replace(now, **change)
+        assert client.is_replaced, change
+    away = dataclasses.replace(worker.ps, incarnation=1, live=False)
+    worker.session.membership = dataclasses.replace(now, members=(away,))
+    assert not client.is_replaced, "it is waited for first"
+    worker.session.membership = dataclasses.replace(now, routing_epoch=2)
+    client.connect()
+    assert not client.is_replaced
