@@ -110,13 +110,14 @@ def _known_error(status: status_pb2.Status) -> errors.StratagemError | None:
 
 
 def log_refusal(method: str, error: errors.StratagemError) -> None:
-    """A line about a request that was refused.
+    """A line about a request that was refused; no warning where the caller asks again.
 
     Args:
         method: full name, or its last part.
     """
     name = method.rpartition("/")[2]
-    THROTTLE.log(logger, logging.WARNING, f"{name} {error.reason}", "%s refused: %s", name, error)
+    level = logging.INFO if isinstance(error, errors.PeerUnavailableError) else logging.WARNING
+    THROTTLE.log(logger, level, f"{name} {error.reason}", "%s refused: %s", name, error)
 
 
 def log_failure(method: str, error: Exception) -> None:

@@ -141,6 +141,8 @@ class Healing:
         """Whether somebody waits to be taken in, as far as this rank has heard."""
         self.is_due = False
         """Whether all ranks know, since the same backward, that somebody waits."""
+        self.is_leaving = False
+        """Whether this rank is at the end of its script."""
         self._heal = heal
         self._num_done = 0
         self._num_again = 0
@@ -288,7 +290,8 @@ class Healing:
         try:
             return self._go_on(ranks, error)
         except CollectiveError:
-            FLIGHT.tell(logger)
+            if not self.is_leaving:
+                FLIGHT.tell(logger)
             raise
 
     def _go_on(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
