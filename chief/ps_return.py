@@ -19,7 +19,7 @@ from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
 from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
-from stratagem.chief.leasing.positions import Positions, minus
+from stratagem.chief.leasing.positions import Positions, common, minus
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.backups import backup_of
@@ -60,6 +60,8 @@ class PsReturn(ChiefPart):
         """ps whose memory is kept by another ps too; 0: none's is."""
         self._all_went_back = all_went_back
         self._restarted = {Incarnation(task, number) for task, number in self._journal.history.put_back.items()}
+        self._in_doubt: dict[Incarnation, Positions] = {}
+        """Units begun when each ps was put back: of these it may have some updates, and lack others."""
         self._begun: set[Incarnation] = set()
         """Those that came for another number of ps, and have begun."""
         self._fresh: dict[Incarnation, str] = {}
@@ -233,6 +235,7 @@ class PsReturn(ChiefPart):
             logger.warning("%s cannot go on from a copy: %s", task, refusal)
         if refusal != "":
             return refusal is None  # it is lost: there is nobody to put back
+        self._in_doubt[server.incarnation] = {}
         num_lost, step = await self._mark_lost(server, self._lease_book.positions())
         logger.warning(
             "%s goes on from step %d, which %s had a copy of: %d updates lost", task, step, holder.task, num_lost
@@ -254,7 +257,8 @@ class PsReturn(ChiefPart):
             if not described.complete and not history.is_rerouted:
                 self._journal.write("untold")  # it came back, and is looked at again once a worker has told it
             return 0, described.step  # of no update, and what it has closed says nothing
-        absent = minus(accepted, described.whole())
+        applied, begun = described.applied(), self._in_doubt.setdefault(server.incarnation, self._lease_book.begun())
+        absent = minus(accepted, minus(applied, common([begun, described.halves()])))
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.
             self._journal.write("lost", task=server.incarnation.task, units=encode_positions(absent))

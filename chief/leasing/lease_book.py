@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.leasing.clocks import Clocks
 from stratagem.chief.leasing.leases import EpochLeases
-from stratagem.chief.leasing.positions import Positions
+from stratagem.chief.leasing.positions import Positions, plus, positions_of
 from stratagem.chief.leasing.steps import JobSteps, Removal, SliceState
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
@@ -355,6 +355,12 @@ class LeaseBook:
         """Accepted units of every epoch, as a copy."""
         known = {key: leases.accepted | UnitBitmap() for key, leases in self.epochs.items() if leases.num_accepted}
         return {**self._prior, **known}
+
+    def begun(self) -> Positions:
+        """Units of every epoch that are accepted or leased."""
+        epochs = self.epochs.items()
+        leased = (Unit(*key, index) for key, book in epochs for who in book.holders() for index in book.held_by(who))
+        return plus(self.positions(), positions_of(leased))
 
     def roll_back(
         self, saved: Mapping[tuple[int, int], UnitBitmap], *, reopen: bool = False, is_last: bool = False

@@ -67,13 +67,10 @@ class ServerDescription:
         """Units with at least one update here."""
         return plus(self.closed, positions_of(unit for update in self.open for unit in update.units))
 
-    def whole(self) -> dict[tuple[int, int], UnitBitmap]:
-        """Of :meth:`applied`, those with as many updates here as a unit has, as far as that is known."""
-        units = self.applied()
+    def halves(self) -> dict[tuple[int, int], UnitBitmap]:
+        """Open units with fewer updates here than another one had."""
         numbers = Counter(unit for update in self.open for unit in update.units)
-        for unit in (unit for unit, number in numbers.items() if number < self.per_unit):
-            units[unit.dataset, unit.epoch].discard(unit.index)
-        return units
+        return positions_of(unit for unit, number in numbers.items() if number < self.per_unit)
 
     def has(self, update: Update) -> bool:
         return update in self.open or (bool(update.units) and all(self.has_closed(unit) for unit in update.units))
