@@ -227,7 +227,7 @@ async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path)
 
     async with cluster(checkpoint_dir=str(tmp_path), num_ps=1) as (running, workers, servers):
         await until(lambda: running.job.journal.history.checkpoint)
-        await workers[0].open()
+        await workers[0].open(num_examples=16)
         await workers[0].next(want=3)
         applied(servers, 0, 1)
         await workers[0].next([0, 1], held=[2], wait=False)
@@ -240,7 +240,7 @@ async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path)
             assert reborn.closed == {(1, 0): UnitBitmap.of([0, 1])}
             assert running.job.get_status().updates_lost == 1
             # One that was leased after that may have fewer updates than another one, and not be closed there yet.
-            await workers[1].open()
+            await workers[1].open(num_examples=16)
             [lease] = (await workers[1].next(want=1)).leases
             reborn.apply(Unit(1, 0, lease.unit.index), 0)
             await workers[1].next([lease.unit.index], wait=False)
