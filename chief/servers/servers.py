@@ -67,7 +67,7 @@ class ServerDescription:
         """Units with at least one update here."""
         return plus(self.closed, positions_of(unit for update in self.open for unit in update.units))
 
-    def halves(self) -> dict[tuple[int, int], UnitBitmap]:
+    def halves(self) -> Positions:
         """Open units with fewer updates here than another one had."""
         numbers = Counter(unit for update in self.open for unit in update.units)
         return positions_of(unit for unit, number in numbers.items() if number < self.per_unit)
