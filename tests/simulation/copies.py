@@ -102,14 +102,15 @@ class Copies:
         if lacking:
             self._world.fail(f"{heir} takes a copy of {source} that lacks what was acknowledged: {sorted(lacking)}")
         if checks.cluster.chief_job is not None:
-            known = applied_of(ledger)
             checks.check_rows(image.content.groups, f"the copy of {source}")
             for name, weights in variables_of(image.content.groups).items():
                 what = f"{name} in the copy of {source}"
                 units = checks.units_of(checks.cluster.chief_job, weights, checks.cluster.job.epochs, what)
                 lost = {(epoch, unit) for task, epoch, unit in checks.lost_units if task == source.task}
-                if checks.cluster.job.num_optimizers > 1:  # of a batch under way it may have another one's part
-                    lost |= {(unit.epoch, unit.index) for unit in ledger._open}
+                known = applied_of(ledger)
+                if checks.cluster.job.num_optimizers > 1:  # of a batch under way it may have another one's update
+                    ordinal = 2 * int(name.rpartition(".")[2]) // checks.cluster.job.num_variables
+                    known -= {(one.epoch, one.index) for one, has in ledger._open.items() if ordinal not in has}
                 if units - known or known - units - lost:
                     self._world.fail(f"{what} has {sorted(units)}, its ledger {sorted(known)}")
 

@@ -69,7 +69,8 @@ def plan(seed: int, form: str = "") -> Schedule:
     if form == "table" or (forms.random() < 0.25 and not is_estranged):
         job = dataclasses.replace(job, has_table=True, num_variables=job.num_ps)
     job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
-    if forms.random() < 0.5 and job.num_variables > 1 and not job.has_table and form != "fit":
+    share = 0.5 if job.ps_replicas == 1 else 0.2
+    if forms.random() < share and job.num_variables > 1 and not job.has_table and form != "fit":
         each = random.Random(-16 * seed - 1).choice((1, 2))  # of the variables on a ps, both may have one
         job = dataclasses.replace(job, num_optimizers=2, num_variables=each * job.num_variables)
     scripts = random.Random(-15 * seed - 1)
