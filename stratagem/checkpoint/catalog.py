@@ -46,6 +46,12 @@ def scan(directory: pathlib.Path) -> list[pathlib.Path]:
     return [path for _, path in sorted(_scan(directory, depth=1))]
 
 
+def incomplete(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Checkpoints in a directory that were committed and have lost a file, or a part of one, since."""
+    committed = [path.parent for path in sorted(directory.glob(f"[!.]*/{MANIFEST}"))]
+    return [path for path in committed if not is_complete(path) and not was_removed(path)]
+
+
 def named(directory: pathlib.Path, name: str) -> list[pathlib.Path]:
     """Complete checkpoints ``<name>-00000012`` in a directory, oldest first; others may keep theirs beside them."""
     pattern = re.compile(rf"{re.escape(name)}-\d{{8,}}")

@@ -49,15 +49,19 @@ def inspect_command(path: Path, as_json: bool) -> None:
 @checkpoint_command.command("verify")
 @_CHECKPOINT
 def verify_command(path: Path) -> int:
-    """Compare every file of a checkpoint with its checksum. Exit code 1: damaged; the last good one is named."""
-    from stratagem.checkpoint.catalog import find_damage, offer
+    """Compare every file of a checkpoint with its checksum. Exit code 1: damaged; the last good one is named.
+
+    In a directory of checkpoints those that are not complete are damaged too.
+    """
+    from stratagem.checkpoint.catalog import find_damage, incomplete, offer
     from stratagem.checkpoint.reading import find
 
     found = find(path)
-    damage = find_damage(found)
+    checked = [*incomplete(path), found] if found != path else [found]
+    damage = [line for each in checked for line in find_damage(each)]
     for line in damage:
         click.echo(f"damaged: {line}")
-    click.echo(offer(found) if damage else f"{found}: every file is as it was written")
+    click.echo(offer(checked[0]) if damage else f"{found}: every file is as it was written")
     return 1 if damage else 0
 
 

@@ -85,6 +85,11 @@ def test_verify(
     out = capsys.readouterr().out
     assert f"damaged: {bad}/optimizer.safetensors was altered" in out and f"The last good checkpoint is {good}" in out
     assert stratagem(monkeypatch, "verify", good) == 0
+    (Path(bad) / "optimizer.safetensors").unlink()
+    capsys.readouterr()
+    assert stratagem(monkeypatch, "verify", tmp_path) == 1  # a directory whose newest one is passed over
+    out = capsys.readouterr().out
+    assert f"damaged: {bad}/optimizer.safetensors is missing" in out and f"The last good checkpoint is {good}" in out
     (tmp_path / "empty").mkdir()
     assert stratagem(monkeypatch, "verify", tmp_path / "empty") == cli.EXIT_FAILED
     assert "is not a complete checkpoint" in capsys.readouterr().err
