@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from stratagem.cli.options import cluster_option, read_cluster_file
+from stratagem.cli.options import SECONDS, cluster_option, read_cluster_file
+from stratagem.cluster.sources import gather
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.launch.status import chief_from_environment
 from stratagem.rpc.security import Security, operator_security
@@ -41,20 +42,22 @@ class Asking:
 
     @property
     def security(self) -> Security:
-        """What to show a chief: from the options, else from the cluster file."""
-        defaults = read_cluster_file(self.cluster_file).get("defaults") or {}
-        return operator_security(
-            self.tls or defaults.get("tls", ""),
-            self.token_file or defaults.get("token_file", ""),
-            self.insecure or bool(defaults.get("insecure")),
-        )
+        """What to show a chief: from the options, else from the cluster file (``defaults``, which are for everybody).
+
+        Raises:
+            ConfigurationError: the cluster file has an unknown section or key, or a value of another type.
+        """
+        flags = {"tls": self.tls or None, "token_file": self.token_file or None, "insecure": self.insecure or None}
+        document = {**read_cluster_file(self.cluster_file), "cluster": None, "chief": {}}
+        config = gather("chief", {}, flags, document, str(self.cluster_file), of_every_role=True)[0].config
+        return operator_security(config.tls, config.token_file, config.insecure)
 
 
 _OPTIONS = (
     click.option("--chief", help="host:port of the chief."),
     cluster_option,
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    click.option("--timeout-s", default=5.0, show_default=True, help="Seconds to wait for an answer."),
+    click.option("--timeout-s", type=SECONDS, default=5.0, show_default=True, help="Seconds to wait for an answer."),
     click.option(
         "--tls", default="", envvar="STRATAGEM_TLS", help="Folder with ca.crt and the operator's certificate."
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.cli.options import cluster_option, read_cluster_file
+from stratagem.cli.options import SECONDS, cluster_option, read_cluster_file
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ENV_PREFIX, gather
 from stratagem.cluster.spec import join_address, split_address
@@ -88,7 +88,7 @@ def ask(address: str, task: str, service: str, timeout_s: float, security: Secur
 @click.option("--task", help="Which task; without it what STRATAGEM_TASK, TF_CONFIG or the cluster file say.")
 @click.option("--address", help="host:port to ask; without it where the task listens by the same sources.")
 @cluster_option
-@click.option("--timeout-s", default=3.0, show_default=True, help="Seconds to wait for the answer.")
+@click.option("--timeout-s", type=SECONDS, default=3.0, show_default=True, help="Seconds to wait for the answer.")
 @click.option("--tls", help="Folder with ca.crt and the task's own certificate.")
 @click.option("--token-file", help="File with the token of the job.")
 def health_command(

@@ -21,6 +21,8 @@ from stratagem.launch.replica import own_environment
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+SECONDS = click.FloatRange(0, 86400, min_open=True)
+"""How long to wait for an answer; a call of gRPC takes neither 0 nor inf."""
 _TYPES: dict[Any, Any] = {str: click.STRING, int: click.INT, float: click.FLOAT}
 
 

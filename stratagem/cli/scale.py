@@ -32,7 +32,13 @@ def lacking(status: StatusView, num_workers: int, num_ps: int) -> str:
 @asking_options
 @click.option("--workers", "num_workers", type=click.IntRange(1, 4096), help="Workers that there are to be.")
 @click.option("--ps", "num_ps", type=click.IntRange(1, 1024), help="Parameter servers that there are to be.")
-@click.option("--wait-s", default=60.0, show_default=True, help="Seconds to wait until it is so; 0: only ask for it.")
+@click.option(
+    "--wait-s",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait until it is so; 0: only ask for it.",
+)
 def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, wait_s: float) -> None:
     """Give a running job another number of workers or parameter servers, without a restart of anything.
 

@@ -65,6 +65,8 @@ class Workload:
     """Of the volume; empty: the cluster's default."""
 
     def __post_init__(self) -> None:
+        if not self.staleness >= 0:
+            raise ConfigurationError(f"expected a staleness of at least 0 (inf: asynchronous), got {self.staleness:g}")
         if not _NAME.fullmatch(self.name):
             raise ConfigurationError(
                 f"expected a name of at most {_NAME_CHARACTERS} lower-case letters, digits and '-' that starts with a "

@@ -126,6 +126,10 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
         (["run", "--replicas", "2", "x.py"], "--replicas 2: say what the replicas are: --workers 2"),
         (["submit", "-m", "a.b", "x.py"], 'a file beside the package, with import runpy; runpy.run_module("a.b"'),
         (["chief", "--num-workers", "0"], "num_workers from flag --num-workers"),
+        (["render", "--ps", "1", "--staleness", "-1", "x.py"], "expected a staleness of at least 0"),
+        (["status", "--chief", "127.0.0.1:1", "--timeout-s", "inf"], "inf is not in the range"),
+        (["health", "--task", "ps:0", "--timeout-s", "0"], "0.0 is not in the range"),
+        (["scale", "--chief", "127.0.0.1:1", "--ps", "2", "--wait-s", "-1"], "-1.0 is not in the range"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words: str) -> None:
@@ -149,6 +153,14 @@ def test_malformed_cluster_file(tmp_path: Path) -> None:
     ]:
         file.write_text(text)
         code, _, err = invoke("config", "show", "chief", "--cluster", str(file))
+        assert code == 2 and words in err
+    for text, words in [
+        ("defaults: 3", "expected keys and values in section 'defaults'"),
+        ("defaults: {tls: 3}", "tls from"),
+        ("default: {tls: certs}", "did you mean 'defaults'"),
+    ]:
+        file.write_text(text)
+        code, _, err = invoke("status", "--chief", "127.0.0.1:1", "--cluster", str(file))
         assert code == 2 and words in err
 
 
