@@ -101,8 +101,7 @@ def run_local(
             exit_code = cluster.run()
             duration_s = time.monotonic() - started_at
         display.close()
-        _report(job, folders, cluster, exit_code, duration_s)
-        return exit_code
+        return _report(job, folders, cluster, exit_code, duration_s)
     finally:
         if chaos is not None:
             chaos.close()
@@ -118,8 +117,8 @@ def _is_kept(job: LocalJob, supervisor: Supervisor) -> bool:
     return job.state_dir is not None or supervisor.failure is not None
 
 
-def _report(job: LocalJob, folders: RunFolders, cluster: LocalCluster, exit_code: int, duration_s: float) -> None:
-    """Says what came of a run, and writes its summary."""
+def _report(job: LocalJob, folders: RunFolders, cluster: LocalCluster, exit_code: int, duration_s: float) -> int:
+    """Says what came of a run, and writes its summary; the run's exit code, 1 if all but the summary went well."""
     supervisor, chaos, output, tail = cluster.supervisor, cluster.chaos, cluster.output, cluster.failure_tail
     reports = {task: report for task in supervisor.workers if (report := read_report(folders.report(task)))}
     stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
@@ -133,11 +132,16 @@ def _report(job: LocalJob, folders: RunFolders, cluster: LocalCluster, exit_code
         summary["chaos"] = chaos.records(status.updates_lost)
         output.say(chaos_words(summary["chaos"]))
     if job.summary is not None:
-        write_summary(job.summary, summary)
+        try:
+            write_summary(job.summary, summary)
+        except OSError as error:
+            output.say(f"the summary cannot be written to {job.summary}: {error.strerror}")
+            exit_code = exit_code or 1
     output.say(_last_words(exit_code, summary, duration_s))
     if supervisor.failure is not None:
         output.say(failure_words(supervisor.failure, tail))
         output.say(f"logs: {output.log_file(supervisor.failure.task).parent}")
+    return exit_code
 
 
 def _last_words(exit_code: int, summary: Mapping[str, Any], duration_s: float) -> str:

@@ -138,11 +138,18 @@ def failure_words(failure: Failure, tail: list[str]) -> str:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Writes the summary in one piece."""
+    """Writes the summary in one piece.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    os.replace(partial, path)
+    try:
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def reading_of_summary(path: Path) -> Reading:

@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.actions import Failure
 from stratagem.launch.display import JobPace, LiveDisplay, PlainDisplay, make_display, progress_words, task_words
+from stratagem.launch.local import run_local
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
-from stratagem.launch.plan import LocalJob, RunFolders, plan_launch
+from stratagem.launch.plan import Launch, LocalJob, RunFolders, plan_launch
 from stratagem.launch.processes import Stream
 from stratagem.launch.summary import build_summary, failure_words
 from stratagem.launch.supervisor import Supervisor
@@ -278,6 +281,10 @@ def test_jobs_that_cannot_work(tmp_path: Path) -> None:
         _job(tmp_path, num_workers=0)
     with pytest.raises(ClusterSpecError, match="the cluster has 2 ps"):
         _job(tmp_path, num_ps=2, strategy="one")
+    with pytest.raises(ConfigurationError, match=r"staleness from flag --staleness: .* 0, got -1\.0"):
+        _job(tmp_path, num_ps=1, staleness=-1.0)
+    with pytest.raises(ConfigurationError, match=r"stripes from flag --stripes: .* 1, got 0"):
+        _job(tmp_path, num_workers=2, communication={"stripes": "0"})
 
 
 def test_summary_of_a_synchronous_job(tmp_path: Path) -> None:
@@ -293,6 +300,15 @@ def test_summary_of_a_synchronous_job(tmp_path: Path) -> None:
     assert json.loads(json.dumps(summary))["duration_s"] == 1.235
     assert build_summary(job, supervisor, StatusView(), {}, 1, 1.0, [])["loss"] is None
     assert math.isinf(LocalJob(script=job.script).staleness)
+
+
+def test_a_full_disk_costs_the_summary_and_is_said(tmp_path: Path) -> None:
+    (tmp_path / "s.json.partial").symlink_to("/dev/full")
+    job, shown = _job(tmp_path, summary=tmp_path / "s.json"), io.StringIO()
+    launched = Launch((sys.executable, "-c", "print('trained')"), dict(os.environ))
+    assert run_local(job, launch_for=lambda task, chief: launched, stdout=shown, stderr=shown) == 1
+    assert f"the summary cannot be written to {tmp_path}/s.json: No space left on device" in shown.getvalue()
+    assert "failed, exit code 1" in shown.getvalue() and list(tmp_path.iterdir()) == [tmp_path / "train.py"]
 
 
 def test_failure_in_words() -> None:
