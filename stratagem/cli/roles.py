@@ -98,6 +98,7 @@ def _run_script(
     resolved, placement = configure(role, cluster_file, flags)
     config = resolved.config
     if placement is None and isinstance(config, WorkerConfig | EvaluatorConfig) and config.chief:
+        configure_logging(config.task, config.log_format)
         placement = ask_for_cluster(config)
     if placement is not None and isinstance(config, WorkerConfig):
         choose_strategy(config.strategy, placement.cluster.num_workers, placement.cluster.num_ps)

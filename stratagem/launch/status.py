@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from stratagem.rpc.asking import asking
 from stratagem.rpc.chief_address import FILE_NAME, NOWHERE, ChiefAddress
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 from stratagem.rpc.security import OPEN, Security, security_of
+from stratagem.rpc.session import SILENCE_S
 from stratagem.rpc.status_view import StatusView, from_reply
 
+logger = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply")
 ASK_S = 5.0
 """Seconds for one answer."""
@@ -97,7 +100,8 @@ def fetch_stack(address: str, task: str, timeout_s: float, security: Security = 
 
 
 def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
-    """The cluster that the chief at ``config.chief`` coordinates, and this task's place in it.
+    """The cluster that the chief at ``config.chief`` coordinates, and this task's place in it; the log says once that
+    it waits.
 
     Raises:
         ClusterTimeoutError: it did not answer within ``start_timeout_s``.
@@ -105,6 +109,7 @@ def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
     """
     security = security_of(config)
     deadline = time.monotonic() + config.start_timeout_s
+    quiet_until = time.monotonic() + SILENCE_S
     while True:
         try:
             status = fetch_status(config.chief, min(ASK_S, config.start_timeout_s), security)
@@ -113,6 +118,9 @@ def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
                 raise ClusterTimeoutError(
                     f"{config.task} asked its chief for the cluster for {config.start_timeout_s:.0f} s: {error}"
                 ) from None
+            if time.monotonic() > quiet_until:
+                logger.info("Waiting for the chief: %s", error)
+                quiet_until = deadline
             time.sleep(AGAIN_S)
         else:
             return placement_of(config, status)

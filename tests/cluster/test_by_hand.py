@@ -165,6 +165,15 @@ def test_a_worker_that_is_started_alone_says_what_it_waits_for(tasks: list[subpr
     assert f"worker:1: Waiting for the chief at {addresses[0]} (worker:0 starts it" in line
 
 
+def test_a_worker_whose_chief_cannot_be_reached_says_so(tasks: list[subprocess.Popen[str]]) -> None:
+    words = ("worker", "--task", "worker:1", "--chief", "127.0.0.1:1", "--start-timeout-s", "60", __file__)
+    command = [sys.executable, "-m", "stratagem.cli", *words]
+    tasks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    assert tasks[0].stderr is not None
+    line = next(line for line in tasks[0].stderr if "Waiting" in line)
+    assert "worker:1: Waiting for the chief: the chief at 127.0.0.1:1 cannot be reached" in line
+
+
 def test_an_evaluator_that_the_cluster_does_not_name(
     tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
