@@ -168,14 +168,19 @@ class LocalJob:
             )
 
     def check_size(self, num_cores: int) -> None:
-        """Refuses more processes than a host bears: on a shared core they miss heartbeats (``session_timeout_s``), and
-        each has 50 MB of its own before the script makes anything."""
+        """Refuses more processes, or threads of one, than a host bears: on a shared core processes miss heartbeats
+        (``session_timeout_s``), and each has 50 MB of its own before the script makes anything."""
         most = max(FEWEST, PER_CORE * num_cores)
         if self.num_workers + self.num_ps > most:
             raise ConfigurationError(
                 f"--workers {self.num_workers} --ps {self.num_ps} are {self.num_workers + self.num_ps} processes on "
                 f"this host of {num_cores} cores: expected at most {most} ({PER_CORE} for each core, {FEWEST} on any "
                 "host). Start the tasks on several machines (docs/start/machines.md)"
+            )
+        if self.num_threads > most:
+            raise ConfigurationError(
+                f"--threads {self.num_threads} on this host of {num_cores} cores: expected at most {most}; more threads "
+                "than cores only wait for one another, and 0 shares the cores"
             )
 
     @property

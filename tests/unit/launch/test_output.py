@@ -219,7 +219,7 @@ def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
 def test_a_count_that_no_host_bears_is_refused(tmp_path: Path) -> None:
     _job(tmp_path, num_workers=60, num_ps=4).check_size(2)
     _job(tmp_path, num_workers=5000, num_ps=1000).check_size(500)
-    for counts in ({"num_workers": 5000}, {"num_ps": 5000}):
+    for counts in ({"num_workers": 5000}, {"num_ps": 5000}, {"num_threads": 5000}):
         with pytest.raises(ConfigurationError, match="on this host of 2 cores: expected at most 64"):
             _job(tmp_path, **counts).check_size(2)
 
