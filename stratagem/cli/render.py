@@ -40,7 +40,12 @@ def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
 @click.option("--evaluator", is_flag=True, help="An evaluator too.")
 @click.option("--strategy", type=click.Choice(STRATEGIES), default="auto", help="As of `stratagem run`.")
 @click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
-@click.option("--checkpoint-every-s", default=0.0, help="Seconds between checkpoints that the chief takes; 0: none.")
+@click.option(
+    "--checkpoint-every-s",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Seconds between checkpoints that the chief takes; 0: none.",
+)
 @click.option(
     "--machine",
     "machines",
@@ -59,7 +64,7 @@ def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
     help="Of the volume. On one node (kind, minikube, k3s): ReadWriteOnce.",
 )
 @click.option("--storage-class", default="", help="Of the volume; else the cluster's default.")
-@click.option("--port", default=Workload.port, help="Where every task serves.")
+@click.option("--port", type=click.IntRange(1, 65535), default=Workload.port, help="Where every task serves.")
 @click.option(
     "--web", default=Workload.web, help="Port of the chief's live page, for kubectl port-forward; with TLS for all."
 )

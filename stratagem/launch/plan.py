@@ -179,8 +179,8 @@ class LocalJob:
             )
         if self.num_threads > most:
             raise ConfigurationError(
-                f"--threads {self.num_threads} on this host of {num_cores} cores: expected at most {most}; more threads "
-                "than cores only wait for one another, and 0 shares the cores"
+                f"--threads {self.num_threads} on this host of {num_cores} cores: expected at most {most}; more "
+                "threads than cores only wait for one another, and 0 shares the cores"
             )
 
     @property

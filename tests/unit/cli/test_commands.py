@@ -126,6 +126,8 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
         (["run", "--replicas", "2", "x.py"], "--replicas 2: say what the replicas are: --workers 2"),
         (["submit", "-m", "a.b", "x.py"], 'a file beside the package, with import runpy; runpy.run_module("a.b"'),
         (["chief", "--num-workers", "0"], "num_workers from flag --num-workers"),
+        (["render", "--port", "70000", "x.py"], "70000 is not in the range"),
+        (["render", "--ps", "1", "--checkpoint-every-s", "-1", "x.py"], "-1.0 is not in the range"),
         (["render", "--ps", "1", "--staleness", "-1", "x.py"], "expected a staleness of at least 0"),
         (["status", "--chief", "127.0.0.1:1", "--timeout-s", "inf"], "inf is not in the range"),
         (["health", "--task", "ps:0", "--timeout-s", "0"], "0.0 is not in the range"),
