@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Embedding(TableLayer, nn.Embedding):
         max_norm: as in torch; not on parameter servers.
         norm_type: of ``max_norm``.
         scale_grad_by_freq: as in torch: divides a row's gradient by how often the replica's part of a batch has it.
+            Outside of parameter servers gradients are dense then, which SparseAdam does not take.
         sparse: True: its gradients are.
         _weight: values of all rows, as ``from_pretrained`` gives them; parameter servers get them from the lead, a part
             at a time, in ``prepare``.
@@ -74,7 +76,7 @@ class Embedding(TableLayer, nn.Embedding):
             max_norm,
             norm_type,
             scale_grad_by_freq,
-            sparse=True,
+            sparse=not scale_grad_by_freq,  # which torch has no sparse gradient for
             _weight=own_weight(num_embeddings, embedding_dim, _weight, device, dtype),
             _freeze=_freeze,
         )
@@ -92,7 +94,7 @@ class Embedding(TableLayer, nn.Embedding):
         ``torch.from_numpy(numpy.memmap(...))``) are never copied as a whole.
         """
         make: Any = super().from_pretrained
-        return make(embeddings, freeze, *args, **{"sparse": True, **kwargs})
+        return make(embeddings, freeze, *args, **with_sparse(args, kwargs))
 
     def export_form(self) -> nn.Embedding:
         """A plain ``nn.Embedding`` with a copy of all rows."""
@@ -103,7 +105,7 @@ class Embedding(TableLayer, nn.Embedding):
             self.max_norm,
             self.norm_type,
             self.scale_grad_by_freq,
-            sparse=True,
+            sparse=not self.scale_grad_by_freq,
             _weight=self.whole_weight(),
         )
 
@@ -148,6 +150,11 @@ def checked_sizes(
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ConfigurationError(f"expected a padding_idx within {num_embeddings} rows, got {padding_idx}")
     return padding_idx % num_embeddings
+
+
+def with_sparse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of ``from_pretrained`` of both layers, whose ``sparse`` is the fifth argument after ``freeze``."""
+    return {"sparse": True, **kwargs} if len(args) < 5 else dict(kwargs)
 
 
 def own_weight(

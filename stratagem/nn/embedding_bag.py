@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
-from stratagem.nn.embedding import checked_sizes, own_weight
+from stratagem.nn.embedding import checked_sizes, own_weight, with_sparse
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
 from stratagem.nn.remote_rows import RemoteRows, TableLayer, has_sparse_gradient, pooled
 
@@ -23,7 +23,7 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
         embedding_dim: elements of a row.
         max_norm: as in torch; not on parameter servers.
         norm_type: of ``max_norm``.
-        scale_grad_by_freq: as in torch; on parameter servers alone, as torch has no such sparse gradient.
+        scale_grad_by_freq: as of :class:`stratagem.nn.Embedding`.
         mode: "sum" or "mean" of the rows of a bag.
         sparse: True: its gradients are.
         _weight: values of all rows, as ``from_pretrained`` gives them; parameter servers get them from the lead, a part
@@ -76,7 +76,7 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
             norm_type,
             scale_grad_by_freq,
             mode=mode,
-            sparse=True,
+            sparse=not scale_grad_by_freq,
             _weight=own_weight(num_embeddings, embedding_dim, _weight, device, dtype),
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
@@ -88,7 +88,7 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
     @checked
     def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.nn.EmbeddingBag.from_pretrained``; see :meth:`Embedding.from_pretrained`."""
-        return super().from_pretrained(embeddings, freeze, *args, **{"sparse": True, **kwargs})
+        return super().from_pretrained(embeddings, freeze, *args, **with_sparse(args, kwargs))
 
     def export_form(self) -> nn.EmbeddingBag:
         """A plain ``nn.EmbeddingBag`` with a copy of all rows."""
@@ -99,7 +99,7 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
             self.norm_type,
             self.scale_grad_by_freq,
             mode=self.mode,
-            sparse=True,
+            sparse=not self.scale_grad_by_freq,
             _weight=self.whole_weight(),
             include_last_offset=self.include_last_offset,
             padding_idx=self.padding_idx,

@@ -212,6 +212,8 @@ class RemoteRows(nn.Module):
         value = state_dict.get(key)
         if value is None:
             missing_keys.append(key)
+        elif not isinstance(value, torch.Tensor):
+            error_msgs.append(f"{key}: expected a tensor, got a {type(value).__name__}; torch.from_numpy(array) is one")
         elif value.device.type == "meta":
             error_msgs.append(
                 f"{key} has no values: a state_dict does not hold tables of parameter servers. Save and restore "

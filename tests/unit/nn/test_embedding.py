@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 from collections.abc import Callable, Iterator
@@ -122,6 +123,8 @@ def test_what_a_remote_table_cannot_do_says_what_can_be_done(remote: Strategy) -
         layer.load_state_dict(layer.state_dict())
     with pytest.raises(RuntimeError, match="size mismatch"):
         layer.load_state_dict({"weight": torch.zeros(3, 4)})
+    with pytest.raises(RuntimeError, match=r"got a ndarray; torch\.from_numpy"):
+        layer.load_state_dict({"weight": np.zeros((20, 4))})
     with pytest.raises(RuntimeError, match="Missing key"):
         layer.load_state_dict({})
 
@@ -252,6 +255,32 @@ def test_arguments_of_torch_s_layers(is_remote: bool) -> None:
     offsets = torch.tensor([0, 1, 4])
     assert torch.equal(bags(ids, offsets), flat(ids, offsets)) and bags(ids, offsets).shape == (2, 4)
     assert torch.equal(bags.export_form()(ids, offsets), flat(ids, offsets))
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_gradients_by_frequency_without_parameter_servers(build: Callable[..., Layer]) -> None:
+    """torch has no sparse ones: backward failed."""
+    layer = build(5, 2, scale_grad_by_freq=True, **{"mode": "sum"} if build is sg.nn.EmbeddingBag else {})
+    for trained in (layer, layer.export_form()):
+        trained(torch.tensor([[0, 1], [1, 1]])).sum().backward()
+        assert trained.weight.grad is not None and trained.weight.grad[:, 0].tolist() == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_sparse_may_be_given_to_from_pretrained_by_place(is_remote: bool) -> None:
+    with (Remote() if is_remote else DefaultStrategy()).scope():
+        for build, sparse in itertools.product(BUILDERS, (True, False)):
+            made = functools.partial(
+                build.from_pretrained,
+                torch.ones(3, 2),
+                False,
+                *((None, 2.0, False, "sum") if build is sg.nn.EmbeddingBag else (None, None, 2.0, False)),
+            )
+            if sparse:
+                assert made(sparse).sparse
+            else:
+                with pytest.raises(ConfigurationError, match="leave sparse= out"):
+                    made(sparse)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
