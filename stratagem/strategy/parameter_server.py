@@ -334,7 +334,7 @@ class ParameterServerStrategy(Strategy):
             self._groups,
             self._tracker,
             self._accept,
-            self._pull_all,
+            self._end_epoch,
             self._attach_again,
             self._begin,
             lambda: [*self.servers.listeners, *self._metrics],
@@ -365,6 +365,17 @@ class ParameterServerStrategy(Strategy):
             options=options,
             listener=OwnBatches(self._runtime),
         )
+
+    def _end_epoch(self) -> None:
+        """Takes the newest weights; of steps at the end without a slice for this worker, schedulers hear by them."""
+        before = self._groups.update_counts
+        self._pull_all()
+        late = max(
+            0, min((now - then for now, then in zip(self._groups.update_counts, before, strict=True)), default=0)
+        )
+        for missed in self._missed if self._newest[1] else ():
+            missed(late)
+        self._newest = self._newest[0], self._newest[1] + late
 
     def _pull_all(self) -> None:
         """Takes the newest weights, of ps that come back as well."""

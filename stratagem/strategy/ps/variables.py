@@ -66,6 +66,11 @@ class VariableGroups:
         """Updates that the copies here have, also those that a job before this one made."""
         return max((variables.num_updates for variables in self._all), default=0)
 
+    @property
+    def update_counts(self) -> list[int]:
+        """The same, of what each optimizer changes."""
+        return [variables.num_updates for variables in self._all if variables.optimizer]
+
     def create(
         self,
         models: Sequence[torch.nn.Module],
