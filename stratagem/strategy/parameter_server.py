@@ -368,11 +368,7 @@ class ParameterServerStrategy(Strategy):
 
     def _end_epoch(self) -> None:
         """Takes the newest weights; of steps at the end without a slice for this worker, schedulers hear by them."""
-        before = self._groups.update_counts
-        self._pull_all()
-        late = max(
-            0, min((now - then for now, then in zip(self._groups.update_counts, before, strict=True)), default=0)
-        )
+        late = self._groups.num_brought(self._pull_all)
         for missed in self._missed if self._newest[1] else ():
             missed(late)
         self._newest = self._newest[0], self._newest[1] + late

@@ -66,10 +66,13 @@ class VariableGroups:
         """Updates that the copies here have, also those that a job before this one made."""
         return max((variables.num_updates for variables in self._all), default=0)
 
-    @property
-    def update_counts(self) -> list[int]:
-        """The same, of what each optimizer changes."""
-        return [variables.num_updates for variables in self._all if variables.optimizer]
+    def num_brought(self, pull: Callable[[], None]) -> int:
+        """Calls ``pull``, which brings newer weights; how many updates of what each optimizer changes came with them."""
+        trained = [variables for variables in self._all if variables.optimizer]
+        before = [variables.num_updates for variables in trained]
+        pull()
+        more = (variables.num_updates - count for variables, count in zip(trained, before, strict=True))
+        return max(0, min(more, default=0))
 
     def create(
         self,
