@@ -67,7 +67,7 @@ class VariableGroups:
         return max((variables.num_updates for variables in self._all), default=0)
 
     def num_brought(self, pull: Callable[[], None]) -> int:
-        """Calls ``pull``, which brings newer weights; how many updates of what each optimizer changes came with them."""
+        """Calls ``pull``, which brings newer weights; so many updates of what each optimizer changes came so."""
         trained = [variables for variables in self._all if variables.optimizer]
         before = [variables.num_updates for variables in trained]
         pull()
