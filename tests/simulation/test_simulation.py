@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulation.mutations import MUTATIONS
 
-NUM_SCHEDULES = 600
+NUM_SCHEDULES = 700
 """Most of a minute of a quiet processor; a count, so that the same are run on a slow one."""
 
 
