@@ -42,6 +42,7 @@ class ChiefState:
         """Notified at every change that somebody may wait for."""
         self.sessions = Sessions(config, history, clock())
         self.lease_book = LeaseBook(history.next_step, 0 if self.is_new else NUM_UNSYNCED)
+        self.lease_book.steps.per_unit = history.steps_per_unit
         self.lease_book.restores = int(not self.is_new)  # nobody knows what an earlier chief put back
         for dataset, plan in history.plans.items():
             self.lease_book.open_dataset(dataset, plan)

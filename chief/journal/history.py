@@ -19,7 +19,7 @@ _AS_THEY_ARE = (
 )
 """Fields of the history that are JSON."""
 _AS_THEY_ARE_SINCE = (
-    *("earlier_incarnations", "put_back", "is_rerouted", "num_routings"),
+    *("earlier_incarnations", "put_back", "is_rerouted", "num_routings", "steps_per_unit"),
     *("joining", "taken_in", "has_begun", "unsaved"),
 )
 """Further ones, which a summary of an older journal lacks."""
@@ -61,6 +61,8 @@ class JobHistory:
     """The ps that have held values, once all initial values were there."""
     is_rerouted: bool = False
     """There is another number of ps, or one of them has come back, and workers have not said yet which hold rows."""
+    steps_per_unit: int = 0
+    """Updates of a unit, as far as workers have said."""
     num_routings: int = 0
     """How often their number has changed."""
     plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
@@ -178,6 +180,9 @@ class JobHistory:
         self.num_ps, self.num_routings = record["num_ps"], self.num_routings + 1
         self.initialized, self.is_rerouted = [f"ps:{index}" for index in range(self.num_ps)], True
         self.prepared.clear()  # whatever they hold, it is for another number of them
+
+    def _on_steps_per_unit(self, record: Mapping[str, Any]) -> None:
+        self.steps_per_unit = record["number"]
 
     def _on_untold(self, record: Mapping[str, Any]) -> None:
         self.is_rerouted = True

@@ -181,8 +181,10 @@ class TrainingUnits(UnitLender[TrainingPass]):
             return [each for each in live if not self._metric_store.agreements.has_left(each, data.group)]
 
         self._lease_book.note_counts(incarnation, request.counts)
-        self._lease_book.steps.per_unit = request.steps_per_unit or self._lease_book.steps.per_unit
         held, steps = frozenset(request.held), self._lease_book.steps
+        if request.steps_per_unit not in (0, steps.per_unit):
+            steps.per_unit = request.steps_per_unit
+            self._journal.write("steps_per_unit", number=steps.per_unit)
         first = steps.next_number
         leases = self._lease_book.ask(
             incarnation, data.dataset, data.epoch, held, request.want, workers, data.stop, data.group, request.at_most

@@ -248,6 +248,21 @@ async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path)
             assert running.job.get_status().updates_lost == 1
 
 
+async def test_a_chief_that_follows_knows_how_many_updates_a_batch_has(tmp_path: Path) -> None:
+    """Of two, at staleness 0: it took a dead worker's slice with one for done, until workers had said so again."""
+    config = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "c"), "num_workers": 1}
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**config, num_ps=1) as first:
+            await stack.enter_async_context(ps(first.address, FakePs(0)))
+            worker = Task(first.address, "worker:0")
+            stack.push_async_callback(worker.die)
+            await worker.ready()
+            await worker.open()
+            await worker.next(steps_per_unit=2)
+        async with chief(**config, num_ps=1, bind=first.address) as second:
+            assert second.job.lease_book.steps.per_unit == 2
+
+
 async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
     config = {
         "state_dir": str(tmp_path / "state"),
