@@ -43,7 +43,7 @@ class Job:
     has_table: bool = False
     """There is a table as well, with a row for each example; then each ps has a variable, too."""
     num_optimizers: int = 1
-    """Of two, the second one has the last variable, and its step of a batch comes after the other's."""
+    """Of two, each has half of the variables, and the second one steps on a batch after the first."""
     prepares_apart: bool = False
     """Another model, which nothing changes, is prepared first."""
     fits: bool = False

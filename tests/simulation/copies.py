@@ -109,7 +109,7 @@ class Copies:
                 lost = {(epoch, unit) for task, epoch, unit in checks.lost_units if task == source.task}
                 known = applied_of(ledger)
                 if checks.cluster.job.num_optimizers > 1:  # of a batch under way it may have another one's update
-                    ordinal = 2 * int(name.rpartition(".")[2]) // checks.cluster.job.num_variables
+                    ordinal = checks.ordinal_of(name)
                     known -= {(one.epoch, one.index) for one, has in ledger._open.items() if ordinal not in has}
                 if units - known or known - units - lost:
                     self._world.fail(f"{what} has {sorted(units)}, its ledger {sorted(known)}")

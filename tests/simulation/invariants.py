@@ -222,8 +222,13 @@ class Invariants:
         for task, variable, units in seen:
             for _, other, theirs in seen:
                 torn = {unit for unit in theirs - units if (task, *unit) not in lost}
-                if torn and self.saved_complete and self.cluster.job.num_optimizers == 1:
+                if torn and self.saved_complete and self.ordinal_of(variable) == self.ordinal_of(other):
                     self.world.fail(f"{path.name} is no cut: {other} has {sorted(torn)}, {variable} lacks them")
+
+    def ordinal_of(self, variable: str) -> int:
+        """Which update of a batch changes it: the one of its optimizer."""
+        job, number = self.cluster.job, int(variable.rpartition(".")[2])
+        return number * job.num_optimizers // job.num_variables
 
     def units_of(self, job: ChiefJob, weights: torch.Tensor, epochs: int, what: str) -> set[tuple[int, int]]:
         """(epoch, unit) whose examples are in the weights, all of them or none; of epochs before other values were

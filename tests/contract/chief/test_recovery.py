@@ -250,7 +250,11 @@ async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path)
 
 async def test_a_chief_that_follows_knows_how_many_updates_a_batch_has(tmp_path: Path) -> None:
     """Of two, at staleness 0: it took a dead worker's slice with one for done, until workers had said so again."""
-    config = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "c"), "num_workers": 1}
+    config: dict[str, Any] = {
+        "state_dir": str(tmp_path / "state"),
+        "checkpoint_dir": str(tmp_path / "c"),
+        "num_workers": 1,
+    }
     async with contextlib.AsyncExitStack() as stack:
         async with chief(**config, num_ps=1) as first:
             await stack.enter_async_context(ps(first.address, FakePs(0)))
