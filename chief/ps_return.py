@@ -139,6 +139,7 @@ class PsReturn(ChiefPart):
         are prepared next."""
         await asyncio.gather(*(server.restore_shards(checkpoint, num_ps, is_fresh=True) for server in newcomers))
         self._begun = {server.incarnation for server in newcomers}
+        self._in_doubt.update((server.incarnation, {}) for server in newcomers)  # each has the updates that any had
         if self._restarted:  # what one of them lacks all will, whose ledgers are joined
             self._restarted.update(server.incarnation for server in (*newcomers, *self._ps_pool.servers))
         self._fresh = {server.incarnation: checkpoint for server in self._ps_pool.servers}
@@ -151,6 +152,7 @@ class PsReturn(ChiefPart):
         except CheckpointError as error:
             logger.warning("%s cannot begin from what was just written: %s", server.incarnation.task, error)
             return False
+        self._in_doubt[server.incarnation] = {}
         return True
 
     async def take_back(self, server: Server) -> None:

@@ -52,6 +52,8 @@ class UnitLedger:
         """Sum of the sizes."""
         self._open: dict[Unit, dict[int, int]] = {}
         self._per_unit = 0
+        self._joined: frozenset[Unit] = frozenset()
+        """Open units that came from several ps: each has what any of them had."""
 
     def is_applied(self, unit: Unit, ordinal: int) -> bool:
         """Whether the step ``ordinal`` of ``unit`` is applied here, or can never be."""
@@ -92,7 +94,8 @@ class UnitLedger:
         """
         for close in closes:
             unit = close.unit
-            self._per_unit = max(self._per_unit, close.num_updates)
+            if unit not in self._joined:
+                self._per_unit = max(self._per_unit, close.num_updates)
             if close.num_updates > len(self._open.get(unit, ())):
                 _check_index(unit.index, unit)
                 continue
@@ -172,6 +175,7 @@ class UnitLedger:
             num_torn += sum(each.is_applied(unit, ordinal) for each in ledgers) < num_servers
             if not ledger._is_closed(unit):
                 ledger._open.setdefault(unit, {})[ordinal] = 1
+        ledger._joined = frozenset(ledger._open)
         return ledger, num_torn
 
     def _is_closed(self, unit: Unit) -> bool:

@@ -228,7 +228,7 @@ class Invariants:
     def ordinal_of(self, variable: str) -> int:
         """Which update of a batch changes it: the one of its optimizer."""
         job, number = self.cluster.job, int(variable.rpartition(".")[2])
-        return number * job.num_optimizers // job.num_variables
+        return int(job.num_optimizers > 1 and number >= job.num_variables // 2)
 
     def units_of(self, job: ChiefJob, weights: torch.Tensor, epochs: int, what: str) -> set[tuple[int, int]]:
         """(epoch, unit) whose examples are in the weights, all of them or none; of epochs before other values were
