@@ -339,7 +339,8 @@ class Invariants:
             found |= variables_of([locked.group for locked in groups])
         if len(found) == self.cluster.job.num_variables:
             return found
-        newest = checkpoints.newest(self.cluster.checkpoint_dir) if self.is_saved else None
+        is_whole = self.is_saved and not self.cluster.disk.flipped  # else that may be an older one
+        newest = checkpoints.newest(self.cluster.checkpoint_dir) if is_whole else None
         if newest is None:
             return None
         try:
