@@ -452,7 +452,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
     def on_save(real: Any) -> Any:
         async def write(self: Any, *arguments: Any) -> Any:
-            *_, checks().saved_complete = arguments
+            *_, checks().saved_complete, _ = arguments
             return await real(self, *arguments)
 
         return write
