@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stratagem.checkpoint.draft import CheckpointDraft
+from stratagem.chief import scaling
 from stratagem.chief.checkpointing import commit_hold, saving
 from stratagem.chief.counting.metric_states import MetricStates
 from stratagem.chief.job import ChiefJob
@@ -185,7 +186,8 @@ def _awaited_orphan() -> Iterator[_Change]:
 
 def _half_a_batch() -> Iterator[_Change]:
     """A batch is done for a checkpoint with the first of its updates."""
-    yield saving, "unfinished_units", lambda described, steps_per_unit: {}
+    for module in (saving, scaling):
+        yield module, "unfinished_units", lambda described, steps_per_unit: {}
 
 
 def _fit_counts_twice() -> Iterator[_Change]:

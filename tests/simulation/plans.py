@@ -71,7 +71,8 @@ def plan(seed: int, form: str = "") -> Schedule:
     job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
     share = 0.5 if job.ps_replicas == 1 else 0.2
     if forms.random() < share and job.num_variables > 1 and not job.has_table and form != "fit":
-        each = random.Random(-16 * seed - 1).choice((1, 2))  # of the variables on a ps, both may have one
+        # Of the variables on a ps, both may have one.
+        each = random.Random(-16 * seed - 1).choice((1, 2) if job.staleness else (1, 1, 1, 2))
         job = dataclasses.replace(job, num_optimizers=2, num_variables=each * job.num_variables)
     scripts = random.Random(-15 * seed - 1)
     saves, loads = scripts.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3)), scripts.random() < 0.2
