@@ -259,8 +259,10 @@ class PsReturn(ChiefPart):
             if not described.complete and not history.is_rerouted:
                 self._journal.write("untold")  # it came back, and is looked at again once a worker has told it
             return 0, described.step  # of no update, and what it has closed says nothing
-        applied, begun = described.applied(), self._in_doubt.setdefault(server.incarnation, self._lease_book.begun())
-        absent = minus(accepted, minus(applied, common([begun, described.halves()])))
+        if server.incarnation not in self._in_doubt:
+            self._in_doubt[server.incarnation] = self._lease_book.begun()
+        halves = common([self._in_doubt[server.incarnation], described.halves()])
+        absent = minus(accepted, minus(described.applied(), halves))
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.
             self._journal.write("lost", task=server.incarnation.task, units=encode_positions(absent))
