@@ -17,7 +17,20 @@ from stratagem.chief.checkpointing import checkpoints
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc.generated import chief_pb2
-from tests.contract.chief.fakes import FakePs, Task, applied, beating, chief, cluster, indices, ps, refused, run, until
+from tests.contract.chief.fakes import (
+    Chief,
+    FakePs,
+    Task,
+    applied,
+    beating,
+    chief,
+    cluster,
+    indices,
+    ps,
+    refused,
+    run,
+    until,
+)
 
 
 async def save(worker: Task, directory: Path) -> chief_pb2.SaveCheckpointReply:
@@ -170,6 +183,13 @@ def logged(caplog: pytest.LogCaptureFixture, pattern: str) -> Any:
     assert any(re.search(pattern, record.getMessage()) for record in caplog.records), caplog.text
 
 
+async def lose(running: Chief, server: FakePs) -> None:
+    """The only ps dies, and the chief knows."""
+    assert server.session is not None
+    await server.session.die()
+    await until(lambda: not running.job.sessions.servers)
+
+
 class Saved(FakePs):
     """Its checkpoint has unit 0."""
 
@@ -187,9 +207,7 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
             await workers[0].next(want=4)
             applied(servers, 0, 1, 2)
             await workers[0].next([0, 1], held=[2, 3], wait=False)
-            assert servers[0].session is not None
-            await servers[0].session.die()
-            await until(lambda: not running.job.sessions.servers)
+            await lose(running, servers[0])
             reborn = Saved(0)
             async with ps(running.address, reborn):
                 await until(lambda: running.job.sessions.live("ps"))
@@ -202,9 +220,7 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
                 reborn.apply(Unit(1, 0, 3), num_servers=1)
                 assert (await workers[0].next([3])).end
                 assert running.job.get_status().updates_lost == 2
-                assert reborn.session is not None
-                await reborn.session.die()
-                await until(lambda: not running.job.sessions.servers)
+                await lose(running, reborn)
             # Once more, from the same checkpoint: what was lost before is no further loss, what came since is.
             async with ps(running.address, Saved(0)):
                 await until(lambda: running.job.sessions.live("ps"))
@@ -231,9 +247,7 @@ async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path)
         await workers[0].next(want=3)
         applied(servers, 0, 1)
         await workers[0].next([0, 1], held=[2], wait=False)
-        assert servers[0].session is not None
-        await servers[0].session.die()
-        await until(lambda: not running.job.sessions.servers)
+        await lose(running, servers[0])
         reborn = Half(0)
         async with ps(running.address, reborn):
             await until(lambda: running.job.sessions.live("ps"))
