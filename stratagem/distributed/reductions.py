@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.distributed.tensors import words
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import can_travel
 from stratagem.worker.ring.communicator import name_of
@@ -94,13 +95,39 @@ def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
     Raises:
         ConfigurationError: there is no such reduction for the dtype.
     """
-    # Not isinstance: torch says of its enum's members, too, that they are ReduceOps.
-    kind = op.op if type(op) is dist.ReduceOp else op  # type: ignore[attr-defined]
-    reduction = _reduction(kind.value, dtype)  # torch makes an object of each, and is slow to compare them
+    reduction = _reduction(_number(op), dtype)
     if reduction.name != "PREMUL_SUM":
         return reduction
     _, factor = op.__getstate__()
     return dataclasses.replace(reduction, factor=factor)
+
+
+class AllReducePlan(NamedTuple):
+    """What is the same whenever tensors of one dtype and shape are reduced."""
+
+    what: str
+    op: ReduceOp
+    reduction: RankReduction
+
+
+def all_reduce_plan(op: Any, dtype: torch.dtype, shape: torch.Size) -> AllReducePlan | None:
+    """None: the reduction takes more than a group's own."""
+    return _plan(_number(op), dtype, shape)
+
+
+def _number(op: Any) -> int:
+    """Of the kind of reduction: torch makes an object of each whenever it is asked, and is slow to compare them."""
+    # Not isinstance: torch says of its enum's members, too, that they are ReduceOps.
+    number: int = (op.op if type(op) is dist.ReduceOp else op).value  # type: ignore[attr-defined]
+    return number
+
+
+@functools.lru_cache(4096)
+def _plan(number: int, dtype: torch.dtype, shape: torch.Size) -> AllReducePlan | None:
+    reduction = _reduction(number, dtype)
+    if reduction.op is None or reduction.is_of_pairs or reduction.name == "PREMUL_SUM":
+        return None
+    return AllReducePlan(words(dtype, shape, f"all_reduce {reduction.name} of "), reduction.op, reduction)
 
 
 @functools.cache

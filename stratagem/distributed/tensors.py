@@ -26,6 +26,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().view(-1)
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements, where they lie as the lanes take them, and can be written in every mode; else None."""
+    return _flat_view(tensor) if _is_flat(tensor) and not tensor.is_inference() else None
+
+
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
     """Where the flat elements of a result go: the tensor's own memory if that is possible; see :func:`put`."""
     return _flat_view(tensor) if _is_flat(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
@@ -72,11 +77,12 @@ def movable(values: torch.Tensor) -> torch.Tensor:
 
 def told(tensor: torch.Tensor, before: str = "", after: str = "") -> str:
     """For errors: "float32 [16, 64]", between other words."""
-    return _words(tensor.dtype, tensor.shape, before, after)
+    return words(tensor.dtype, tensor.shape, before, after)
 
 
 @functools.lru_cache(4096)
-def _words(dtype: torch.dtype, shape: torch.Size, before: str, after: str) -> str:
+def words(dtype: torch.dtype, shape: torch.Size, before: str = "", after: str = "") -> str:
+    """The same of a tensor that is not there."""
     return f"{before}{name_of(dtype)} {list(shape)}{after}"
 
 

@@ -48,8 +48,9 @@ class Scratch:
         """A range of a rank's slot; fastest where ``start_bytes`` is a multiple of :data:`ALIGNMENT`."""
         return self._views(self._slot, rank, start_bytes, num_elements, dtype)
 
-    def row(self, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The start of every rank's slot, in rank order."""
+    def next_row(self, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The start of every rank's other slot, in rank order: the one that is written and read from now on."""
+        self._slot = 1 - self._slot
         return self._rows(self._slot, num_elements, dtype)
 
     def close(self) -> None:
