@@ -21,21 +21,27 @@ counters."""
 NUM_SAMPLED_BYTES = 1024
 """The first bytes of one tensor, another one each time, are looked at in every other step: whoever loads a model
 changes all of it."""
-_WAY_OUT = (
+WAY_OUT = (
     "The parameter servers have the weights of the job, and the next update brings theirs. Load or change weights "
     "before strategy.prepare, or after it in strategy.load_once(lambda: model.load_state_dict(…)) on every worker; "
     "what happens in every step (clamping, normalising) belongs into forward, as torch.nn.utils.parametrize does it"
 )
+ALONE = (
+    "No optimizer that strategy.prepare was given changes it, so every worker would train it alone: give its optimizer "
+    "to strategy.prepare (an update of your own works on rings and mirrored devices, where .grad is the whole batch's)"
+)
 
 
 class TrainedCopies:
-    """Copies of variables that an optimizer changes.
+    """Copies of variables that an optimizer changes, or nobody.
 
     Args:
         named: names and tensors.
+        way_out: what to do where they were changed, for the error.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], way_out: str = WAY_OUT) -> None:
+        self._way_out = way_out
         self._names = [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
         self._counters: list[int] | None = None
@@ -81,12 +87,12 @@ class TrainedCopies:
             for name, tensor, counter in zip(self._names, self._tensors, self._counters, strict=True):
                 if tensor._version != counter:
                     self._has_warned = True
-                    logger.warning("%s was written to since the last update. %s", name, _WAY_OUT)
+                    logger.warning("%s was written to since the last update. %s", name, self._way_out)
                     break
 
     def _refuse(self, name: str) -> NoReturn:
         self.forget()
-        raise ConfigurationError(f"{name} was changed here since the last update. {_WAY_OUT}")
+        raise ConfigurationError(f"{name} was changed here since the last update. {self._way_out}")
 
 
 def _head(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

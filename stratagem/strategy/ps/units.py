@@ -160,6 +160,7 @@ class LeasedUnits:
                 "at staleness 0 the other workers wait for every batch: call optimizer.step() before taking the next "
                 "one (or backward() alone, to accumulate); to evaluate, iterate over the DataLoader itself, on the lead"
             )
+        self._groups.check_alone()
         self._on_begin(None, None)
         self._clock += 1
         self._meter.step_done(lease.num_examples)

@@ -28,6 +28,7 @@ from stratagem.worker.push.optimizer_state import OptimizerState, TableState
 from stratagem.worker.push.ps_client import PsClient, Rerouted
 from stratagem.worker.push.remote_table import RemoteTable, TableLink
 from stratagem.worker.push.row_placement import RowPlacement
+from stratagem.worker.push.trained_copies import ALONE, TrainedCopies
 from stratagem.worker.push.variables import RemoteVariables, attach, create_or_attach
 from stratagem.worker.runtime import WorkerRuntime
 
@@ -58,6 +59,8 @@ class VariableGroups:
         """In the order in which they were shared out; those of a ``prepare`` under way may not be on the ps yet."""
         self._all: list[RemoteVariables] = []
         self._tables: list[RemoteTable] = []
+        self._alone: set[RemoteVariables] = set()
+        """That no optimizer changes, and got gradients since somebody looked."""
         self._num_models = 0
         self._next_group = 0
 
@@ -119,7 +122,11 @@ class VariableGroups:
             if id(tensor) not in taken
         }
         if rest:
-            self._place([*rest.values()], "")
+            kept = self._place([*rest.values()], "")
+            alone = [(name, tensor) for name, tensor, _ in rest.values() if tensor.requires_grad]
+            kept.copies = TrainedCopies(alone, ALONE)
+            for _, tensor in alone:
+                tensor.register_post_accumulate_grad_hook(lambda _: self._alone.add(kept))
         self._create(self._placed[num_placed:])
         pushes = []
         for optimizer, parameters, variables, tables in trained:
@@ -271,8 +278,8 @@ class VariableGroups:
                 if isinstance(one, RemoteTable):
                     one.link_to(dataclasses.replace(one.link, placement=self._rows_of(one)))
                 else:
-                    rows = place(_shapes(one.layout.variables), self._partitioner, self._load_bytes)
-                    one.layout.place(rows)
+                    shapes = [(spec.shape, spec.dtype) for spec in one.layout.variables]
+                    one.layout.place(place(shapes, self._partitioner, self._load_bytes))
                     one.rerouted()
             for push in self.pushes:
                 push.staging.rerouted()
@@ -340,12 +347,19 @@ class VariableGroups:
             VariableSpec(name, tuple(tensor.shape), tensor.dtype, first_group + dtypes.index(tensor.dtype), param_group)
             for name, tensor, param_group in named
         ]
-        rows = place(_shapes(specs), self._partitioner, self._load_bytes)
+        rows = place([(spec.shape, spec.dtype) for spec in specs], self._partitioner, self._load_bytes)
         layout = Layout(specs, rows, self._runtime.config.frame_bytes)
         copies = tensors if optimizer else [tensor.data for tensor in tensors]
         variables = RemoteVariables(self._runtime.clients, layout, copies, optimizer)
         self._placed.append(variables)
         return variables
+
+    def check_alone(self) -> None:
+        """Raises ConfigurationError where a script steps by itself with what no optimizer changes."""
+        while self._alone:
+            copies = self._alone.pop().copies
+            copies.check()
+            copies.note()
 
     def _create(self, every: Sequence[RemoteVariables | RemoteTable]) -> None:
         """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
@@ -372,10 +386,6 @@ class VariableGroups:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 names.setdefault(id(tensor), prefix + name)
         return names
-
-
-def _shapes(specs: Sequence[VariableSpec]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(spec.shape, spec.dtype) for spec in specs]
 
 
 def tables_of(model: torch.nn.Module) -> list[RemoteTable]:

@@ -14,7 +14,7 @@ import stratagem as sg
 def loaded(strategy: sg.Strategy) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        optimizer = torch.optim.SGD([model.weight], 0.0)  # the bias gets gradients, and stays
     model, optimizer = strategy.prepare(model, optimizer)
     strategy.load_once(lambda: nn.init.constant_(model.weight, 7.0))
     if sys.argv[1] == "prepared twice":
@@ -40,6 +40,10 @@ def loaded(strategy: sg.Strategy) -> None:
             strategy.set_weight(2.0)
         model(batch[0]).sum().backward()
         optimizer.step()
+
+        if sys.argv[1] == "by hand":
+            with torch.no_grad():
+                model.bias -= 0.1 * model.bias.grad
 
     if sys.argv[1] == "refused":
         model.load_state_dict({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
