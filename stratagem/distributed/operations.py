@@ -34,6 +34,21 @@ class Operation:
         """Puts the values where they belong, if they are not there already."""
         put(self.outputs, self.values)
 
+    def limit(self, timeout_s: float) -> None:
+        """Gives the steps a timeout of their own."""
+
+        def limited(step: Run) -> Run:
+            def run(group: Group, tag: Tag) -> None:
+                usual, group.timeout_s = group.timeout_s, timeout_s
+                try:
+                    step(group, tag)
+                finally:
+                    group.timeout_s = usual
+
+            return run
+
+        self.steps = [(what, limited(step)) for what, step in self.steps]
+
 
 class Operations:
     """Makes the operations of one rank."""

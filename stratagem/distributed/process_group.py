@@ -20,12 +20,12 @@ from stratagem.distributed.comm_memory import CommMemory
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.monitored import MonitoredBarriers
 from stratagem.distributed.operations import Operation, Operations
-from stratagem.distributed.reductions import AllReducePlan, Run, all_reduce_plan
+from stratagem.distributed.reductions import AllReducePlan, all_reduce_plan
 from stratagem.distributed.tensors import check_writable, flat, movable, plain, put, room_for, told
 from stratagem.distributed.work import DONE, LaneWork, ReceiveWork
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.group import Group, Tag
+from stratagem.worker.ring.group import Tag
 
 Tensors = list[torch.Tensor]
 _NO_TIMEOUT = datetime.timedelta()
@@ -335,7 +335,7 @@ class LaneProcessGroup(dist.ProcessGroup):
     def _run(self, operation: Operation, opts: Any, timeout: datetime.timedelta | None = None) -> LaneWork:
         timeout = timeout or getattr(opts, "timeout", None)
         if timeout is not None and timeout > _NO_TIMEOUT:
-            _limit(operation, timeout.total_seconds())
+            operation.limit(timeout.total_seconds())
         self._check_open(operation.what)
         is_inference = torch.is_inference_mode_enabled()  # what was made in that mode can be written in it alone
         for tensor in operation.outputs:
@@ -370,22 +370,6 @@ def _keep_dynamo_out() -> None:
 
 
 _keep_dynamo_out()
-
-
-def _limit(operation: Operation, timeout_s: float) -> None:
-    """Gives the steps of an operation a timeout of their own."""
-
-    def limited(step: Run) -> Run:
-        def run(group: Group, tag: Tag) -> None:
-            usual, group.timeout_s = group.timeout_s, timeout_s
-            try:
-                step(group, tag)
-            finally:
-                group.timeout_s = usual
-
-        return run
-
-    operation.steps = [(what, limited(step)) for what, step in operation.steps]
 
 
 def _in_inference_mode(run: Callable[[Tag], None], tag: Tag) -> None:
