@@ -222,9 +222,5 @@ class _Normalise(torch.autograd.Function):
             of_x,
             of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
             of_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )

@@ -25,8 +25,9 @@ def agree(
     different = _others(communicator, hashlib.sha256("\n".join(mine).encode()).digest())
     if different:
         texts = gather_json(communicator, mine)
-        rank = different[0]
-        here, there = _first_difference(texts[0], texts[rank])
+        first, other = texts[0], texts[rank := different[0]]
+        unlike = ((one, another) for one, another in zip(first, other, strict=False) if one != another)
+        here, there = next(unlike, (f"{len(first)} tensors and groups", f"{len(other)}"))
         raise ConfigurationError(
             f"every worker must prepare the same model and optimizers: rank 0 has {here}, rank {rank} has {there}"
         )
@@ -66,10 +67,3 @@ def _tensors(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim
     found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     found += [tensor for optimizer in optimizers for group in optimizer.param_groups for tensor in group["params"]]
     return dict.fromkeys(found)
-
-
-def _first_difference(here: Sequence[str], there: Sequence[str]) -> tuple[str, str]:
-    for one, other in zip(here, there, strict=False):
-        if one != other:
-            return one, other
-    return f"{len(here)} tensors and groups", f"{len(there)}"

@@ -118,8 +118,14 @@ class Communicator:
         op = ReduceOp(op)
         if op is ReduceOp.MEAN and not tensor.is_floating_point():
             raise ConfigurationError(f"the mean of {tensor.dtype} is not of that dtype: reduce with SUM and divide")
-        flat, result = _flat(tensor), _result(tensor, out)
-        target = result if _is_flat(result) else torch.empty_like(flat)
+        flat = _flat(tensor)
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
+        if result.shape != tensor.shape or result.dtype != tensor.dtype:
+            raise ConfigurationError(
+                f"expected out of shape {list(tensor.shape)} and {tensor.dtype}, got {list(result.shape)} and "
+                f"{result.dtype}"
+            )
+        target = result if result.is_cpu and result.is_contiguous() else torch.empty_like(flat)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
         what = f"all_reduce {op.value} of {tensor.numel():,} {name_of(tensor.dtype)}"
         if self.healing is not None and flat.data_ptr() == target.data_ptr():
@@ -324,20 +330,6 @@ def _not_packed(_: Kept) -> NoReturn:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as a flat, contiguous CPU tensor; no copy where it is one."""
     return tensor.detach().cpu().contiguous().view(-1)
-
-
-def _result(tensor: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    if out is None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if out.shape != tensor.shape or out.dtype != tensor.dtype:
-        raise ConfigurationError(
-            f"expected out of shape {list(tensor.shape)} and {tensor.dtype}, got {list(out.shape)} and {out.dtype}"
-        )
-    return out
-
-
-def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def name_of(dtype: torch.dtype) -> str:

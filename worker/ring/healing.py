@@ -218,18 +218,7 @@ class Healing:
         unpack: Callable[[Kept], T],
         is_training: bool,
     ) -> T:
-        """Runs collectives as one.
-
-        Args:
-            ranks: whose collectives they are.
-            work: makes them; its inputs stay as they are until it has returned.
-            pack: its result, if that is the same on every rank; None: all meet once more instead.
-            unpack: the other way round.
-            is_training: whether with them the examples of the step have counted.
-
-        Raises:
-            CollectiveError: it cannot be healed.
-        """
+        """Runs collectives of ``ranks`` as one; arguments and errors as of :meth:`Communicator.atomic`."""
         if getattr(self._inside, "here", False):
             return work()
         self._inside.here, self._is_training = True, is_training

@@ -35,12 +35,10 @@ class RingGroup(Neighbours):
     ``wire_dtype``, in the tensor's own for :meth:`reduce_scatter` and :meth:`all_to_all`, one chunk otherwise.
 
     Args:
-        right: to rank + 1; None only if ``size`` is 1. The group owns it.
-        left: from rank - 1; None only if ``size`` is 1. The group owns it.
+        right: see :class:`Neighbours`, as for ``left`` and ``timeout_s``. The group owns the lanes.
         chunk_bytes: largest payload of a message; the same on every rank.
         wire_dtype: float32 tensors travel as bfloat16 or float16, except small ones; partial sums are formed in float32
             and rounded once for each hop. None or float32: as they are.
-        timeout_s: seconds that a neighbour may neither send nor take anything while this rank waits for it.
     """
 
     def __init__(
