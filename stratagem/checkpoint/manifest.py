@@ -97,9 +97,8 @@ def read_content(path: pathlib.Path) -> dict[str, Any]:
 
 def encode(content: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest with these fields."""
-    return json.dumps(
-        {"format": FORMAT, **content, "checksum": _checksum({"format": FORMAT, **content})}, indent=1
-    ).encode()
+    told = {"format": FORMAT, **content}
+    return json.dumps({**told, "checksum": _checksum(told)}, indent=1).encode()
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

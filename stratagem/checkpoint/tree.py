@@ -63,7 +63,8 @@ class _Encoder:
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, int | float | np.integer | np.floating | np.bool_):
-            return self._number(value)
+            plain = value.item() if isinstance(value, np.generic) else value
+            return {"$float": str(plain)} if isinstance(plain, float) and not math.isfinite(plain) else plain
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray):
@@ -88,10 +89,6 @@ class _Encoder:
             f"{'/'.join(path) or 'its top'}, which cannot be written without pickle. A state_dict() in a checkpoint "
             "holds tensors, arrays, numbers, strings, and dicts, lists, tuples and sets of them"
         )
-
-    def _number(self, value: Any) -> Json:
-        plain = value.item() if isinstance(value, np.generic) else value
-        return {"$float": str(plain)} if isinstance(plain, float) and not math.isfinite(plain) else plain
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
         pairs = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]

@@ -97,7 +97,7 @@ class DrawnBatches:
 
     def _draw(self, epoch: int, seed: int) -> list[list[Any]]:
         number = _seed_of(f"{seed + self._shift}/{self._ordinal}/{epoch}/sampler")
-        with _seeded(number, _generators(self._sampler)):
+        with _seeded(number, self._sampler):
             return [_as_list(batch) for batch in self._sampler]
 
 
@@ -110,15 +110,11 @@ def _as_list(batch: Any) -> list[Any]:
     return list(batch) if isinstance(batch, list | tuple | range) else [batch]
 
 
-def _generators(sampler: Any) -> list[torch.Generator]:
-    found = [getattr(sampler, "generator", None), getattr(getattr(sampler, "sampler", None), "generator", None)]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
-
-
 @contextlib.contextmanager
-def _seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Seeds torch's global CPU generator and ``generators``; afterwards they are where they were."""
-    every = [torch.default_generator, *generators]
+def _seeded(seed: int, sampler: Any) -> Iterator[None]:
+    """Seeds torch's global CPU generator and those of a sampler; afterwards they are where they were."""
+    found = [getattr(sampler, "generator", None), getattr(getattr(sampler, "sampler", None), "generator", None)]
+    every = [torch.default_generator, *(each for each in found if isinstance(each, torch.Generator))]
     states = [generator.get_state() for generator in every]
     for generator in every:
         generator.manual_seed(seed)

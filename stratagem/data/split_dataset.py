@@ -12,7 +12,7 @@ from stratagem.data.device_copies import DeviceCopies
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, Listener, StepShare
-from stratagem.data.readers import Parts, Reader
+from stratagem.data.readers import Reader
 from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
 
@@ -114,7 +114,9 @@ class SplitDataset:
                 self._step = number + 1
                 if totals.num_examples and not (self._skips_empty and totals.num_empty):
                     share = StepShare(epoch, number, parts.num_examples, totals.num_examples)
-                    batch = _as_item(parts)
+                    batch = parts.batches[0]
+                    if len(parts.batches) > 1:
+                        batch = PerReplica(parts.batches, tuple(map(float, parts.num_examples)))
                     self._listener.begin(share, batch)
                     yield batch
                     self._listener.done(share)
@@ -132,7 +134,11 @@ class SplitDataset:
         A script that saves inside its loop does so after the step. Under DATA the position does not depend on the
         number of workers and replicas.
         """
-        state = {"epoch": self._epoch, "step": self._step, "seed": self._seed, **self._dealt_as()}
+        state: dict[str, Any] = {"epoch": self._epoch, "step": self._step, "seed": self._seed}
+        state["policy"] = "function" if self._policy is None else self._policy.value
+        if self._policy is not AutoShardPolicy.DATA:
+            placement = self._placement
+            state |= {"num_workers": placement.num_workers, "num_local_replicas": placement.num_local_replicas}
         if self._plan is not None:
             state |= {"num_examples": self._plan.num_examples, "batch_size": self._plan.batch_size}
         if self._healing_reader is not None and (left := self._healing_reader.note_losses()):
@@ -178,19 +184,3 @@ class SplitDataset:
                 f"the state was saved by a ring that had lost a worker, and {len(state['left'])} examples of the epoch "
                 "were to come again: load it in a job with --min-workers too"
             )
-
-    def _dealt_as(self) -> dict[str, Any]:
-        if self._policy is AutoShardPolicy.DATA:
-            return {"policy": self._policy.value}
-        policy = "function" if self._policy is None else self._policy.value
-        return {
-            "policy": policy,
-            "num_workers": self._placement.num_workers,
-            "num_local_replicas": self._placement.num_local_replicas,
-        }
-
-
-def _as_item(parts: Parts) -> Any:
-    if len(parts.batches) == 1:
-        return parts.batches[0]
-    return PerReplica(parts.batches, tuple(map(float, parts.num_examples)))
