@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 
@@ -11,8 +9,11 @@ def layer_table(module: nn.Module) -> list[str]:
     """A line for each layer with parameters of its own, or no layers inside; a shared parameter counts once."""
     rows = [("Layer", "Type", "Parameters")]
     counted: set[int] = set()
-    for name, layer in _layers(module):
-        own = [parameter for parameter in layer.parameters(recurse=False) if id(parameter) not in counted]
+    for name, layer in module.named_modules():
+        parameters = list(layer.parameters(recurse=False))
+        if not parameters and next(layer.children(), None) is not None:
+            continue
+        own = [parameter for parameter in parameters if id(parameter) not in counted]
         counted.update(map(id, own))
         rows.append((name or "(the module)", type(layer).__name__, f"{sum(p.numel() for p in own):,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -23,10 +24,3 @@ def layer_table(module: nn.Module) -> list[str]:
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     sums = f"Parameters: {total:,} ({num_bytes / 2**20:.2f} MiB), {trained:,} of them trained"
     return [lines[0], rule, *lines[1:], rule, sums]
-
-
-def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, layer in module.named_modules():
-        has_own = next(layer.parameters(recurse=False), None) is not None
-        if has_own or next(layer.children(), None) is None:
-            yield name, layer

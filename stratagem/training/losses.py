@@ -133,7 +133,8 @@ class Loss:
         if targets is None:
             raise ConfigurationError("the loss needs targets: give y, or batches of (inputs, targets)")
         if self._is_named:
-            self._check_tensors(outputs, targets)
+            instead = "give loss=f, where f(outputs, targets) says how their parts make the loss"
+            check_tensors(f'loss="{self._name}"', outputs, targets, instead)
             self._look_at(outputs)
             targets = self._fitting(outputs, targets)
         elif self._is_distance and outputs.numel() == targets.numel():
@@ -165,14 +166,6 @@ class Loss:
                 "scalar: use a name, a loss module of torch, or return the losses before their mean"
             )
         return values.flatten(1).mean(1) if values.dim() > 1 else values
-
-    def _check_tensors(self, outputs: Any, targets: Any) -> None:
-        for what, given in (("outputs", outputs), ("targets", targets)):
-            if not isinstance(given, torch.Tensor):
-                raise ConfigurationError(
-                    f'loss="{self._name}" compares one tensor with one, and the {what} are a {type(given).__name__}: '
-                    "give loss=f, where f(outputs, targets) says how their parts make the loss"
-                )
 
     @torch.no_grad()
     def _look_at(self, outputs: torch.Tensor) -> None:
@@ -233,6 +226,15 @@ class Loss:
         if outputs.device not in self._on:
             self._on[outputs.device] = copy.deepcopy(self._given).to(outputs.device)
         return self._on[outputs.device]
+
+
+def check_tensors(who: str, outputs: Any, targets: Any, instead: str) -> None:
+    """Raises ``ConfigurationError`` where a loss or a metric by name, ``who``, is given anything but two tensors."""
+    for what, given in (("outputs", outputs), ("targets", targets)):
+        if not isinstance(given, torch.Tensor):
+            raise ConfigurationError(
+                f"{who} compares one tensor with one, and the {what} are a {type(given).__name__}: {instead}"
+            )
 
 
 def _weighted(values: torch.Tensor, weights: torch.Tensor) -> LossValue:

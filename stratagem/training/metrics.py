@@ -14,6 +14,7 @@ import torchmetrics
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
 from stratagem.strategy.torchmetrics_states import check_counts_all, empty_copy, merged, num_updates, states_of
+from stratagem.training.losses import check_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -175,12 +176,8 @@ def _of_examples(name: str, function: MetricFunction) -> MetricFunction:
 
 def _of_tensors(name: str, function: MetricFunction) -> MetricFunction:
     def values(outputs: Any, targets: Any) -> torch.Tensor:
-        for what, given in (("outputs", outputs), ("targets", targets)):
-            if not isinstance(given, torch.Tensor):
-                raise ConfigurationError(
-                    f"the metric {name!r} compares one tensor with one, and the {what} are a {type(given).__name__}: "
-                    "give a function of outputs and targets that returns one value an example"
-                )
+        instead = "give a function of outputs and targets that returns one value an example"
+        check_tensors(f"the metric {name!r}", outputs, targets, instead)
         return function(outputs, targets)
 
     return values

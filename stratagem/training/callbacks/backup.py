@@ -107,7 +107,8 @@ class BackupAndRestore(Callback):
             logger.info("BackupAndRestore: the chief and the parameter servers resume this job by themselves")
             return
         say_it_resumes()
-        if self._is_there():
+        is_there, workers = torch.tensor(int(bool(scan(self._folder)))), self.model.strategy.communicator
+        if is_there if workers is None else workers.broadcast(is_there):  # what rank 0 has counts
             found = self._checkpoint().restore(self._folder)
             position = self.model.position
             logger.info("Going on at epoch %d, step %d, from %s", position.epoch + 1, position.step, found.path)
@@ -118,9 +119,3 @@ class BackupAndRestore(Callback):
     def _checkpoint(self) -> Checkpoint:
         model = self.model
         return Checkpoint(strategy=model.strategy, model=model.module, optimizer=model.optimizer, fit=model.position)
-
-    def _is_there(self) -> bool:
-        """Whether rank 0 has a backup."""
-        found = torch.tensor(int(bool(scan(self._folder))))
-        workers = self.model.strategy.communicator
-        return bool(found if workers is None else workers.broadcast(found))

@@ -76,7 +76,10 @@ class EarlyStopping(Callback):
         if self._monitor.improves(value):
             self._monitor.best, self.best_epoch = value, epoch
             if self._restores:
-                self._weights = _copy(self.model.module.state_dict())
+                self._weights = {
+                    name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in self.model.module.state_dict().items()
+                }
             if self._baseline is None or self._monitor.improves(value, self._baseline):
                 self.wait = 0
         if self.wait >= self._patience and epoch > 0 and self.wait:
@@ -99,10 +102,3 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._monitor.best, self.best_epoch, self.wait = state["best"], state["best_epoch"], state["wait"]
-
-
-def _copy(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
-    }

@@ -41,11 +41,13 @@ def prepare(strategy: Strategy, objects: ModelObjects, model_dir: Path, argument
         # A lead that joins a running job must not put old slots over the live ones.
         if name in states and (not strategy.is_lead or not optimizer.state_dict()["state"]):
             optimizer.load_state_dict(states[name])
-    start = _Start(step)
+    start = nn.Module()
+    start.register_buffer("step", torch.tensor(step))
     strategy.prepare(start)
+    job_step = int(start.get_buffer("step"))
     if path is not None:
-        logger.info("The job goes on from step %d; the newest checkpoint is %s", int(start.step), path)
-    return int(start.step)
+        logger.info("The job goes on from step %d; the newest checkpoint is %s", job_step, path)
+    return job_step
 
 
 def _read_newest(model_dir: Path, names: list[str]) -> tuple[Path | None, int, dict[str, Any]]:
@@ -58,13 +60,3 @@ def _read_newest(model_dir: Path, names: list[str]) -> tuple[Path | None, int, d
             if path.exists():
                 raise  # else the job that runs has newer ones, and removed it
     return None, 0, {}
-
-
-class _Start(nn.Module):
-    """The step at which the job started."""
-
-    step: torch.Tensor
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.register_buffer("step", torch.tensor(step))

@@ -137,11 +137,12 @@ class EstimatorTraining:
         summaries: Summaries,
         listeners: Sequence[SavingListener],
     ) -> None:
-        config, first = self._config, self._step
+        config, first, workers = self._config, self._step, self.strategy.communicator
         clocks: tuple[SaveSchedule, _Pace] | None = None
         for before, batch in feed.batches():
-            if clocks is None:
-                clocks = self._clocks(before)  # of a worker that joins a running job: not its first step
+            if clocks is None:  # of a worker that joins a running job: not its first step
+                schedule = SaveSchedule(config.save_checkpoints_steps, config.save_every_s, workers, before)
+                clocks = schedule, _Pace(before)
             schedule, pace = clocks
             self._objects.global_step = before
             with giving(self._objects):
@@ -154,16 +155,12 @@ class EstimatorTraining:
             if schedule.is_due(self._step) and not (is_last and self._has_servers):
                 schedule.saved(self._step)
                 self._save(manager, listeners, is_last)
-            if preemption.is_due(self.strategy.communicator):
+            if preemption.is_due(workers):
                 leave(self.strategy, lambda: self._save(manager, (), is_last=False))
         if self._has_servers and target is not None:
             self._step = target  # the last steps may have been other workers'; all of them are applied by now
         elif self._step == first:
             raise ConfigurationError("the input gave no batch to train on")
-
-    def _clocks(self, step: int) -> tuple[SaveSchedule, _Pace]:
-        config, workers = self._config, self.strategy.communicator
-        return SaveSchedule(config.save_checkpoints_steps, config.save_every_s, workers, step), _Pace(step)
 
     def _train(self, item: Any) -> torch.Tensor:
         """One update, on one replica."""

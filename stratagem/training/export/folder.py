@@ -37,7 +37,8 @@ def writing(target: Path) -> Iterator[ExportDraft]:
     Raises:
         ExportError: ``target`` is something else than an earlier export, or cannot be written.
     """
-    if target.exists() and not _may_be_replaced(target):
+    may_be_replaced = target.is_dir() and (_describe(target) is not None or not any(target.iterdir()))
+    if target.exists() and not may_be_replaced:
         raise ExportError(f"expected a new folder or an earlier export to write to, but {target} is something else")
     draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
@@ -84,10 +85,6 @@ def _describe(folder: Path) -> dict[str, Any] | None:
         return None
     is_ours = isinstance(found, dict) and found.get("format") == FORMAT and {"format_version", "files"} <= found.keys()
     return found if is_ours else None
-
-
-def _may_be_replaced(target: Path) -> bool:
-    return target.is_dir() and (_describe(target) is not None or not any(target.iterdir()))
 
 
 def _commit(draft: ExportDraft, target: Path) -> None:

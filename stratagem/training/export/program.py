@@ -151,13 +151,11 @@ def describe(program: ExportedProgram) -> dict[str, list[dict[str, Any]]]:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     inputs = _tensors(program.graph_signature.user_inputs, values)
     outputs = _tensors(program.graph_signature.user_outputs, values)
-    symbols = {str(size) for _, value in inputs for size in value.shape if not isinstance(size, int)}
-
-    def size_of(size: int | torch.SymInt) -> int | str:
-        return size if isinstance(size, int) else re.sub(rf"\b({'|'.join(symbols)})\b", "batch", str(size))
+    symbols = "|".join({str(size) for _, value in inputs for size in value.shape if not isinstance(size, int)})
 
     def entry(name: str, value: torch.Tensor) -> dict[str, Any]:
-        shape = [size_of(size) for size in value.shape]
+        sizes: list[int | torch.SymInt] = [*value.shape]
+        shape = [size if isinstance(size, int) else re.sub(rf"\b({symbols})\b", "batch", str(size)) for size in sizes]
         return {"name": name, "shape": shape, "dtype": str(value.dtype).removeprefix("torch.")}
 
     return {"inputs": [entry(*pair) for pair in inputs], "outputs": [entry(*pair) for pair in outputs]}

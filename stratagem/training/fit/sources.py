@@ -157,7 +157,10 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
     if isinstance(source, Distributed):
         return source
     if isinstance(source, DataLoader) and source.generator is None:
-        source = _with_own_generator(source)
+        # Each iter() of a DataLoader draws a seed from torch's generator, which the steps draw from too: one that is
+        # started in the middle of an epoch, after an interruption, must not move it.
+        source = copy.copy(source)
+        source.generator = torch.Generator().manual_seed(torch.initial_seed())
     if not strategy.places_models:
         return distribute(source, placement=InputPlacement((device,)), ordinal=ordinal)
     if strategy.servers is not None:
@@ -257,14 +260,6 @@ def _tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor) or tensor.dtype != torch.float64:
         return tensor
     return tensor.to(torch.get_default_dtype())
-
-
-def _with_own_generator(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Each ``iter()`` of a DataLoader draws a seed from torch's generator, which the steps draw from too: one that is
-    started in the middle of an epoch, after an interruption, must not move it."""
-    twin = copy.copy(loader)
-    twin.generator = torch.Generator().manual_seed(torch.initial_seed())
-    return twin
 
 
 def close(batches: Any) -> None:
