@@ -57,9 +57,7 @@ class MaxSizePartitioner:
 
 
 def place(
-    variables: Sequence[tuple[Sequence[int], torch.dtype]],
-    partitioner: Partitioner | None,
-    load_bytes: list[int],
+    variables: Sequence[tuple[Sequence[int], torch.dtype]], partitioner: Partitioner | None, load_bytes: list[int]
 ) -> list[list[tuple[int, int, int]]]:
     """Which rows of which variable live on which ps.
 

@@ -164,10 +164,7 @@ class ModelState:
 
     @checked
     def save(
-        self,
-        path: str | os.PathLike[str],
-        example_inputs: Any = None,
-        metadata: Mapping[str, Any] | None = None,
+        self, path: str | os.PathLike[str], example_inputs: Any = None, metadata: Mapping[str, Any] | None = None
     ) -> Path:
         """Exports the model as a program that plain PyTorch runs; ``sg.load_model`` reads it. The lead writes.
 

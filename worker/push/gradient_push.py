@@ -166,10 +166,7 @@ class GradientPush:
         self._check_stores()  # a ps may have been found changed when rows were asked for
         scale = self._judge_own([gradient for gradient in gradients if gradient is not None])
         step = 0 if self._slice is None else self._slice.step
-        with (
-            self._meter.exposed(self._waiting_text, step, measures.PUSH),
-            FLIGHT.happening("push", update),
-        ):
+        with self._meter.exposed(self._waiting_text, step, measures.PUSH), FLIGHT.happening("push", update):
             self._cork()
             try:
                 self._stage_all()

@@ -19,14 +19,7 @@ from stratagem.worker.push.row_gradients import PendingRows, RowGradient, rows_i
 from stratagem.worker.push.row_placement import Numbers, RowPlacement
 from stratagem.worker.push.table_handle import LOAD, TableHandle
 from stratagem.worker.push.variables import INITIAL_WAIT_S
-from stratagem.worker.push.wire import (
-    GroupSpec,
-    Transfer,
-    assign_values,
-    group_spec,
-    pull_weights,
-    shard_spec,
-)
+from stratagem.worker.push.wire import GroupSpec, Transfer, assign_values, group_spec, pull_weights, shard_spec
 from stratagem.worker.runtime import WorkerRuntime
 
 PULL_BYTES = 32 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -51,19 +51,13 @@ class Attachable(Protocol):
         """Whether one ps has them; waits a moment."""
 
 
-class Attached(NamedTuple):
-    """What came of an attempt to attach to the variables of one ps."""
-
-    num_given: int
-    """Variables that got their values from this process."""
-    num_lacking: int
-    """Groups that have none yet: another worker is to give them."""
-
-
-def attach(every: Sequence[Attachable], client: PsClient, can_initialize: bool) -> Attached:
+def attach(every: Sequence[Attachable], client: PsClient, can_initialize: bool) -> tuple[int, int]:
     """Tells one ps what it holds, and then gives it the values that it asks this process for.
 
     It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of.
+
+    Returns:
+        variables that got their values from this process, and groups that have none yet: another worker's to give.
     """
     specs = {one: one.specs(client.index) for one in every}
     told = [spec for own in specs.values() for spec in own]
@@ -73,7 +67,7 @@ def attach(every: Sequence[Attachable], client: PsClient, can_initialize: bool) 
         if groups := [spec.group for spec in own if spec.group in asked]:
             one.give(client, groups)
     num_given = sum([len(spec.shards) for spec in told if spec.group in asked])
-    return Attached(num_given, len(told) - len(asked.union(reply.initialized)))
+    return num_given, len(told) - len(asked.union(reply.initialized))
 
 
 def create_or_attach(

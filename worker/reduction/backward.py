@@ -116,10 +116,7 @@ class BackwardReducer(Generic[B]):
         """A step was made with the gradients of ``parameters``."""
 
     def follow(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.nn.Parameter],
-        are_same: Callable[[], bool],
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], are_same: Callable[[], bool]
     ) -> None:
         """Hears of the steps of an optimizer of ``parameters``, and refuses one with gradients of this rank alone.
 

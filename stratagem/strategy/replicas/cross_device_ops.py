@@ -25,15 +25,7 @@ logger = logging.getLogger(__name__)
 Device = str | torch.device
 
 _HALVES = (torch.float16, torch.bfloat16)
-_NCCL_DTYPES = (
-    *_HALVES,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
+_NCCL_DTYPES = (*_HALVES, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _COMBINE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {**REDUCE, ReduceOp.MEAN: torch.add}
 # The numbers of ncclRedOp_t.
 _NCCL_OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}

@@ -161,11 +161,7 @@ class LocalGroup(Group):
         self.meeting.close(self.local, reason)
 
     def _exchange(
-        self,
-        tag: Tag,
-        tensors: Sequence[torch.Tensor],
-        value: Any,
-        conclude: Callable[[list[Any]], Sequence[Any]],
+        self, tag: Tag, tensors: Sequence[torch.Tensor], value: Any, conclude: Callable[[list[Any]], Sequence[Any]]
     ) -> Any:
         """:meth:`Meeting.exchange` of a value that refers to ``tensors``."""
 

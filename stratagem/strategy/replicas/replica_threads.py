@@ -152,7 +152,9 @@ class ReplicaThreads:
         """
         if len(work) != self.size:
             raise ConfigurationError(f"expected {self.size} callables, one for each replica, got {len(work)}")
-        self._refuse_nesting()
+        running = self._run
+        if self._own_thread_replica() is not None or (running is not None and running.caller == threading.get_ident()):
+            raise ConfigurationError("strategy.run inside strategy.run: a replica's step cannot start all replicas")
         with self._one_at_a_time:
             if not self._dismiss.alive:
                 raise ConfigurationError("the replicas have been closed; build a new strategy")
@@ -227,11 +229,6 @@ class ReplicaThreads:
                     f"{self._doing(run, other)}: every replica has to make the same calls in the same order",
                     self.first_replica + other,
                 )
-
-    def _refuse_nesting(self) -> None:
-        run = self._run
-        if self._own_thread_replica() is not None or (run is not None and run.caller == threading.get_ident()):
-            raise ConfigurationError("strategy.run inside strategy.run: a replica's step cannot start all replicas")
 
     # -- what a replica does -----------------------------------------------------------------------------------
 

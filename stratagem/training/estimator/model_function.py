@@ -38,13 +38,7 @@ class ModelFunction:
         """
         if labels is not None and "labels" not in self._takes:
             raise ConfigurationError(f"{self._name} takes no labels, but the input gives some: (features, labels)")
-        given = {
-            "features": features,
-            "labels": labels,
-            "mode": mode,
-            "params": self._params,
-            "config": self._config,
-        }
+        given = {"features": features, "labels": labels, "mode": mode, "params": self._params, "config": self._config}
         spec: object = self._function(**{name: given[name] for name in self._takes})
         if not isinstance(spec, EstimatorSpec) or spec.mode != mode:
             got = f"one of mode {spec.mode}" if isinstance(spec, EstimatorSpec) else type(spec).__name__

@@ -45,6 +45,5 @@ def call(module: Any, inputs: Any) -> Any:
 def sample_of(inputs: Any) -> Any:
     """One or two examples of ``inputs``, on the CPU and of their own memory."""
     return map_leaves(
-        inputs,
-        lambda leaf: leaf[:2].detach().cpu().clone() if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf,
+        inputs, lambda leaf: leaf[:2].detach().cpu().clone() if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
     )
