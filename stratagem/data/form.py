@@ -30,10 +30,8 @@ def form_of(batch: Any) -> Any:
     if is_sequence(batch):
         return {"tuple" if isinstance(batch, tuple) else "list": [form_of(item) for item in batch]}
     if isinstance(batch, torch.Tensor):
-        kind = str(batch.dtype).removeprefix("torch.")
-        return (
-            {"tensor": kind, "shape": list(batch.shape[1:])} if batch.ndim else {"tensor": kind, "value": batch.item()}
-        )
+        rest: dict[str, Any] = {"shape": list(batch.shape[1:])} if batch.ndim else {"value": batch.item()}
+        return {"tensor": str(batch.dtype).removeprefix("torch."), **rest}
     if is_rows(batch):
         return {"array": batch.dtype.str, "shape": list(batch.shape[1:])}
     if isinstance(batch, list | tuple):

@@ -152,13 +152,12 @@ def concatenated(column: Sequence[torch.Tensor], axis: int, workers: Communicato
     Raises:
         ConfigurationError: dtypes or other axes differ.
     """
+
+    def kept(tensor: torch.Tensor) -> tuple[torch.dtype, list[int]]:
+        return tensor.dtype, [size for at, size in enumerate(tensor.shape) if at != axis % tensor.dim()]
+
     for replica, tensor in enumerate(column):
-        same = tensor.dtype == column[0].dtype and tensor.dim() == column[0].dim()
-        if not same or any(
-            a != b
-            for at, (a, b) in enumerate(zip(tensor.shape, column[0].shape, strict=True))
-            if at != axis % tensor.dim()
-        ):
+        if kept(tensor) != kept(column[0]):
             raise ConfigurationError(
                 f"gathering along axis {axis} expects tensors of one dtype that differ along that axis alone, but "
                 f"replica 0 has {list(column[0].shape)} {column[0].dtype} and replica {replica} has "

@@ -142,18 +142,12 @@ def refuse_what_does_not_heal(
     devices: Sequence[torch.device], compression: str | GradientCompression | None, group: str
 ) -> None:
     """Raises for what a ring cannot do that goes on without lost workers (``--min-workers``)."""
-    has = (
-        f"{len(devices)} devices in a worker"
-        if len(devices) > 1
-        else f"compression={compression!r}"
-        if compression
-        else "NCCL"
-        if group == "nccl"
-        else None
-    )
-    if has is not None:
+    has = [f"{len(devices)} devices in a worker"] if len(devices) > 1 else []
+    has += [f"compression={compression!r}"] if compression else []
+    has += ["NCCL"] if group == "nccl" else []
+    if has:
         raise ConfigurationError(
-            f"a ring that goes on without lost workers (--min-workers) cannot have {has}: leave that out, or "
+            f"a ring that goes on without lost workers (--min-workers) cannot have {has[0]}: leave that out, or "
             "--min-workers; give each device a worker of its own, and take --transport auto, tcp or grpc between GPUs"
         )
 

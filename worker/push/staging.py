@@ -89,12 +89,8 @@ class GradientStaging:
             for variable in self._members[chunk.index]:
                 self._chunks_of[variable].append(chunk)
         self._early_of = [
-            [
-                chunk
-                for chunk in chunks
-                if chunk.num_elements * layout.variables[index].dtype.itemsize >= MIN_EARLY_BYTES
-            ]
-            for index, chunks in enumerate(self._chunks_of)
+            [chunk for chunk in chunks if chunk.num_elements * variable.dtype.itemsize >= MIN_EARLY_BYTES]
+            for variable, chunks in zip(layout.variables, self._chunks_of, strict=True)
         ]
         self._fired: dict[int, set[int]] = {chunk.index: set() for chunk in self._chunks}
         self.reset()

@@ -94,7 +94,10 @@ def plan_lanes(
         raise ConfigurationError(f"--transport {options.transport} cannot be had: {failures[options.transport]}")
     if options.transport in ("grpc", "tcp"):
         return LanePlan(singles, options.transport, False, f"{options.transport} was asked for")
-    hosts = singles if "shm" in failures else _hosts(members)
+    by_place: dict[str, list[int]] = {}
+    for rank, member in enumerate(members):
+        by_place.setdefault(member.place, []).append(rank)
+    hosts = singles if "shm" in failures else tuple(map(tuple, by_place.values()))
     if options.transport == "shm" and len(hosts) > 1:
         strangers = ", ".join(members[host[0]].task for host in hosts)
         raise ConfigurationError(
@@ -109,10 +112,3 @@ def plan_lanes(
     if "tcp" in failures:
         return LanePlan(hosts, "grpc", False, f"{shared}; no tcp: {failures['tcp']}")
     return LanePlan(hosts, "tcp", False, shared)
-
-
-def _hosts(members: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
-    places: dict[str, list[int]] = {}
-    for rank, member in enumerate(members):
-        places.setdefault(member.place, []).append(rank)
-    return tuple(tuple(ranks) for ranks in places.values())

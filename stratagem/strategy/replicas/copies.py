@@ -74,7 +74,8 @@ class Copies:
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Copies an optimizer whose parameters have been copied. Hooks are shared: they are told whose step it is."""
         twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-        self._remember(optimizer, twin)
+        self._memo[id(optimizer)] = twin
+        self._memo.setdefault(id(self._memo), []).append(optimizer)  # as deepcopy does: the address stays its own
         for name, value in vars(optimizer).items():
             if name == "step":
                 continue  # a scheduler's counter around the original's step
@@ -123,10 +124,6 @@ class Copies:
 
     def _copied_again(self, value: Any) -> Any:
         return copy.deepcopy(value, ChainMap({}, self._memo))  # type: ignore[arg-type]
-
-    def _remember(self, one: Any, other: Any) -> None:
-        self._memo[id(one)] = other
-        self._memo.setdefault(id(self._memo), []).append(one)  # as deepcopy does, so that the address stays its own
 
     def _finish(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """What ``copy.deepcopy`` leaves out of a parameter."""
