@@ -18,11 +18,9 @@ def parse_device(device: str | torch.device) -> torch.device:
     """
     if isinstance(device, torch.device):
         return device
-    if not isinstance(device, str):
-        raise ConfigurationError(f"expected a device like 'cpu', 'cuda:0' or '/gpu:0', got {device!r}")
     try:
         parsed = torch.device(_spelled(device))
-    except RuntimeError:
+    except (RuntimeError, AttributeError, TypeError):  # it is no text, or no device
         raise ConfigurationError(f"expected a device like 'cpu', 'cuda:0' or '/gpu:0', got {device!r}") from None
     if parsed.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"{device!r} was asked for, but torch sees no CUDA device here; use 'cpu'")

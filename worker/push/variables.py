@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -18,7 +17,6 @@ from stratagem.worker.push.ps_client import PendingCall, PsClient
 from stratagem.worker.push.trained_copies import TrainedCopies
 
 WEIGHTS = int(FrameKind.WEIGHTS)
-logger = logging.getLogger(__name__)
 
 INITIAL_WAIT_S = 2.0  # one wait for the lead's initial values; then look again who the lead is
 

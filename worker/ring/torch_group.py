@@ -17,12 +17,6 @@ from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.rpc.binding import listening
 from stratagem.worker.ring.group import Arena, Breakable, Group, Tag
 
-_OPS: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-}
 _EAGER_POLLS = 200
 """How often a collective is asked whether it is done, before the caller sleeps between the questions."""
 _LONGEST_SLEEP_S = 0.001
@@ -92,7 +86,7 @@ class TorchGroup(Breakable, Group):
         if source.data_ptr() != out.data_ptr():
             total.copy_(source)
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = getattr(dist.ReduceOp, op.name)
         self._run(lambda group: group.allreduce([total], options), tag)
         _fill(out, total)
 

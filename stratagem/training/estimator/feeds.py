@@ -119,8 +119,3 @@ def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module
         return LeasedFeed(strategy, source)
     dataset = for_training(strategy, source, module, torch.device("cpu"))
     return InStepFeed(dataset, isinstance(source, Iterator))
-
-
-def batch_in(item: Any) -> Any:
-    """The batch in what a feed gave."""
-    return item.batch if isinstance(item, NumberedBatch) else item

@@ -16,10 +16,11 @@ from torch import nn
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.estimator import served_start
-from stratagem.training.estimator.feeds import Feed, InputPosition, batch_in, open_feed
+from stratagem.training.estimator.feeds import Feed, InputPosition, open_feed
 from stratagem.training.estimator.inputs import Input, split
 from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.objects import ModelObjects, giving
+from stratagem.training.estimator.repeated import NumberedBatch
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.estimator.summaries import Summaries
@@ -166,7 +167,7 @@ class EstimatorTraining:
         """One update, on one replica."""
         for name in self._objects.optimizers:
             self._objects.in_use[name].zero_grad()
-        spec = self._call(*split(batch_in(item)))
+        spec = self._call(*split(item.batch if isinstance(item, NumberedBatch) else item))
         assert spec.loss is not None and spec.optimizer is not None
         spec.loss.backward()
         spec.optimizer.step()

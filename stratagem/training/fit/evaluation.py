@@ -18,7 +18,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps.servers import EvaluatedUnits, Servers
 from stratagem.training.callbacks.call_list import CallbackList
-from stratagem.training.fit.loop import evaluating, first_batches
+from stratagem.training.fit.loop import first_batches, in_eval_mode
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.fit.sources import for_evaluation
 from stratagem.training.fit.steps import FitSteps
@@ -72,7 +72,7 @@ class Evaluation:
         callbacks = self._callbacks.silenced() if is_silent else self._callbacks
         running.reset()
         callbacks.call("on_test_begin")
-        with evaluating(steps.strategy, steps.module):
+        with steps.strategy.averaged_buffers(steps.module), in_eval_mode(steps.module), torch.no_grad():
             for number, batch in first_batches(self._dataset, self._num_steps):
                 callbacks.call_batch("on_test_batch_begin", number)
                 results = steps.strategy.local_results(steps.strategy.run(steps.test, args=(batch,)))

@@ -13,7 +13,6 @@ from torch import nn
 
 from stratagem.data.nested import leaves, map_leaves
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
 from stratagem.training.fit.agreement import FitAgreement
@@ -144,13 +143,6 @@ def predict(steps: FitSteps, dataset: Iterable[Any], callbacks: CallbackList, nu
     columns = zip(*map(leaves, parts), strict=True)
     joined = iter([torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in columns])
     return map_leaves(parts[0], lambda _: next(joined))
-
-
-@contextlib.contextmanager
-def evaluating(strategy: Strategy, module: nn.Module) -> Iterator[None]:
-    """Inside, a module is in eval mode, the same on every replica, and no gradients are kept."""
-    with strategy.averaged_buffers(module), in_eval_mode(module), torch.no_grad():
-        yield
 
 
 @contextlib.contextmanager
