@@ -41,26 +41,10 @@ def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
     Raises:
         ConfigurationError: the loader draws examples in a way that cannot be planned; says which can.
     """
-    if not isinstance(loader, DataLoader):
-        raise ConfigurationError(
-            f"distribute_dataset expects a torch.utils.data.DataLoader, got {type(loader).__name__}; "
-            "wrap the dataset in one: DataLoader(dataset, batch_size=64, shuffle=True)"
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise ConfigurationError(
-            "distribute_dataset needs a map-style dataset (with __len__ and __getitem__), got an IterableDataset: "
-            "its examples cannot be leased by number"
-        )
+    if reason := why_not_planned(loader):
+        raise ConfigurationError(reason)
+    assert loader.batch_size is not None, "else there is a reason"
     sampler: Any = loader.sampler
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-        raise ConfigurationError(
-            "distribute_dataset plans the batches itself: give the DataLoader batch_size=, not its own batch_sampler"
-        )
-    if not is_plain(sampler):
-        raise ConfigurationError(
-            f"distribute_dataset expects shuffle=True or shuffle=False, got the sampler {type(sampler).__name__}; "
-            "draw its indices once and wrap the dataset in torch.utils.data.Subset(dataset, indices)"
-        )
     return Plan(
         num_examples=len(sampler),
         batch_size=loader.batch_size,
@@ -71,14 +55,27 @@ def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
     )
 
 
-def can_be_planned(loader: DataLoader[Any]) -> bool:
-    """Whether :func:`plan_of` can plan it."""
-    return (
-        not isinstance(loader.dataset, IterableDataset)
-        and type(loader.batch_sampler) is BatchSampler
-        and loader.batch_size is not None
-        and is_plain(loader.sampler)
-    )
+def why_not_planned(loader: Any) -> str:
+    """Why :func:`plan_of` cannot plan it; empty: it can."""
+    if not isinstance(loader, DataLoader):
+        return (
+            f"distribute_dataset expects a torch.utils.data.DataLoader, got {type(loader).__name__}; "
+            "wrap the dataset in one: DataLoader(dataset, batch_size=64, shuffle=True)"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return (
+            "distribute_dataset needs a map-style dataset (with __len__ and __getitem__), got an IterableDataset: "
+            "its examples cannot be leased by number"
+        )
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return "distribute_dataset plans the batches itself: give the DataLoader batch_size=, not its own batch_sampler"
+    if not is_plain(loader.sampler):
+        return (
+            "distribute_dataset expects shuffle=True or shuffle=False, got the sampler "
+            f"{type(loader.sampler).__name__}; draw its indices once and wrap the dataset in "
+            "torch.utils.data.Subset(dataset, indices)"
+        )
+    return ""
 
 
 def has_own_batches(loader: DataLoader[Any]) -> bool:

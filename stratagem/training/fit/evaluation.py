@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from stratagem.arguments import whole_number, whole_numbers
 from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
-from stratagem.data.loaders import can_be_planned
+from stratagem.data.loaders import why_not_planned
 from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
@@ -97,7 +96,7 @@ class Evaluation:
 def _leased(strategy: Strategy, servers: Servers, source: Any, num_steps: int | None) -> tuple[Any, EvaluatedUnits]:
     if isinstance(source, DistributedDataset):
         source = source.loader
-    if isinstance(source, DataLoader) and can_be_planned(source):
+    if not why_not_planned(source):
         return servers.lease_evaluation(source, num_steps)
     return servers.lease_whole(distribute(source, placement=InputPlacement(strategy.local_devices)), num_steps)
 
