@@ -19,7 +19,6 @@ from stratagem.data.placement import InputPlacement, Listener
 from stratagem.data.readers import IndexReader, ItemBatches, PerReplicaReader, Reader, Reopened, StreamReader
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.communicator import Communicator
 
 
 def distribute(
@@ -61,7 +60,12 @@ def distribute(
         _refuse_distributed_sampler(batched)
         # The indices of an epoch are the same on all workers, or (FILE, OFF) each worker's own.
         shift, communicator = (placement.worker, None) if alone else (0, placement.communicator)
-        batches = _index_batches(batched, ordinal, shift, communicator)
+        sampler: Iterable[Any] = batched.sampler if batched.batch_sampler is None else batched.batch_sampler
+        batches: IndexBatches
+        if (planned := _plan(batched, num_slices=1)) is not None:
+            batches = PlannedBatches(planned, ordinal, shift)
+        else:
+            batches = DrawnBatches(sampler, ordinal, shift, communicator)
         if batched.batch_sampler is None:
             reader = StreamReader(ItemBatches(batched, batches), batch_split, common or "")
         else:
@@ -198,16 +202,6 @@ def _plan(loader: DataLoader[Any], num_slices: int) -> Plan | None:
     if loader.batch_sampler is None:  # each item is a batch
         loader = DataLoader(loader.dataset, batch_size=1, sampler=loader.sampler)
     return plan_of(loader, num_slices, staleness=0)
-
-
-def _index_batches(
-    loader: DataLoader[Any], ordinal: int, shift: int, communicator: Communicator | None
-) -> IndexBatches:
-    plan = _plan(loader, num_slices=1)
-    if plan is not None:
-        return PlannedBatches(plan, ordinal, shift)
-    sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return DrawnBatches(sampler, ordinal, shift, communicator)
 
 
 def _refuse_distributed_sampler(loader: DataLoader[Any]) -> None:

@@ -104,12 +104,6 @@ class SynchronousInput(Strategy):
         every = [*self._local.communicators, *([] if self.communicator is None else [self.communicator])]
         return list({id(each): each for each in every}.values())
 
-    def _begin_step(self, batch: Any) -> None:
-        if self._newcomers is not None:
-            self._newcomers.has_stepped = False
-        self._look_at_members()
-        self._placed(batch)
-
     def _placed(self, batch: Any) -> None:
         """Sees each batch of a dataset once it is on the devices."""
 
@@ -153,7 +147,10 @@ class StepListener(Listener):
     def begin(self, share: StepShare, batch: Any) -> None:
         for communicator in self._communicators:
             communicator.step += 1
-        self._strategy._begin_step(batch)
+        if self._strategy._newcomers is not None:
+            self._strategy._newcomers.has_stepped = False
+        self._strategy._look_at_members()
+        self._strategy._placed(batch)
         self._strategy._shares.begin(share, batch)
         self._strategy._meter.got_data()
 

@@ -11,7 +11,6 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.worker.push.host_tensors import WeightTargets
-from stratagem.worker.push.ps_client import PsClient
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.push.variables import RemoteVariables, send_values
 from stratagem.worker.push.wire import assign_values, pull_weights, scalars_of
@@ -126,18 +125,13 @@ class OptimizerState:
             if not names:  # a state that begins anew
                 slots = list(pull_weights(self._clients[ps], {group: None}).result(lambda _: None).slots)
             for slot in slots:
-                self._assign(self._clients[ps], group, slot, counts, scalars)
-
-    def _assign(
-        self, client: PsClient, group: int, slot: str, counts: list[int], scalars: dict[str, list[float]]
-    ) -> None:
-        tensors = [
-            self._optimizer.state.get(parameter, {}).get(slot, torch.zeros_like(parameter, device="cpu"))
-            for parameter in self._parameters
-        ]
-        source = WeightTargets(self._layout, tensors)
-        values = send_values(client, self._layout, source, [group])
-        assign_values(client, values, [group], slot, counts, scalars)
+                tensors = [
+                    self._optimizer.state.get(parameter, {}).get(slot, torch.zeros_like(parameter, device="cpu"))
+                    for parameter in self._parameters
+                ]
+                source = WeightTargets(self._layout, tensors)
+                values = send_values(self._clients[ps], self._layout, source, [group])
+                assign_values(self._clients[ps], values, [group], slot, counts, scalars)
 
 
 class TableState:

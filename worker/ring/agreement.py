@@ -31,7 +31,9 @@ def agree(
         raise ConfigurationError(
             f"every worker must prepare the same model and optimizers: rank 0 has {here}, rank {rank} has {there}"
         )
-    for tensor in _tensors(models, optimizers):
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    tensors += [tensor for optimizer in optimizers for group in optimizer.param_groups for tensor in group["params"]]
+    for tensor in dict.fromkeys(tensors):
         communicator.broadcast(tensor)
 
 
@@ -61,9 +63,3 @@ def _describe(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.opti
             settings = {name: value for name, value in group.items() if name != "params"}
             lines.append(f"{type(optimizer).__name__} of {len(group['params'])} tensors, {settings}")
     return lines
-
-
-def _tensors(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
-    found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    found += [tensor for optimizer in optimizers for group in optimizer.param_groups for tensor in group["params"]]
-    return dict.fromkeys(found)

@@ -128,7 +128,11 @@ class RingGroup(Neighbours):
         """By rotation: what a rank has for the d-th rank to its right goes d hops, for d = 1 … N-1."""
         self.check()
         outs[self.rank].copy_(sources[self.rank])
-        lengths = self._lengths(sources, tag)
+        mine = torch.tensor([source.numel() for source in sources])
+        lengths = [torch.empty_like(mine) for _ in range(self.size)]  # that every rank has for every rank
+        lengths[self.rank] = mine
+        if self.size > 2:  # two need not ask
+            self._pass_around(lengths, tag)
         for distance in range(1, self.size):
             block = sources[(self.rank + distance) % self.size]
             for hop in range(1, distance + 1):
@@ -224,16 +228,6 @@ class RingGroup(Neighbours):
             )
             if complete and out is not None:
                 out[step.start : step.stop].copy_(part)
-
-    def _lengths(self, sources: Sequence[torch.Tensor], tag: Tag) -> list[torch.Tensor]:
-        """How many elements every rank has for every rank; two ranks need not ask."""
-        mine = torch.tensor([source.numel() for source in sources])
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        every[self.rank] = mine
-        if self.size == 2:
-            return every
-        self._pass_around(every, tag)
-        return every
 
     def _pass_around(self, every: Sequence[torch.Tensor] | torch.Tensor, tag: Tag) -> None:
         """Fills in the others' tensors; the own one is there."""
