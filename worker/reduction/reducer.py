@@ -157,24 +157,22 @@ class GradientReducer(BackwardReducer["_Backward"]):
         if self._compression is not None:
             self._compression.reset()
         for slot in self._slots:
-            if slot.parameter.requires_grad and not slot.handles:
-                self._attach(slot)
+            parameter = slot.parameter
+            if slot.handles or not parameter.requires_grad:
+                continue
+            check_reducible(parameter)
+            if self._backward is not None and parameter.grad is not None:
+                raise ConfigurationError(
+                    f"a parameter of shape {list(parameter.shape)} was unfrozen and has a gradient that may not be "
+                    "reduced: set its gradient to None when it is unfrozen, or prepare the model after that"
+                )
+            self._hook(slot)
         attached = [slot for slot in self._slots if slot.handles]
         groups = [self._groups[slot.index] for slot in attached]
         self._layout = GradientLayout(
             attached, groups, self._communicator, self._first_bytes, self._bucket_bytes, self._in_place
         )
         self.buckets = self._layout.buckets
-
-    def _attach(self, slot: DenseSlot | SparseSlot) -> None:
-        parameter = slot.parameter
-        check_reducible(parameter)
-        if self._backward is not None and parameter.grad is not None:
-            raise ConfigurationError(
-                f"a parameter of shape {list(parameter.shape)} was unfrozen and has a gradient that may not be "
-                "reduced: set its gradient to None when it is unfrozen, or prepare the model after that"
-            )
-        self._hook(slot)
 
     # -- one backward ------------------------------------------------------------------------------------------
 

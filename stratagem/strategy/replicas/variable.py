@@ -170,7 +170,12 @@ class Variable(TensorOperators):
     def _change(self, change: _Change, value: Any) -> Variable:
         context = self._context()
         if context is None:
-            self._refuse_foreign_replica()
+            here = get_replica_context()
+            if here is not None and here.num_replicas_in_sync > 1:
+                raise ConfigurationError(
+                    f"variable {self.name!r} was created outside the scope of {type(here.strategy).__name__}, so its "
+                    f"{here.num_replicas_in_sync} replicas cannot change it together; create it in strategy.scope()"
+                )
             self._change_outside(change, value)
         elif self.synchronization is VariableSynchronization.ON_READ or context.num_replicas_in_sync == 1:
             self._write(self._index(self._local(context)), change, self._fit(value))
@@ -267,14 +272,6 @@ class Variable(TensorOperators):
                 f"{doing} makes one value of those of {self._strategy.num_replicas_in_sync} replicas, but variable "
                 f"{self.name!r} was created without aggregation; create it with aggregation="
                 "sg.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
-            )
-
-    def _refuse_foreign_replica(self) -> None:
-        context = get_replica_context()
-        if context is not None and context.num_replicas_in_sync > 1:
-            raise ConfigurationError(
-                f"variable {self.name!r} was created outside the scope of {type(context.strategy).__name__}, so its "
-                f"{context.num_replicas_in_sync} replicas cannot change it together; create it in strategy.scope()"
             )
 
     def _fit(self, value: Any) -> torch.Tensor:
