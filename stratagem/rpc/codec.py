@@ -254,8 +254,10 @@ def byte_view(tensor: torch.Tensor | bytes) -> memoryview:
         return memoryview(tensor)
     if not tensor.is_cpu or tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().cpu().contiguous()
+    if not tensor.nbytes:  # whose address is 0, which numpy 2.0 does not take for one
+        return memoryview(b"")
     view: Any = np.asarray(_Memory(tensor))
-    return memoryview(view) if view.size else memoryview(b"")
+    return memoryview(view)
 
 
 class _Memory:
