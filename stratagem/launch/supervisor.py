@@ -239,9 +239,11 @@ class Supervisor:
         if code == EXIT_FAILED and not self.servers and not self._resumes:
             return "its script would begin anew, as it restores nothing (sg.callbacks.BackupAndRestore does)"
         if self._is_in_ring(task) and not self._resumes:
+            if self.policy.min_workers and not self._was_complete:
+                return "--min-workers is for a ring that has formed; torch.distributed forms none; start the job again"
             if self.policy.min_workers:
                 return f"fewer than --min-workers {self.policy.min_workers} are left; start the job again"
-            return "a ring without --min-workers cannot lose a worker; start the job again"
+            return "a ring without --min-workers, or torch.distributed, cannot lose a worker; start the job again"
         if self._is_in_ring(task) and self._done.intersection(self.workers):
             return "other workers of the ring have finished their script"
         if self.num_restarts >= self.policy.max_restarts:

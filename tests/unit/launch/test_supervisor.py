@@ -366,7 +366,7 @@ def test_a_ring_whose_script_goes_on_is_started_again_as_a_whole(code: int) -> N
 def test_a_ring_whose_script_does_not_go_on_has_failed() -> None:
     supervisor = _ring(resumes=False)
     assert supervisor.exited(W1, 143, 1.0) == [Signal(W0, signal.SIGTERM), Signal(CHIEF, signal.SIGTERM)]
-    assert supervisor.failure is not None and "cannot lose a worker" in supervisor.failure.reason
+    assert supervisor.failure is not None and "torch.distributed, cannot lose a worker" in supervisor.failure.reason
 
 
 def test_a_ring_is_not_started_again_when_a_worker_has_finished() -> None:
@@ -599,6 +599,7 @@ def test_a_ring_with_too_few_left_or_not_complete_yet_has_failed() -> None:
     early = _shrinking()
     early.exited(W1, -9, 1.0)
     assert early.failure is not None and early.lost == set()
+    assert early.failure.reason.startswith("--min-workers is for a ring that has formed; torch.distributed forms none")
 
 
 def test_a_ring_that_the_chief_has_ended_starts_none_of_its_workers_again() -> None:
