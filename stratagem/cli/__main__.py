@@ -6,6 +6,7 @@ import sys
 
 try:
     import importlib
+    import os
     import signal
     import textwrap
     import threading
@@ -65,8 +66,18 @@ def exit_code_of(error: StratagemError) -> int:
     return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
 
 
+def _open_standard_streams() -> None:
+    """Those that are closed lead nowhere: else a connection takes the number, and what libraries print goes into it."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+
+
 def main() -> None:
     """Entry point. Errors raised on purpose become one paragraph on stderr and an exit code."""
+    _open_standard_streams()
     stand_by_if_first()
     try:
         code = stratagem.main(standalone_mode=False)

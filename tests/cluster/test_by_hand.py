@@ -204,3 +204,16 @@ def test_a_port_in_use_is_said_in_one_paragraph(tasks: list[subprocess.Popen[str
     assert tasks[0].returncode == 2
     assert f"cannot listen on {address}" in errors
     assert "Traceback" not in errors
+
+
+def test_closed_standard_streams_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os\nimport stratagem as sg\nsg.strategy_from_environment()\nprint('said to nobody')\n"
+        "assert os.path.samestat(os.fstat(1), os.stat(os.devnull))\n"
+    )
+    cluster = {"cluster": {"worker": free_addresses(1)}, "task": {"type": "worker", "index": 0}}
+    variables = {**os.environ, "TF_CONFIG": json.dumps(cluster), "PYTHONPATH": str(SCRIPTS.parents[2])}
+    command = [sys.executable, "-m", "stratagem.cli", "worker", str(tmp_path / "train.py")]
+    closed = ["sh", "-c", 'exec "$@" <&- >&-', "sh", *command]
+    done = subprocess.run(closed, env=variables, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
