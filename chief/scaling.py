@@ -207,12 +207,15 @@ class Scaling(ChiefPart):
                         break
             self._failure = ""
         except StratagemError as error:
-            self._failure = str(error)
+            is_news, self._failure = str(error) != self._failure, str(error)
             if isinstance(error, CheckpointError):
                 self._newest = None
             told = ", ".join(str(session.task) for session in sessions.leaving)
-            logger.warning(
-                "%s for now: %s", f"{told} cannot end" if told else f"The number of ps stays {sessions.num_ps}", error
+            logger.log(
+                logging.WARNING if is_news else logging.DEBUG,  # it is tried again every second
+                "%s for now: %s",
+                f"{told} cannot end" if told else f"The number of ps stays {sessions.num_ps}",
+                error,
             )
         finally:
             self._is_moving, self._move_at = False, self._clock() + RETRY_S

@@ -86,12 +86,15 @@ async def test_half_a_batch_is_in_what_another_number_of_ps_begins_from(tmp_path
         assert "save" in first.calls
 
 
-async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(tmp_path: Path) -> None:
+async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Elsewhere(FakePs):
-        is_elsewhere = True
+        is_elsewhere, num_refused = True, 0
 
         async def RestoreShards(self, request: Any, context: Any) -> Any:
             if self.is_elsewhere:
+                self.num_refused += 1
                 raise CheckpointError("there is no such folder here")
             return await super().RestoreShards(request, context)
 
@@ -105,6 +108,8 @@ async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(tmp_path: Path
         await until(lambda: server.token == 0)
         assert (worker.membership.num_ps, server.restored_from) == (1, "")
         assert running.job.journal.history.num_ps == 1
+        await until(lambda: newcomer.num_refused > 2)
+        assert caplog.text.count("stays 1 for now") == 1, "every second is too often"
         newcomer.is_elsewhere = False
         await until(lambda: worker.membership.num_ps == 2)
 

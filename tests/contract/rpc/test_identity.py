@@ -159,7 +159,7 @@ def test_a_wrong_token_says_so() -> None:
         error = why_not(address, "worker:1", with_token("worker:1", "another token of tests"))
         assert isinstance(error, IdentityError) and "compare the files of --token-file" in str(error)
         error = why_not(address, "worker:1", OPEN)
-        assert isinstance(error, IdentityError) and "says who it is" in str(error)
+        assert isinstance(error, IdentityError) and "this one did not: give --token-file" in str(error)
 
 
 def test_another_tasks_certificate_cannot_join_in_its_name(folder: Path) -> None:
