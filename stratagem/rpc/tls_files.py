@@ -151,7 +151,8 @@ class TlsFiles:
         )
 
     def _advice(self) -> str:
-        return f"`stratagem certs issue {self.identity}` makes its certificate; it belongs in {self._folder}"
+        renew = "--renew " if self._certificate.exists() else ""
+        return f"`stratagem certs issue {renew}{self.identity}` makes its certificate; it belongs in {self._folder}"
 
 
 def identity_of(certificate: dict[str, Any] | None) -> str:
