@@ -14,8 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.copies import Copies, settings_of
 
-_OF_ONE_REPLICA = frozenset({"_compiled_call_impl", "_opt_called", "param_groups", "state", "step"})
+_OF_ONE_MODULE = frozenset({"_compiled_call_impl"})
 """Attributes that are not carried, or in a way of their own."""
+_OF_ONE_OPTIMIZER = frozenset({"_opt_called", "param_groups", "state", "step"})
+"""Likewise."""
 _END = object()
 
 
@@ -184,7 +186,7 @@ class ModelChanges:
             self._check_place()
         if not same:
             self._refuse_structure()
-        _spread_attributes(self._attributes, self._modules, self._copies)
+        _spread_attributes(self._attributes, self._modules, self._copies, _OF_ONE_MODULE)
         if fully:
             self._hooks.spread(self._copies)
         self._gradient_hooks.spread()
@@ -270,7 +272,7 @@ class OptimizerChanges:
             ConfigurationError: a group has got parameters that no prepared model has.
         """
         first = self._optimizers[0]
-        _spread_attributes(self._attributes, [self._optimizers], self._copies)
+        _spread_attributes(self._attributes, [self._optimizers], self._copies, _OF_ONE_OPTIMIZER)
         for twin, copies in zip(self._optimizers[1:], self._copies, strict=True):
             _same_groups(first, twin, copies)
             if fully:
@@ -279,11 +281,13 @@ class OptimizerChanges:
             self._hooks.spread(self._copies)
 
 
-def _spread_attributes(seen: Seen, objects: Sequence[Sequence[Any]], copies: Sequence[Copies]) -> None:
+def _spread_attributes(
+    seen: Seen, objects: Sequence[Sequence[Any]], copies: Sequence[Copies], kept: frozenset[str]
+) -> None:
     for index, name in seen.replaced():
         first, *twins = objects[index]
         for twin, its in zip(twins, copies, strict=True):
-            if name in _OF_ONE_REPLICA:
+            if name in kept:
                 continue
             if name in vars(first):
                 vars(twin)[name] = its.of_value(vars(first)[name])

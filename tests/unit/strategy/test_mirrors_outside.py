@@ -112,9 +112,11 @@ def test_attributes_at_any_depth(replicas: Replicas, own: Net) -> None:
     model.mode = "slow"
     model.body[1].p = 0.9
     model.new = [torch.zeros(2)]
+    model.state, model.step, model.param_groups = "idle", 3, None  # an optimizer's are each replica's own
     del model.body[0].in_features
     replicas.run(lambda _: None)
     first, second = replicas.copies(model)
+    assert (second.state, second.step, second.param_groups) == ("idle", 3, None)
     assert second.mode == "slow" and second.body[1].p == 0.9 and not hasattr(second.body[0], "in_features")
     assert first.new[0].data_ptr() != second.new[0].data_ptr()
     del model.new
