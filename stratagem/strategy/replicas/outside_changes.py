@@ -157,13 +157,13 @@ class ModelChanges:
         self._hooks = HookChanges(self._modules)
         self._parameters = list(zip(*(model.parameters() for model in models), strict=True))
         self._gradient_hooks = GradientHookChanges(self._parameters)
-        self._tensors = self._parameters + self._find_buffers()
+        self._tensors = self._parameters + self._find_others()
         self.record()
 
     def record(self) -> None:
         """The replicas have run, each has changed its own: these are not changes to be carried."""
-        if not self._buffers.is_same():
-            self._tensors = self._parameters + self._find_buffers()
+        if not (self._buffers.is_same() and self._attributes.is_same()):
+            self._tensors = self._parameters + self._find_others()
         for seen in (self._attributes, self._structure, self._buffers):
             seen.record()
         self._hooks.record()
@@ -214,7 +214,7 @@ class ModelChanges:
             for twin, its in zip(twins, self._copies, strict=True):
                 twin._buffers[name] = None if buffer is None else buffer.detach().to(its.device, copy=True)
         if new_buffers:
-            self._tensors = self._parameters + self._find_buffers()
+            self._tensors = self._parameters + self._find_others()
             self._versions = _versions(self._tensors)
             self._buffers.record()
 
@@ -243,8 +243,11 @@ class ModelChanges:
             "prepare it"
         )
 
-    def _find_buffers(self) -> list[tuple[torch.Tensor, ...]]:
+    def _find_others(self) -> list[tuple[torch.Tensor, ...]]:
+        """Buffers, and tensors that are plain attributes."""
         every = [[module._buffers[name] for module in its] for its in self._modules for name in its[0]._buffers]
+        plain = [[vars(part).get(name) for part in its] for its in self._modules for name in _data_of(its[0])]
+        every += [one for one in plain if all(isinstance(value, torch.Tensor) for value in one)]
         return [tuple(buffer for buffer in one if buffer is not None) for one in every if one[0] is not None]
 
 
@@ -289,10 +292,28 @@ def _spread_attributes(
         for twin, its in zip(twins, copies, strict=True):
             if name in kept:
                 continue
-            if name in vars(first):
-                vars(twin)[name] = its.of_value(vars(first)[name])
-            else:
+            if name not in vars(first):
                 vars(twin).pop(name, None)
+                continue
+            value = vars(first)[name]
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                value = value.detach()  # its graph is replica 0's
+            try:
+                vars(twin)[name] = its.of_value(value)
+            except Exception as error:
+                raise ConfigurationError(
+                    f"{name} of {type(first).__name__} was set after strategy.prepare and cannot be copied for another "
+                    f"replica ({error}); keep it outside of the model, or give its class a __deepcopy__"
+                ) from error
+
+
+def _data_of(module: nn.Module) -> list[str]:
+    """Its attributes that are tensors without a graph."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and not value.requires_grad and not value.is_inference()
+    ]
 
 
 def _same_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer, copies: Copies) -> None:

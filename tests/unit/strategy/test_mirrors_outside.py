@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_attributes_at_any_depth(replicas: Replicas, own: Net) -> None:
     assert first.new[0].data_ptr() != second.new[0].data_ptr()
     del model.new
     assert replicas.run(lambda _: hasattr(model, "new")) == [False, False]
+
+
+def test_tensors_that_are_attributes(replicas: Replicas, own: Net) -> None:
+    own.mask = torch.ones(2)
+    model = replicas.prepare(own)
+    model.mask.mul_(0.5)
+    model.kept = model(INPUTS)  # with a graph, which cannot be copied
+    assert replicas.run(lambda _: (model.mask.tolist(), model.kept.requires_grad)) == [
+        ([0.5, 0.5], True),
+        ([0.5, 0.5], False),
+    ]
+    replicas.run(lambda replica: model.mask.add_(replica))
+    assert replicas.run(lambda _: model.mask.tolist()) == [[0.5, 0.5], [1.5, 1.5]]
+    model.lock = threading.Lock()
+    with pytest.raises(ConfigurationError, match=r"lock of Net was set .* and cannot be copied"):
+        replicas.run(lambda _: None)
+    del model.lock
+    replicas.run(lambda _: None)
 
 
 def test_modes_and_frozen_parameters(replicas: Replicas, own: Net) -> None:
