@@ -44,8 +44,9 @@ class TrainedCopies:
         self._way_out = way_out
         self._names = [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
-        self._counters: list[int] | None = None
-        """Of torch, one for each tensor, which count changes in place; None: whatever they are is right."""
+        self._counters: list[tuple[int, int]] | None = None
+        """Of torch, one for each tensor, which count changes in place, and where it lies, which ``tensor.data = …``
+        changes; None: whatever they are is right."""
         self._sums: list[int] | None = None
         self._heads = [_head(tensor) for tensor in self._tensors]
         self._sample: tuple[int, bytes] | None = None
@@ -54,7 +55,7 @@ class TrainedCopies:
 
     def note(self) -> None:
         """From now on they are to stay as they are."""
-        self._counters = [tensor._version for tensor in self._tensors]
+        self._counters = [(tensor._version, tensor.data_ptr()) for tensor in self._tensors]
         is_exact = self._num_checked < NUM_EXACT or not self._num_checked % EXACT_EVERY
         self._sums = [sum_of_bits(tensor.detach().reshape(-1)) for tensor in self._tensors] if is_exact else None
         self._sample = None
@@ -85,7 +86,7 @@ class TrainedCopies:
             self._refuse(self._names[self._sample[0]])
         if not self._has_warned:
             for name, tensor, counter in zip(self._names, self._tensors, self._counters, strict=True):
-                if tensor._version != counter:
+                if (tensor._version, tensor.data_ptr()) != counter:
                     self._has_warned = True
                     logger.warning("%s was written to since the last update. %s", name, self._way_out)
                     break
