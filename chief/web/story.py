@@ -29,7 +29,6 @@ class JobStory:
         self._num_events = 0
         self._last: StatusView | None = None
         self._watched = WatchedVerdict()
-        self._told: object = None
 
     def add(self, at: float, status: StatusView) -> None:
         """A look at the job.
@@ -71,11 +70,8 @@ class JobStory:
             found.append(("bad", f"{now.updates_lost - last.updates_lost} updates were lost with a ps"))
         if now.stop_reason and not last.stop_reason:
             found.append(("note", f"the job ends: {now.stop_reason}"))
-        self._watched.look(now, at)
-        off = self._watched.told
-        told = None if off is None else (off.cause, off.task)
-        if told != self._told:
-            self._told = told
+        if self._watched.look(now, at):
+            off = self._watched.told
             found.append(("good", "nothing is off any more") if off is None else ("bad", off.sentence))
         return found
 

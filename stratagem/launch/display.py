@@ -82,7 +82,6 @@ class PlainDisplay:
         self._shown_at = float("-inf")
         self._shown: object = None
         self._watched = WatchedVerdict()
-        self._told: object = None
 
     def show(self, stream: Stream, line: str) -> None:
         """Writes the line to our stdout or stderr at once."""
@@ -91,8 +90,8 @@ class PlainDisplay:
     def update(self, status: StatusView, now: float) -> None:
         """Writes the progress if it is time and there is something new."""
         self._pace.add(now, status)
-        self._watched.look(status, now)
-        self._tell()
+        if self._watched.look(status, now) and (off := self._watched.told) is not None:
+            self.show("stderr", f"stratagem: {off.sentence} (stratagem why)")
         if now < self._shown_at + PLAIN_INTERVAL_S:
             return
         waiting = [task_words(task) for task in status.tasks if task.state == "lost" or task.waiting_s >= 1]
@@ -100,14 +99,6 @@ class PlainDisplay:
         if news != self._shown:
             self.show("stderr", "stratagem: " + " · ".join([progress_words(status, self._pace), *waiting]))
             self._shown_at, self._shown = now, news
-
-    def _tell(self) -> None:
-        """Says what is off, once for each cause."""
-        off = self._watched.told
-        told = None if off is None else (off.cause, off.task)
-        if off is not None and told != self._told:
-            self.show("stderr", f"stratagem: {off.sentence} (stratagem why)")
-        self._told = told
 
     def close(self) -> None:
         """Nothing to take back."""

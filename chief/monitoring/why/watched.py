@@ -22,15 +22,17 @@ class WatchedVerdict:
         self.told: JobVerdict | None = None
         """What is off; None: nothing."""
 
-    def look(self, status: StatusView, now: float) -> None:
+    def look(self, status: StatusView, now: float) -> bool:
+        """Looks if it is time; whether something else is off now than before, or nothing any more."""
         if now < self._looked_at + LOOK_S:
-            return
-        self._looked_at = now
+            return False
+        self._looked_at, before = now, self.told
         found = judge(reading_of(status))
         is_off = found.cause not in (Cause.NOTHING, Cause.UNKNOWN) and found.share >= WORTH
         if not is_off or found.sure.startswith("not"):
             self._last = self.told = None
-            return
+            return before is not None
         if self._last is not None and (self._last.cause, self._last.task) == (found.cause, found.task):
             self.told = found
         self._last = found
+        return self.told is not before and (before is None or (before.cause, before.task) != (found.cause, found.task))
