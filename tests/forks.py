@@ -247,7 +247,7 @@ def _become(command: Sequence[str], environ: Mapping[str, str], cwd: str, new_se
     if (first, *rest[:2]) == ("-m", "stratagem.cli", "run") or (first, *rest[:1]) == (str(_STRATAGEM), "run"):
         from stratagem.launch import preloaded
 
-        preloaded.start_server = _Spare().start
+        preloaded.start_server = _Spare().start  # type: ignore[assignment]  # it is ended and waited for alike
     sys.path[1:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if first == "-m":
         sys.path[0], sys.argv = cwd, ["", *rest[1:]]

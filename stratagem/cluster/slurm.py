@@ -24,7 +24,9 @@ def expand_nodes(text: str) -> list[str]:
         ClusterSpecError: the list is malformed, empty, or longer than :data:`MAX_NODES`.
     """
     names: list[str] = []
-    for item in _split(text, text):
+    if "[[" in text or re.search(r"\[[^\]]*$", text):
+        raise _malformed(text, "a bracket is not closed")
+    for item in map(str.strip, re.split(r",(?![^\[]*\])", text)):  # at commas that stand outside brackets
         found = [""]
         for part in re.split(r"(\[[^\[\]]*\])", item):
             endings = _expand_brackets(part[1:-1], text) if part.startswith("[") else [part]
@@ -35,13 +37,6 @@ def expand_nodes(text: str) -> list[str]:
     if bad := [name for name in names if not name or re.search(r"[\[\]\s/:]", name)]:
         raise _malformed(text, f"{bad[0]!r} is no name of a node")
     return names
-
-
-def _split(text: str, whole: str) -> list[str]:
-    """Parts between commas that stand outside brackets."""
-    if "[[" in text or re.search(r"\[[^\]]*$", text):
-        raise _malformed(whole, "a bracket is not closed")
-    return [item.strip() for item in re.split(r",(?![^\[]*\])", text)]
 
 
 def _expand_brackets(text: str, whole: str) -> list[str]:

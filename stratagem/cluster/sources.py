@@ -165,10 +165,9 @@ def gather(
         if task != TaskId("chief", 0):
             cluster.check_task(task)
         placement = TaskPlacement(cluster, task)
-        told_by = f"environment {cluster_variables(environ)}"
-        from_environment = [cluster_layer(cluster, task, told_by)] if told is not None else []
-        from_file = [cluster_layer(cluster, task, f"{file} (cluster)")] if told is None else []
-        layers += [*from_environment, *in_file, *from_file]
+        origin = f"{file} (cluster)" if told is None else f"environment {cluster_variables(environ)}"
+        place = cluster_layer(cluster, task, origin)
+        layers += [*in_file, place] if told is None else [place, *in_file]
     if of_every_role:
         layers = [dataclasses.replace(each, values=_known(each.values, model)) for each in layers]
     return resolve(model, layers), placement

@@ -42,7 +42,7 @@ class Authority:
     @classmethod
     def create(cls, days: int) -> Authority:
         """A new one, in memory."""
-        key = _new_key()
+        key = ec.generate_private_key(ec.SECP256R1())
         name = _name(f"Stratagem cluster {secrets.token_hex(4)}")
         certificate = (
             _builder(name, name, key, days)
@@ -83,7 +83,7 @@ class Authority:
         _refuse_existing([folder / AUTHORITY_FILE, *([folder / AUTHORITY_KEY_FILE] if with_key else [])])
         if with_key:
             _write(folder / AUTHORITY_KEY_FILE, _key_pem(self._key), 0o600)
-        _write(folder / AUTHORITY_FILE, _pem(self._certificate), 0o644)
+        _write(folder / AUTHORITY_FILE, self._certificate.public_bytes(serialization.Encoding.PEM), 0o644)
 
     def issue(self, identity: str, hosts: Iterable[str], folder: Path, *, days: int, renew: bool = False) -> None:
         """Writes key and certificate of a task.
@@ -98,7 +98,7 @@ class Authority:
         Raises:
             ConfigurationError: a file is there already, or a host name that belongs to a task.
         """
-        key = _new_key()
+        key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [
             x509.UniformResourceIdentifier(identity_uri(identity)),
             x509.DNSName(server_name(identity)),
@@ -118,7 +118,7 @@ class Authority:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         pairs = [
             (folder / f"{file_stem(identity)}.key", _key_pem(key), 0o600),
-            (folder / f"{file_stem(identity)}.crt", _pem(certificate), 0o644),
+            (folder / f"{file_stem(identity)}.crt", certificate.public_bytes(serialization.Encoding.PEM), 0o644),
         ]
         if not renew:
             _refuse_existing([path for path, _, _ in pairs])
@@ -190,14 +190,6 @@ def _host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
                 ) from None
             names.append(x509.DNSName(host))
     return names
-
-
-def _new_key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP256R1())
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from stratagem.launch.fork_server import COMMAND_PREFIX
 from stratagem.launch.plan import OF_ONE_TASK, Launch
@@ -20,17 +20,7 @@ ANSWER_S = 30.0
 """Seconds in which a fork server that is ready must have forked; one that has not is ended, and whom it forked too."""
 
 
-class ServerProcess(Protocol):
-    """The process of a fork server."""
-
-    def kill(self) -> None:
-        """Ends it."""
-
-    def wait(self) -> object:
-        """Waits for its end."""
-
-
-def start_server(environ: Mapping[str, str], link: socket.socket) -> ServerProcess:
+def start_server(environ: Mapping[str, str], link: socket.socket) -> subprocess.Popen[bytes]:
     """Starts a fork server that is told what to do through ``link``."""
     return subprocess.Popen(
         guarded((sys.executable, "-m", "stratagem.launch.fork_server", str(link.fileno()))),

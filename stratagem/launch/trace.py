@@ -20,7 +20,6 @@ from stratagem.rpc.channels import connect
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import observer_pb2, observer_pb2_grpc
 from stratagem.rpc.security import OPEN, Security
-from stratagem.rpc.status_view import StatusView, TaskState
 
 NUM_PINGS = 8
 POLL_S = 0.1
@@ -58,9 +57,10 @@ def record(
     """
     with contextlib.ExitStack() as cleanup:
         stubs = {}
-        for task in _traced(fetch_status(address, 5.0, security)):
-            channel = cleanup.enter_context(connect(task.address, task.task, security))
-            stubs[task.task] = observer_pb2_grpc.ObserverStub(channel)
+        for task in fetch_status(address, 5.0, security).tasks:
+            if task.task.startswith(("worker:", "ps:")) and task.state == "live" and task.address:
+                channel = cleanup.enter_context(connect(task.address, task.task, security))
+                stubs[task.task] = observer_pb2_grpc.ObserverStub(channel)
         if not stubs:
             raise PeerUnavailableError(f"no worker or ps of the job at {address} is live: there is nothing to trace")
         clocks = {name: _clock(stub, name) for name, stub in stubs.items()}
@@ -135,11 +135,6 @@ def _arrows(numbers: Iterator[int], same: Sequence[tuple[float, float, int, int,
             yield {"ph": "s", **known, "ts": first[0], "pid": first[2], "tid": first[3]}
             reached = at if commits else at + took
             yield {"ph": "f", "bp": "e", **known, "ts": reached, "pid": process, "tid": track}
-
-
-def _traced(status: StatusView) -> list[TaskState]:
-    observed = [task for task in status.tasks if task.task.startswith(("worker:", "ps:"))]
-    return [task for task in observed if task.state == "live" and task.address]
 
 
 def until_steps(stubs: Mapping[str, Any], until: Mapping[str, int], timeout_s: float) -> None:

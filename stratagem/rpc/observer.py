@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -17,9 +16,6 @@ from google.protobuf.descriptor import ServiceDescriptor
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.generated import observer_pb2
 from stratagem.rpc.server import add_servicer
-
-if TYPE_CHECKING:
-    from stratagem.measuring.torch_profile import TorchProfile
 
 OBSERVER = observer_pb2.DESCRIPTOR.services_by_name["Observer"]
 
@@ -54,12 +50,6 @@ def _with_source(frame: str) -> str:
     return f"{frame}\n    {source}" if source else frame
 
 
-def _profile() -> TorchProfile:
-    from stratagem.measuring.torch_profile import TorchProfile  # loads torch
-
-    return TorchProfile()
-
-
 class ObserverServicer:
     """Wire side of the flight recorder."""
 
@@ -71,8 +61,12 @@ class ObserverServicer:
     def StartTrace(
         self, request: observer_pb2.StartTraceRequest, context: grpc.ServicerContext
     ) -> observer_pb2.StartTraceReply:
-        if not request.only_clock:
-            FLIGHT.start_trace(_profile() if request.torch else None)
+        if request.torch and not request.only_clock:
+            from stratagem.measuring.torch_profile import TorchProfile  # loads torch
+
+            FLIGHT.start_trace(TorchProfile())
+        elif not request.only_clock:
+            FLIGHT.start_trace()
         return observer_pb2.StartTraceReply(clock_ns=time.perf_counter_ns(), num_steps=FLIGHT.num_steps())
 
     def StopTrace(

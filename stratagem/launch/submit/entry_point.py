@@ -58,11 +58,13 @@ def find_entry_point(entry_point: str | Path | None) -> EntryPoint:
         return _from_file(Path(entry_point))
     shell = notebook.running_shell()
     if shell is None:
-        return _from_file(_calling_script())
+        if (script := getattr(sys.modules["__main__"], "__file__", None)) is None:
+            raise ConfigurationError("no script calls run() here: give entry_point='train.py'")
+        return _from_file(Path(script))
     if (file := notebook.notebook_file(shell)) is not None:
         note = f"took the notebook {file} as it was last saved"
         return dataclasses.replace(_from_file(file), note=note)
-    cells = notebook.executed_cells(shell)
+    cells = [str(source) for source in shell.history_manager.input_hist_raw[1:]]  # this one included
     note = f"took the {len(cells)} cells that this kernel has executed so far; entry_point= names a file instead"
     return EntryPoint(Path.cwd() / CELLS, notebook.to_script(cells, "the running notebook"), note)
 
@@ -80,10 +82,3 @@ def _from_file(path: Path) -> EntryPoint:
     if path.suffix != ".py":
         raise ConfigurationError(f"expected entry_point to end in .py or .ipynb, got {path.name!r}")
     return EntryPoint(path)
-
-
-def _calling_script() -> Path:
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None:
-        raise ConfigurationError("no script calls run() here: give entry_point='train.py'")
-    return Path(file)

@@ -84,8 +84,3 @@ def notebook_file(shell: Any) -> Path | None:
         if isinstance(name, str) and name.endswith(SUFFIX) and Path(name).is_file():
             return Path(name)
     return None
-
-
-def executed_cells(shell: Any) -> list[str]:
-    """What this kernel has executed so far, in that order, the cell that runs now included."""
-    return [str(source) for source in shell.history_manager.input_hist_raw[1:]]
