@@ -59,7 +59,8 @@ class PsReturn(ChiefPart):
         self._num_copied = self._config.num_ps if self._config.ps_replicas > 1 else 0
         """ps whose memory is kept by another ps too; 0: none's is."""
         self._all_went_back = all_went_back
-        self._restarted = {Incarnation(task, number) for task, number in self._journal.history.put_back.items()}
+        self.restarted = {Incarnation(task, number) for task, number in self._journal.history.put_back.items()}
+        """Those that went back to a checkpoint alone, perhaps by a chief that has not counted what they lack."""
         self._in_doubt: dict[Incarnation, Positions] = {}
         """Units begun when each ps was put back: of these it may have some updates, and lack others."""
         self._begun: set[Incarnation] = set()
@@ -140,8 +141,8 @@ class PsReturn(ChiefPart):
         await asyncio.gather(*(server.restore_shards(checkpoint, num_ps, is_fresh=True) for server in newcomers))
         self._begun = {server.incarnation for server in newcomers}
         self._in_doubt.update((server.incarnation, {}) for server in newcomers)  # each has the updates that any had
-        if self._restarted:  # what one of them lacks all will, whose ledgers are joined
-            self._restarted.update(server.incarnation for server in (*newcomers, *self._ps_pool.servers))
+        if self.restarted:  # what one of them lacks all will, whose ledgers are joined
+            self.restarted.update(server.incarnation for server in (*newcomers, *self._ps_pool.servers))
         self._fresh = {server.incarnation: checkpoint for server in self._ps_pool.servers}
 
     async def _has_begun(self, server: Server, checkpoint: str) -> bool:
@@ -187,17 +188,8 @@ class PsReturn(ChiefPart):
             "%s restored step %d from %s: %d updates lost", server.incarnation.task, step, restored.path.name, num_lost
         )
 
-    @property
-    def has_put_back(self) -> bool:
-        """Whether any ps went back to a checkpoint alone."""
-        return bool(self._restarted)
-
-    def was_put_back(self, server: Server) -> bool:
-        """Whether a ps went back to a checkpoint alone, perhaps by a chief that has not counted what it lacks."""
-        return server.incarnation in self._restarted
-
     def _note_put_back(self, server: Server) -> None:
-        self._restarted.add(server.incarnation)
+        self.restarted.add(server.incarnation)
         self._journal.write("put_back", task=server.incarnation.task, incarnation=server.incarnation.number)
 
     def _is_lost(self, server: Server, exit_code: int, reason: str) -> None:
@@ -278,7 +270,7 @@ class PsReturn(ChiefPart):
             manifest = restored.manifest
             self._lease_book.restores += 1
             self._all_went_back()
-            self._restarted.clear()
+            self.restarted.clear()
             saved = manifest.done
             back = self._lease_book.roll_back(saved, is_last=self._sessions.work_is_done)
             if back.lost:
@@ -303,7 +295,7 @@ class PsReturn(ChiefPart):
 
     async def lost_after_restarts(self, units: Positions) -> None:
         """Counts and closes those of the reported units that a ps lacks which was put back alone."""
-        for server in [each for each in self._ps_pool.servers if each.incarnation in self._restarted]:
+        for server in [each for each in self._ps_pool.servers if each.incarnation in self.restarted]:
             num_lost, _ = await self._mark_lost(server, units)
             if num_lost:
                 logger.warning("%s lacks %d more updates reported after its restore", server.incarnation.task, num_lost)

@@ -149,7 +149,7 @@ class Recovery(ChiefPart):
     async def count_lost(self) -> None:
         """Of a ps that was put back alone, what it lacks of what is accepted, or what others have closed: in another
         checkpoint, or after ledgers are joined, nobody could tell."""
-        described = await self._ps_pool.describe() if self.ps_return.has_put_back else {}
+        described = await self._ps_pool.describe() if self.ps_return.restarted else {}
         closed = plus(self._lease_book.positions(), *(each.closed for each in described.values()))
         await self.ps_return.lost_after_restarts(closed)
 
@@ -197,7 +197,7 @@ class Recovery(ChiefPart):
                 await self._find_owners()
             for server in self._ps_pool.servers:
                 is_back = not self._sessions.tasks[server.incarnation.task].resumed
-                is_back |= synchronous and self.ps_return.was_put_back(server)
+                is_back |= synchronous and server.incarnation in self.ps_return.restarted
                 if is_back and server.incarnation.task in history.initialized:
                     with self.ps_return.lost_where_refused(server):
                         await self.ps_return.take_back(server)

@@ -116,14 +116,12 @@ class JobSteps:
         for unit, _ in chosen:
             if unit not in assigned:
                 assigned[unit] = free.pop(min(free))
-        slices = [Slice(unit, assigned[unit], refresh=self._is_late(assigned[unit])) for unit, _ in chosen]
+        known = assigned.values() if self._members is None else self._members  # others have missed a step
+        slices = [Slice(unit, assigned[unit], refresh=assigned[unit] not in known) for unit, _ in chosen]
         step = self._add(JobStep(self.next_number, slices, group))
         self.next_number += 1
         self._members = frozenset(assigned.values())
         return step
-
-    def _is_late(self, incarnation: Incarnation) -> bool:
-        return self._members is not None and incarnation not in self._members
 
     def readmit(self, number: int, units: Sequence[Unit], accepted: Container[Unit]) -> None:
         """Puts back a step that was open when the chief died; its unfinished slices belong to nobody yet."""

@@ -145,10 +145,12 @@ class SessionStreams(ChiefPart):
             self.recent.forget(join.task)
             late = {"joining": True} if session.joining else {}
             self._journal.write("join", task=join.task, incarnation=session.number, **late)
+        # So many tasks may send heartbeats that they would keep the chief busy.
+        shared_s = min(HEARTBEAT_S * len(self._sessions.required), self._config.session_timeout_s / 4)
         outbox.put_nowait(
             Welcome(
                 incarnation=session.number,
-                heartbeat_interval_s=self._interval_s(),
+                heartbeat_interval_s=max(self._config.heartbeat_interval_s, shared_s),
                 job_started=bool(self._journal.history.initialized),
                 ps_replicas=self._config.ps_replicas,
                 wants_log=self.log is not None,
@@ -165,11 +167,6 @@ class SessionStreams(ChiefPart):
         if self._stop is not None:
             outbox.put_nowait(self._stop)
         return session
-
-    def _interval_s(self) -> float:
-        """Between heartbeats: longer where so many tasks send them that they would keep the chief busy."""
-        shared_s = min(HEARTBEAT_S * len(self._sessions.required), self._config.session_timeout_s / 4)
-        return max(self._config.heartbeat_interval_s, shared_s)
 
     async def _read(
         self, task: str, stream: int, requests: AsyncIterator[Request], outbox: asyncio.Queue[Event | None]

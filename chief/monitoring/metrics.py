@@ -88,8 +88,8 @@ def _of_the_job(status: StatusView) -> Iterable[Metric]:
         "units_planned": ("Units of that epoch.", status.units_planned),
         "units_accepted": ("Those of them whose gradient was accepted.", status.units_accepted),
     }
-    if (step := _step_of(status.checkpoint)) is not None:
-        gauges["checkpoint_step"] = ("Step of the newest committed checkpoint.", step)
+    if (found := re.search(r"step-(\d+)$", status.checkpoint)) is not None:
+        gauges["checkpoint_step"] = ("Step of the newest committed checkpoint.", int(found[1]))
     for name, (meaning, value) in gauges.items():
         yield GaugeMetricFamily(f"stratagem_{name}", meaning, value=value)
     counters = {
@@ -135,9 +135,3 @@ def _measured(live: Sequence[TaskState]) -> Iterable[Metric]:
 
 def _type(task: TaskState) -> str:
     return task.task.partition(":")[0]
-
-
-def _step_of(checkpoint: str) -> int | None:
-    """``".../step-00000100"``: 100."""
-    found = re.search(r"step-(\d+)$", checkpoint)
-    return int(found[1]) if found else None

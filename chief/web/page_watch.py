@@ -46,16 +46,12 @@ class PageWatch:
 
     Args:
         look: gives the status, with measures.
-        clock: seconds since 1970.
     """
 
-    def __init__(
-        self, look: Callable[[], Awaitable[StatusView]], log: JobLog, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, look: Callable[[], Awaitable[StatusView]], log: JobLog) -> None:
         self.look = look
         self.num_looks = 0
         self._log = log
-        self._clock = clock
         self._story = JobStory()
         self._num_viewers = 0
         self._wanted = asyncio.Event()
@@ -111,7 +107,7 @@ class PageWatch:
     async def _look_once(self) -> float:
         """Returns the seconds of CPU that it took here."""
         status = await self.look()
-        began, at = time.thread_time(), self._clock()
+        began, at = time.thread_time(), time.time()
         self._story.add(at, status)
         reading = reading_of(status)
         shown = snapshot(status, reading, judge(reading))
