@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from stratagem.checkpoint.manifest import SavedFile
 from stratagem.cluster.units import UnitBitmap, Update
@@ -16,7 +16,7 @@ from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.origin import Origin
 from stratagem.ps.requests import Sender
 from stratagem.ps.specs import check_group, check_new_groups
-from stratagem.ps.state import StoreState
+from stratagem.ps.state import StoreState, new_epoch
 from stratagem.ps.units import AppliedUnits, Epoch
 from stratagem.ps.waiting import Call, wait
 from stratagem.rpc.confinement import AllowedFolders
@@ -48,17 +48,13 @@ class Checkpointing:
     """Holds, snapshots and restores.
 
     Args:
-        next_epoch: gives a store epoch larger than the one it is given.
         folders: where requests may write and read; None: everywhere.
     """
 
-    def __init__(
-        self, state: StoreState, index: int, next_epoch: Callable[[int], int], folders: AllowedFolders | None = None
-    ) -> None:
+    def __init__(self, state: StoreState, index: int, folders: AllowedFolders | None = None) -> None:
         self._folders = folders
         self._state = state
         self._index = index
-        self._next_epoch = next_epoch
         self._num_restores = 0
         self._newest_restore = 0
         """Calls to go back that have begun, and the number of the last one that has gone back."""
@@ -174,7 +170,7 @@ class Checkpointing:
             if number < self._newest_restore or is_over:
                 return state.store_epoch  # the call was repeated or given up meanwhile, and training may go on already
             self._newest_restore = number
-            epoch = self._next_epoch(max(state.store_epoch, content.store_epoch))
+            epoch = new_epoch(max(state.store_epoch, content.store_epoch))
             self.become(content, epoch)
             state.origin, state.num_ps, state.is_told = origin, num_ps, origin is None
         state.copy_is_outdated()

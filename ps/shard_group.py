@@ -161,8 +161,7 @@ class ShardGroup:
             if name not in known or len(values) != len(self.counts):
                 raise ProtocolError(
                     f"group {self.spec.group}: expected {len(self.counts)} values of "
-                    f"{', '.join(known) or 'no scalars'}, "
-                    f"got {len(values)} of {name!r}"
+                    f"{', '.join(known) or 'no scalars'}, got {len(values)} of {name!r}"
                 )
         if counts:
             self.counts = list(counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -26,6 +27,12 @@ from stratagem.rpc.lane_meter import BytesMeter
 
 MIN_SHARED_BYTES = 64 << 20
 """What senders may have staged beside the one that has most, however small the variables are."""
+
+
+def new_epoch(previous: int) -> int:
+    """A store epoch larger than ``previous``, and another one than any process had, though the clock may have gone
+    back: milliseconds since 1970, and chance."""
+    return max(previous, time.time_ns() // 1_000_000) + random.randint(1, 1 << 32)
 
 
 class StoreState:

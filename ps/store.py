@@ -6,9 +6,6 @@ Knows neither protobuf nor grpc; safe to call from many threads.
 from __future__ import annotations
 
 import dataclasses
-import random
-import time
-from collections.abc import Callable
 
 from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
@@ -18,7 +15,7 @@ from stratagem.ps.copies import StoreCopies
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
 from stratagem.ps.specs import Limits
-from stratagem.ps.state import StoreState
+from stratagem.ps.state import StoreState, new_epoch
 from stratagem.ps.sync_steps import StepKey
 from stratagem.ps.variables import Variables
 from stratagem.ps.waiting import Call, wait
@@ -40,12 +37,6 @@ class Greeting:
     """Of how many ps this is one; 0: it has not heard."""
 
 
-def new_epoch(previous: int) -> int:
-    """A store epoch larger than ``previous``, and another one than any process had, though the clock may have gone
-    back: milliseconds since 1970, and chance."""
-    return max(previous, time.time_ns() // 1_000_000) + random.randint(1, 1 << 32)
-
-
 class Store:
     """A parameter server without its wire.
 
@@ -57,7 +48,6 @@ class Store:
         index: its index, in the names of its checkpoint files.
         limits: what to refuse.
         frames_timeout_s: seconds a control message waits for its frames.
-        next_epoch: gives a store epoch larger than the one it is given.
         folders: where requests may write and read checkpoints; None: everywhere.
     """
 
@@ -68,16 +58,15 @@ class Store:
         limits: Limits | None = None,
         *,
         frames_timeout_s: float = FRAMES_TIMEOUT_S,
-        next_epoch: Callable[[int], int] = new_epoch,
         folders: AllowedFolders | None = None,
     ) -> None:
         self.task = task
         self.incarnation = 0
         """Of this process; set once the chief has issued it."""
-        self.state = StoreState(limits or Limits(), next_epoch(0), frames_timeout_s)
+        self.state = StoreState(limits or Limits(), new_epoch(0), frames_timeout_s)
         self.variables = Variables(self.state)
         self.commits = Commits(self.state)
-        self.checkpoints = Checkpointing(self.state, index, next_epoch, folders)
+        self.checkpoints = Checkpointing(self.state, index, folders)
         self.copies = StoreCopies(task, self.state, self.checkpoints, lambda: self.incarnation)
 
     def hello(self, sender: Sender, next_sequence: int) -> Greeting:

@@ -286,19 +286,17 @@ def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> No
     if one.slice.merge is not other.slice.merge:
         raise ConfigurationError(
             f"step {key[0]}: {one.sender} merges by {one.slice.merge.value}, {other.sender} by "
-            f"{other.slice.merge.value}; "
-            "call prepare(gradients=…) alike on every worker"
+            f"{other.slice.merge.value}; call prepare(gradients=…) alike on every worker"
         )
     theirs = {commit.group: commit.hyper_parameters for commit in one.groups}
     for commit in other.groups:
         expected = theirs.get(commit.group, commit.hyper_parameters)
         for index, (first, second) in enumerate(zip(expected, commit.hyper_parameters, strict=False)):
-            names = [name for name in {*first, *second} if first.get(name) != second.get(name)]
+            names = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
             if names:
                 raise ConfigurationError(
-                    f"step {key[0]}: hyper-parameter {sorted(names)[0]} of param_group {index} differs: "
-                    f"{one.sender} has "
-                    f"{first.get(sorted(names)[0])}, {other.sender} has {second.get(sorted(names)[0])}; "
+                    f"step {key[0]}: hyper-parameter {names[0]} of param_group {index} differs: {one.sender} has "
+                    f"{first.get(names[0])}, {other.sender} has {second.get(names[0])}; "
                     "give its scheduler to strategy.prepare, which follows the steps of the job, or set it from what "
                     "all workers see, as the number of the epoch: a worker is not called for a batch that has no part "
                     "for it"

@@ -91,8 +91,7 @@ def wait_frames(
         came = state.staging.num_frames(sender, ref.transfer)
         raise ProtocolError(
             f"expected {ref.num_frames} frames of transfer {ref.transfer} from {sender} that cover what is "
-            "present, "
-            f"got {came} within {state.frames_timeout_s:.0f} s; stage them again under a new transfer"
+            f"present, got {came} within {state.frames_timeout_s:.0f} s; stage them again under a new transfer"
         )
 
 
