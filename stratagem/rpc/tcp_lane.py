@@ -162,7 +162,10 @@ class TcpSender(Corkable):
         try:
             while (item := self._outbox.get()) is not None:
                 num_bytes = sum([view.nbytes for view in item]) if isinstance(item, list) else 0
-                self._send(item)
+                if not isinstance(item, list) and isinstance(item[4], LentPieces):
+                    self._send_lent(item, item[4].piece)
+                else:
+                    self._send_all(item if isinstance(item, list) else _encode(item)[0])
                 del item
                 with self._sent:
                     self._num_waiting -= 1
@@ -175,12 +178,6 @@ class TcpSender(Corkable):
             with contextlib.suppress(queue.Empty):  # what nobody will send holds no memory
                 while True:
                     self._outbox.get_nowait()
-
-    def _send(self, item: _Outgoing) -> None:
-        if not isinstance(item, list) and isinstance(item[4], LentPieces):
-            self._send_lent(item, item[4].piece)
-        else:
-            self._send_all(item if isinstance(item, list) else _encode(item)[0])
 
     def _send_all(self, views: Sequence[memoryview]) -> None:
         self._meter.sent_bytes += sum(view.nbytes for view in views)
