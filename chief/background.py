@@ -26,7 +26,6 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Work, *arguments: Any) -> None:
-        """Starts a task that calls ``work`` with ``arguments``."""
         task = asyncio.create_task(self._guard(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

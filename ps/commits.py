@@ -25,8 +25,6 @@ NOT_SYNCHRONOUS = "copies of what a ps holds (ps_replicas 2) are for a staleness
 
 
 class Commits(Applying):
-    """Prepares and applies updates."""
-
     def __init__(self, state: StoreState) -> None:
         super().__init__(state)
         self.sync = SyncCommits(state, self)

@@ -29,12 +29,10 @@ def prepare_update(store: Store, request: ps_pb2.PrepareUpdateRequest, call: Cal
 
 
 def commit_update(store: Store, request: ps_pb2.CommitUpdateRequest, call: Call) -> ps_pb2.CommitUpdateReply:
-    """See :meth:`stratagem.ps.commits.Commits.commit_update`."""
     return wire.commit_to(store.commits.commit_update(wire.commit_from(request), call))
 
 
 def pull_weights(store: Store, request: ps_pb2.PullWeightsRequest, call: Call) -> ps_pb2.PullWeightsReply:
-    """See :meth:`stratagem.ps.variables.Variables.pull_weights`."""
     return wire.pull_to(store.variables.pull_weights(wire.pull_from(request), call))
 
 

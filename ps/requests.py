@@ -90,8 +90,6 @@ class RequestedSlice:
 
 
 class UpdateAction(enum.Enum):
-    """What to do with a staged update."""
-
     APPLY = "apply"
     SKIP = "skip"
 
@@ -163,8 +161,6 @@ class AssignValues:
 
 @dataclasses.dataclass(frozen=True)
 class PullWeights:
-    """Asks for weights or a slot."""
-
     sender: Sender
     groups: tuple[tuple[int, Version | None], ...]
     """Group, and the version the caller has."""

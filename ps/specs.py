@@ -37,7 +37,6 @@ class ShardSpec:
 
     @functools.cached_property
     def num_elements(self) -> int:
-        """Elements held here."""
         return self.num_rows * math.prod(self.shape[1:])
 
     @functools.cached_property
@@ -52,7 +51,6 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the rows held here."""
         return (self.num_rows, *self.shape[1:]) if self.shape else ()
 
     @property

@@ -160,7 +160,6 @@ class Staging:
                     self._drop_group(buffers, number, group)
 
     def drop_all(self, sender: Sender) -> None:
-        """Lets go of everything that an incarnation has staged."""
         self._buffers.pop(sender.key, None)
 
     def drop_sender(self, task: str, incarnation: int) -> None:

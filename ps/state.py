@@ -129,7 +129,6 @@ class StoreState:
         self.inside[sender.key] = self.inside.get(sender.key, 0) + 1
 
     def leave(self, sender: Sender) -> None:
-        """The reverse of :meth:`enter`."""
         self.gate.num_inside -= 1
         self.inside[sender.key] -= 1
         if not self.inside[sender.key]:

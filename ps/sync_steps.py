@@ -194,7 +194,6 @@ class SyncSteps:
         return key not in self._open or all(unit in self._open[key].contributions for unit in self.included(key))
 
     def is_ready(self, key: StepKey) -> bool:
-        """Whether the step can be applied."""
         if key not in self._open:
             return False
         contributions = self._open[key].contributions

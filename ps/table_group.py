@@ -58,7 +58,6 @@ class TableGroup(ShardGroup):
         self.initialized = self.num_first_values == self.spec.num_elements
 
     def make_values(self) -> None:
-        """Gives every row its initial value."""
         assert self.spec.rows is not None
         for shard in self.spec.shards:
             rows = self.weights[shard.offset : shard.stop].view(-1, self.spec.row_elements)

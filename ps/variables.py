@@ -22,8 +22,6 @@ MIN_AWAITED_BYTES = 1 << 20
 
 
 class Variables:
-    """Creates, assigns and serves variables."""
-
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._taking = threading.Lock()

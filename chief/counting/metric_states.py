@@ -83,7 +83,6 @@ class MetricStates:
         return True
 
     def units(self, name: Topic) -> list[Unit]:
-        """Units with a state."""
         return sorted(self._open.get(name, ()))
 
     def page(self, name: Topic, first: int, max_bytes: int) -> Page:
@@ -120,7 +119,6 @@ class MetricStates:
             self.drop(name)
 
     def drop(self, name: Topic) -> None:
-        """Forgets what was counted."""
         self._open.pop(name, None)
         self._num_bytes.pop(name, None)
 
@@ -137,7 +135,6 @@ class MetricStates:
         self._in_logs.clear()
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "open": [
                 encode_state(MetricState(name, *each)) for name, states in self._open.items() for each in states.items()
@@ -159,7 +156,6 @@ class MetricStates:
 
 
 def encode_state(state: MetricState) -> dict[str, Any]:
-    """As JSON."""
     unit = [state.unit.dataset, state.unit.epoch, state.unit.index]
     topic = [state.topic.group, state.topic.ordinal]
     return {"topic": topic, "unit": unit, "data": base64.b64encode(state.data).decode()}
@@ -170,5 +166,4 @@ def decode_state(value: Mapping[str, Any]) -> MetricState:
 
 
 def decode_logs(value: Iterable[Iterable[Any]]) -> Logs:
-    """Named numbers from JSON."""
     return tuple((str(name), float(number)) for name, number in value)

@@ -60,7 +60,6 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
                     self._changed.notify()
 
     async def leave(self, request: LeaseRequest[EvaluationPass]) -> None:
-        """The caller has given up."""
         self.evaluations.leave(request.units_of.name, request.incarnation)
         await self._let_go_of_deserted()
         self._changed.notify()
@@ -133,7 +132,6 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
                     await self._let_go(evaluation)
 
     async def release(self, incarnation: Incarnation) -> None:
-        """``incarnation`` is over."""
         self.evaluations.forget(incarnation)
         await self._let_go_of_deserted()
         self._changed.notify()

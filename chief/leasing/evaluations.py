@@ -29,7 +29,6 @@ class Pin:
     versions: Versions
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON."""
         sizes = [self.plan.num_examples, self.plan.batch_size, self.plan.drop_last]
         return {"plan": sizes, "attempt": self.attempt, "versions": dict(self.versions)}
 
@@ -122,7 +121,6 @@ class Evaluations:
             evaluation.askers.discard(incarnation)
 
     def forget(self, incarnation: Incarnation) -> None:
-        """``incarnation`` is over."""
         for name in self._all:
             self.leave(name, incarnation)
 

@@ -267,7 +267,6 @@ class LeaseBook:
         return now, self.clocks.limit(incarnation, plan.staleness, holders), late
 
     def num_held(self, incarnation: Incarnation) -> int:
-        """Units leased to (or reserved for) ``incarnation``."""
         return sum(leases.num_held_by(incarnation) for leases in self.epochs.values())
 
     def held(self, incarnation: Incarnation) -> list[Unit]:

@@ -42,12 +42,10 @@ class EpochLeases:
 
     @property
     def closed(self) -> bool:
-        """Every unit is accepted."""
         return self.num_accepted == self.plan.num_units
 
     @property
     def has_begun(self) -> bool:
-        """Whether a unit is leased or accepted."""
         return bool(self._leased or self.num_accepted)
 
     @property
@@ -62,7 +60,6 @@ class EpochLeases:
         return self._next if self._next < self.plan.num_units else None
 
     def is_pending(self, index: int) -> bool:
-        """Whether unit ``index`` is neither leased nor accepted."""
         return index not in self._leased and index not in self.accepted
 
     def pending_of_batch(self, batch: int) -> list[int]:

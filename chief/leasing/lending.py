@@ -45,8 +45,6 @@ Pass = TypeVar("Pass", TrainingPass, EvaluationPass)
 
 @dataclasses.dataclass(frozen=True)
 class LeaseRequest(Generic[Pass]):
-    """What a worker reports and wants."""
-
     incarnation: Incarnation
     units_of: Pass
     accepted: Sequence[int] = ()

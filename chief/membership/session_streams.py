@@ -226,7 +226,6 @@ class SessionStreams(ChiefPart):
         )
 
     def take_in(self, caller: Incarnation, newcomers: Sequence[Incarnation]) -> None:
-        """See :meth:`Sessions.take_in`."""
         for one in self._sessions.take_in(caller, newcomers):
             self._journal.write("taken_in", task=one.task, incarnation=one.number)
             logger.info("%s is taken into the ring", one)

@@ -34,7 +34,6 @@ class Waits:
                 self._left[incarnation] = (*self.noted.pop(incarnation), self._clock())
 
     def note(self, incarnation: Incarnation, what: str, others: Sequence[Incarnation]) -> None:
-        """``incarnation`` waits for ``others`` to do something."""
         text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
         if self.noted.get(incarnation, ("",))[0] != text:
             now = self._clock()

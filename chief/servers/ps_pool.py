@@ -63,7 +63,6 @@ class PsPool:
         return self._servers.get(incarnation)
 
     async def drop_lost(self) -> None:
-        """Closes the connections to ps whose session is over."""
         for incarnation in [incarnation for incarnation in self._servers if not self._is_open(incarnation)]:
             await self._servers.pop(incarnation).close()
 
@@ -91,7 +90,6 @@ class PsPool:
         return {server.incarnation: each for server, each in answers if each is not None and server in here}
 
     async def describe(self) -> dict[Incarnation, ServerDescription]:
-        """What every ps has applied."""
         return await self.insist_all(lambda server: server.describe_units())
 
     async def describe_all(self) -> dict[Incarnation, ServerDescription]:

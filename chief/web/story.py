@@ -46,7 +46,6 @@ class JobStory:
         self._last = status
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """What happened after that happening."""
         return [one for one in self.happenings if one["number"] > number]
 
     def _news(self, at: float, now: StatusView) -> list[tuple[str, str]]:

@@ -48,7 +48,6 @@ def server_name(name: str) -> str:
 
 
 def identity_uri(name: str) -> str:
-    """The URI that the certificate of ``name`` carries."""
     return URI_PREFIX + name
 
 

@@ -10,8 +10,6 @@ Distribution = Literal["normal", "uniform", "constant", "assigned"]
 
 @dataclasses.dataclass(frozen=True)
 class InitialRows:
-    """How the rows of a table begin."""
-
     distribution: Distribution
     """Assigned: whoever creates the table sends them."""
     first: float = 0.0

@@ -7,8 +7,6 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One task of the cluster."""
-
     task: str
     address: str
     """host:port where it serves; empty while it has not come."""

@@ -174,7 +174,6 @@ class UnitBitmap:
         return new
 
     def discard(self, index: int) -> None:
-        """Takes ``index`` out if it is there."""
         if index in self:
             self._bytes[index >> 3] &= ~(1 << (index & 7))
 

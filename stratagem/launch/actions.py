@@ -53,7 +53,6 @@ class Failure:
 
 
 def describe_exit(code: int) -> str:
-    """``"exit code 1"`` or ``"killed by SIGKILL"``."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -56,7 +56,6 @@ class StatusPoller:
         return True
 
     def move(self, address: str) -> None:
-        """From now on the chief serves at ``address``."""
         self._channel.close()
         self._address = address
         self._connect()

@@ -139,7 +139,6 @@ class TaskProcess:
                 os.kill(self.pid, signum)
 
     def kill(self) -> None:
-        """Kills the process and everything in its group."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -33,7 +33,6 @@ class TracedSpan:
         return self.name if self.of is None else f"{self.name} {self.of}".strip()
 
     def line(self, now_ns: int) -> str:
-        """For people."""
         ago = (now_ns - self.start_ns) / 1e9
         took = f"took {(self.end_ns - self.start_ns) / 1e6:.1f} ms" if self.end_ns else "goes on"
         return f"{ago:.3f} s ago, {took}: {self.words}"

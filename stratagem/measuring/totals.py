@@ -33,7 +33,6 @@ class RunningTotals:
         return Timed(self, name)
 
     def values(self) -> dict[str, float]:
-        """All, as they stand."""
         with self._lock:
             return dict(self._totals)
 

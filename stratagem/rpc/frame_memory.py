@@ -76,7 +76,6 @@ class FrameMemory:
             self._looks = (*self._looks, look)
 
     def watch_no_more(self, look: Callable[[], None]) -> None:
-        """The reverse of :meth:`watch`."""
         with self._guard:
             self._looks = tuple([one for one in self._looks if one != look])
 

@@ -74,7 +74,6 @@ class CallCounter:
 
     @contextlib.contextmanager
     def waiting(self, call: CountedCall) -> Iterator[None]:
-        """Around the wait for the request of a call."""
         call.waits_since = self._clock()
         with self._guard:
             self._waiting[call] = None

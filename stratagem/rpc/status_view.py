@@ -108,7 +108,6 @@ class StatusView:
 
 
 def from_reply(reply: chief_pb2.GetStatusReply) -> StatusView:
-    """The reply of ``Chief.GetStatus`` as plain data."""
     return from_message(StatusView, reply, tasks=tuple(_task(status) for status in reply.tasks))
 
 

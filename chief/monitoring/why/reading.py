@@ -26,7 +26,6 @@ class TaskReading:
     notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def get(self, name: str) -> float:
-        """A measure; 0 where there is none."""
         return self.values.get(name, 0.0)
 
     @property

@@ -58,7 +58,6 @@ class BuildContext:
         )
 
     def words(self) -> str:
-        """For people: how many files, how large."""
         return f"{len(self.files)} files, {_size(self.num_bytes)}, from {self.root}"
 
     def check_holds(self, path: str, what: str) -> None:

@@ -67,7 +67,6 @@ class ComposeTarget:
         _compose(folder, record.id, ["stop"], "stop the job")
 
     def remove(self, record: JobRecord, folder: Path) -> None:
-        """Deletes containers, network, volume and image."""
         _compose(folder, record.id, ["down", "--volumes"], "remove the job")
         forget(record.image)
 

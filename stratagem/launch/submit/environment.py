@@ -27,7 +27,6 @@ class Job:
 
 
 def job_variables(job: Job) -> dict[str, str]:
-    """Variables of every task of a submitted job."""
     return {_ID: job.id, _TARGET: job.target, _IMAGE: job.docker_image, _DIR: job.folder}
 
 

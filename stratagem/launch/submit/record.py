@@ -41,7 +41,6 @@ class JobState:
 
     @classmethod
     def ended(cls, exit_code: int, cancelled: bool, detail: str = "") -> JobState:
-        """A job that has ended with this code."""
         if exit_code == 0:
             return cls("succeeded", 0, detail)
         return cls("cancelled" if cancelled else "failed", exit_code, detail)
