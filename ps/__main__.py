@@ -25,7 +25,6 @@ from stratagem.measuring.process_use import ProcessUse
 from stratagem.ps import optimizers
 from stratagem.ps.backup import Backup
 from stratagem.ps.following import Following
-from stratagem.ps.frames import FOLLOWED
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
@@ -161,7 +160,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
     try:
         session.start(config.start_timeout_s, lambda: take_end(config.checkpoint_dir, config.task))
         if session.ps_replicas > 1:
-            state.backup = Backup(lambda: state.num_bytes, FOLLOWED)
+            state.backup = Backup(lambda: state.num_bytes)
             following = Following(store, session, security, config.transport)
         raise _end_of(session, leaving, index)
     except JobStoppedError as stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable, Sequence
 
@@ -27,6 +28,7 @@ from stratagem.ps.shard_group import Parts
 from stratagem.ps.state import StoreState
 from stratagem.ps.waiting import Call, check_counts, wait, wait_frames, wait_lane
 
+_group_of = operator.attrgetter("group")
 Gradient = dict[int, Parts]
 Present = dict[int, tuple[bool, ...]]
 """Of each group of an update: which of its shards have a gradient."""
@@ -183,10 +185,6 @@ class Turn:
     def _is_free(self) -> bool:
         state = self._state
         return self._pairs.isdisjoint(state.applying) and state.gate_lets_through(self._update)
-
-
-def _group_of(commit: GroupCommit) -> int:
-    return commit.group
 
 
 def send_weights(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 from stratagem.cluster.membership import Membership
 from stratagem.errors import PeerUnavailableError
+from stratagem.ps.frames import FOLLOWED
 from stratagem.ps.published import AnsweringLane, HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.shard_group import Parts
@@ -32,12 +33,10 @@ class Backup:
 
     Args:
         held_bytes: bytes of variables and slots here.
-        followed: kind of the frame that says how far a copy is.
     """
 
-    def __init__(self, held_bytes: Callable[[], int], followed: int) -> None:
+    def __init__(self, held_bytes: Callable[[], int]) -> None:
         self._held_bytes = held_bytes
-        self._followed = followed
         self._changed = threading.Condition()
         self._lane: AnsweringLane | None = None
         self._closed = False
@@ -129,7 +128,7 @@ class Backup:
                 self._whole = None
             elif self._whole is None:  # everything that was acknowledged is on its way: nothing more is without it
                 self._whole, self._whole_number = self._asker, self._number
-                self._lane.answer(self._followed, self._transfer, b"\0")
+                self._lane.answer(FOLLOWED, self._transfer, b"\0")
             while self._unconfirmed and self._confirmed < number - 1:
                 self._confirmed += 1
                 self._unconfirmed_bytes -= self._unconfirmed.popleft()

@@ -18,7 +18,7 @@ from stratagem.ps.shard_group import Parts, ShardGroup
 from stratagem.ps.snapshot import Content
 from stratagem.ps.specs import check_group, check_new_groups
 from stratagem.ps.state import StoreState
-from stratagem.ps.waiting import Call, wait
+from stratagem.ps.waiting import wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,6 @@ class StoreCopies:
         lane: AnsweringLane,
         transfer: int,
         answer: Answer,
-        call: Call,
     ) -> None:
         """Sends a store; of the own one also everything that changes from then on. ``number``: of the following.
 
@@ -155,7 +154,7 @@ class StoreCopies:
             ProtocolError: the job keeps no copies.
         """
         if whose == self._task:
-            self._begin(asker, number, lane, transfer, answer, call)
+            self._begin(asker, number, lane, transfer, answer)
             return
         copy = self.kept.get(whose)
         if copy is None or not copy.is_whole or copy.source != Sender(whose, incarnation):
@@ -169,18 +168,16 @@ class StoreCopies:
             self._checkpoints.become(image.content, image.content.store_epoch)
             state.senders.inherit(image.done)
 
-    def _begin(
-        self, asker: Sender, number: int, lane: AnsweringLane, transfer: int, answer: Answer, call: Call
-    ) -> None:
+    def _begin(self, asker: Sender, number: int, lane: AnsweringLane, transfer: int, answer: Answer) -> None:
         state, backup = self._state, self._state.backup
         if backup is None:
             raise ProtocolError("expected nobody to follow: this job keeps no copies of what a ps holds")
         source = Sender(self._task, self._incarnation())
         with state.changed:
-            wait(state, lambda: state.initialized, asker, call, None)
+            wait(state, lambda: state.initialized, asker, lane, None)
             state.gate.is_paused = True
             try:
-                wait(state, lambda: state.gate.num_inside == 0, asker, call, None)
+                wait(state, lambda: state.gate.num_inside == 0, asker, lane, None)
                 backup.begin(
                     asker, number, lane, transfer, lambda told: send_image(state, source, told, lane, transfer, answer)
                 )

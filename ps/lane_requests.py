@@ -108,14 +108,7 @@ class LaneRequests:
 
         try:
             self._store.copies.follow(
-                self._sender,
-                request.store,
-                request.incarnation,
-                request.number,
-                self._lane,
-                frame.transfer,
-                answer,
-                self._lane,
+                self._sender, request.store, request.incarnation, request.number, self._lane, frame.transfer, answer
             )
         except StratagemError as error:
             log_refusal("Follow", error)

@@ -16,7 +16,6 @@ from stratagem.cluster.config import ServerConfig
 from stratagem.errors import JobStoppedError, PeerUnavailableError, ProtocolError, StratagemError
 from stratagem.ps.backup import Backup
 from stratagem.ps.copies import StoreCopy, tensors_of
-from stratagem.ps.frames import FOLLOWED
 from stratagem.ps.peer_client import PeerStore
 from stratagem.ps.requests import Sender
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
@@ -41,7 +40,7 @@ class Ps:
     def __init__(self, task: str = "ps:0", incarnation: int = 5) -> None:
         self.store = Store(task, limits=Limits(max_store_bytes=64 << 20), frames_timeout_s=5.0)
         self.store.incarnation = incarnation
-        self.store.state.backup = Backup(lambda: 0, FOLLOWED)
+        self.store.state.backup = Backup(lambda: 0)
         self._lanes = SocketLanes(self.store, "127.0.0.1")
         servicer = ParameterServerServicer(self.store, self._lanes, 8 << 20)
         self._server = serve(
@@ -312,4 +311,4 @@ def test_nobody_follows_where_no_copies_are_kept(start: Start) -> None:
     with PeerStore(BACKUP, "ps:0", primary.address, primary.store.state.lanes, OPEN, lambda: True) as peer:
         with pytest.raises(ProtocolError, match="this job keeps no copies"):
             peer.follow("ps:0")
-        primary.store.state.backup = Backup(lambda: 0, FOLLOWED)
+        primary.store.state.backup = Backup(lambda: 0)

@@ -65,7 +65,7 @@ class Waiting:
 
 @pytest.fixture
 def backup() -> Iterator[Backup]:
-    made = Backup(lambda: 0, FOLLOWED)
+    made = Backup(lambda: 0)
     yield made
     made.close()
 
