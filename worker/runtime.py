@@ -148,7 +148,7 @@ class WorkerRuntime:
         self.ring = RingMember(ring_service, self.session, self.bytes, self.chief.take_in)
         """This worker's part in a ring, once a strategy forms one."""
         self.meter.peer = self.ring.waiting
-        self.session.on_stop(_preempt)
+        self.session.on_stop = _preempt
         self._ended = False
         self._assigns: bool | None = None
         _newest = self

@@ -46,9 +46,6 @@ class Layer:
     textual: bool = False
     """The values are text to be read as the field's type (environment)."""
 
-    def origin_of(self, name: str) -> str:
-        return self.origin.format(name=name, NAME=name.upper(), flag=name.replace("_", "-"))
-
 
 @dataclasses.dataclass(frozen=True)
 class Resolved(Generic[Config]):
@@ -190,7 +187,7 @@ def resolve(model: type[Config], layers: Sequence[Layer]) -> Resolved[Config]:
         refuse_unknown("key", layer.values, model.model_fields.keys(), f" in {layer.origin.split('{')[0].strip()}")
         for name, value in layer.values.items():
             if name not in values:
-                origins[name] = layer.origin_of(name)
+                origins[name] = layer.origin.format(name=name, NAME=name.upper(), flag=name.replace("_", "-"))
                 values[name] = _read(model, name, value, origins[name]) if layer.textual else value
     for name in model.model_fields:
         origins.setdefault(name, "default")

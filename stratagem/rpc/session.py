@@ -105,7 +105,8 @@ class SessionClient:
         """Why the session is over; None while it lives."""
         self._closing = False
         self._callbacks: list[Callable[[Membership], None]] = []
-        self._stop_callbacks: list[Callable[[JobStoppedError], None]] = []
+        self.on_stop: Callable[[JobStoppedError], object] = bool
+        """Called (in the session's thread) when the chief says that the job is over."""
         self.security = security
         self._certificates = security.certificates()
         self._where = ChiefAddress(chief_address)
@@ -178,10 +179,6 @@ class SessionClient:
     def on_membership(self, callback: Callable[[Membership], None]) -> None:
         """Calls ``callback`` (in the session's thread) at every change of the cluster."""
         self._callbacks.append(callback)
-
-    def on_stop(self, callback: Callable[[JobStoppedError], None]) -> None:
-        """Calls ``callback`` (in the session's thread) when the chief says that the job is over."""
-        self._stop_callbacks.append(callback)
 
     def wait_membership(self, accept: Callable[[Membership], bool], timeout_s: float) -> bool:
         """Waits until ``accept(membership)`` holds; False when it does not within ``timeout_s`` seconds."""
@@ -368,8 +365,7 @@ class SessionClient:
             for callback in self._callbacks:
                 callback(self.membership)
         elif kind == "stop" and isinstance(stopped, JobStoppedError):
-            for tell in self._stop_callbacks:
-                tell(stopped)
+            self.on_stop(stopped)
 
     def _explained(self, error: StratagemError) -> StratagemError:
         """Before the first welcome: what lies behind a chief that seems not to be there, if it is TLS."""
