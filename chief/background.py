@@ -15,11 +15,8 @@ Work = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Background:
-    """Tasks that nobody waits for. One that fails unexpectedly stops the job: nothing may hang as the chief stumbled.
-
-    Args:
-        stop: ends the job with an exit code, for a reason.
-    """
+    """Tasks that nobody waits for. One that fails unexpectedly ends the job (``stop``): nothing may hang as the chief
+    stumbled."""
 
     def __init__(self, stop: Callable[[int, str], None]) -> None:
         self._stop = stop

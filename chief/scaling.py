@@ -61,11 +61,7 @@ def refusal(sessions: Sessions, lease_book: LeaseBook, config: ChiefConfig, num_
 
 
 class Scaling(ChiefPart):
-    """What was asked for, and how it becomes so.
-
-    Args:
-        saved: told of the checkpoint that the ps have begun from.
-    """
+    """What was asked for, and how it becomes so; ``saved`` is told of the checkpoint that the ps have begun from."""
 
     def __init__(
         self,

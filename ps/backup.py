@@ -29,11 +29,8 @@ SILENCE_S = 5.0
 
 
 class Backup:
-    """The copy of this ps. A lock of its own, which is taken inside all others of the store.
-
-    Args:
-        held_bytes: bytes of variables and slots here.
-    """
+    """The copy of this ps; a lock of its own is taken inside all others of the store. ``held_bytes``: of variables and
+    slots here."""
 
     def __init__(self, held_bytes: Callable[[], int]) -> None:
         self._held_bytes = held_bytes

@@ -45,11 +45,7 @@ class StoreDescription:
 
 
 class Checkpointing:
-    """Holds, snapshots and restores.
-
-    Args:
-        folders: where requests may write and read; None: everywhere.
-    """
+    """Holds, snapshots and restores, in ``folders``; None: everywhere."""
 
     def __init__(self, state: StoreState, index: int, folders: AllowedFolders | None = None) -> None:
         self._folders = folders

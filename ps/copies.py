@@ -114,11 +114,7 @@ class StoreCopy:
 
 
 class StoreCopies:
-    """The copies of this ps's store, and those that it keeps of others.
-
-    Args:
-        checkpoints: puts another content in the place of the store's.
-    """
+    """The copies of this ps's store, and those that it keeps of others."""
 
     def __init__(
         self, task: str, state: StoreState, checkpoints: Checkpointing, incarnation: Callable[[], int]

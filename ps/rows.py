@@ -71,11 +71,7 @@ def unpack(spec: GroupSpec, pieces: Pieces) -> list[Block]:
 
 
 def merge_rows(spec: GroupSpec, gradients: Sequence[tuple[float, Pieces]]) -> Pieces:
-    """The weighted sum of gradients of one table, as one piece.
-
-    Args:
-        gradients: factor and pieces of each, in the order in which they are summed.
-    """
+    """The sum of gradients of one table, each a factor and pieces, in this order, as one piece."""
     blocks = [(factor, block) for factor, pieces in gradients for block in unpack(spec, pieces)]
     if not blocks:
         return []

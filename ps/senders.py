@@ -20,11 +20,7 @@ MAX_INCARNATIONS = 8
 
 
 class Senders:
-    """Everything kept for each incarnation of a sender.
-
-    Args:
-        max_peers: incarnations remembered at once.
-    """
+    """Everything kept for each incarnation of a sender; ``max_peers`` are remembered at once."""
 
     def __init__(self, max_peers: int = 4096) -> None:
         self._max_peers = max_peers

@@ -131,11 +131,7 @@ class Limits:
     """Entries of all its lists."""
 
     def peer_bytes(self, held_bytes: int) -> int:
-        """``max_peer_bytes``, or what several copies of all that is held take.
-
-        Args:
-            held_bytes: bytes of variables and slots.
-        """
+        """``max_peer_bytes``, or what several copies of all that is held take (``held_bytes``: variables and slots)."""
         return self.max_peer_bytes or _SPARE_BYTES + 4 * held_bytes
 
 

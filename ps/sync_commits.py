@@ -41,11 +41,7 @@ class _Merged:
 
 
 class SyncCommits:
-    """Synchronous updates.
-
-    Args:
-        commits: applies what is merged here.
-    """
+    """Synchronous updates; ``commits`` applies what is merged here."""
 
     def __init__(self, state: StoreState, commits: Applying) -> None:
         self._state = state

@@ -30,11 +30,7 @@ PAUSE_S = 0.1
 
 
 def torn_updates(held: Mapping[Incarnation, ServerDescription]) -> dict[Incarnation, list[Update]]:
-    """Updates that are on some but not all of their ps, for each ps that may lack them.
-
-    Args:
-        held: what each ps has applied, with commits held.
-    """
+    """Updates that are on some but not all of their ps, for each that may lack them; ``held``: with commits held."""
     torn: dict[Incarnation, list[Update]] = {}
     updates = {update: num for each in held.values() for update, num in each.open.items()}
     for update, num_servers in sorted(updates.items()):

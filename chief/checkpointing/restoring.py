@@ -30,11 +30,8 @@ class RestoredServers:
 
 
 class Restoring:
-    """Puts ps back to checkpoints. They check their own files; the chief compares what they say.
-
-    Args:
-        directory: where the checkpoints are; empty: nowhere.
-    """
+    """Puts ps back to checkpoints in ``directory``, if any. They check their own files; the chief compares what
+    they say."""
 
     def __init__(self, ps_pool: PsPool, directory: str) -> None:
         self.directory = directory

@@ -9,11 +9,7 @@ from stratagem.cluster.units import Topic
 
 
 class Agreements:
-    """What was said, and what was decided, which never changes.
-
-    Args:
-        decided: by earlier incarnations of the chief.
-    """
+    """What was said, and what was decided (``decided``: by earlier incarnations of the chief), which never changes."""
 
     def __init__(self, decided: dict[Topic, int]) -> None:
         self._decided = decided
@@ -41,11 +37,7 @@ class Agreements:
     def waits_for(
         self, topic: Topic, live: Sequence[Incarnation], founders: Collection[Incarnation]
     ) -> list[Incarnation]:
-        """Live workers that take part and have not said their number.
-
-        Args:
-            founders: workers that were there from the start take part before they have said anything.
-        """
+        """Live workers that take part (``founders`` before they have said anything) and have not said their number."""
         said = self._said.get(topic, {})
         members = {*founders, *self._members.get(topic.group, set())}
         return [

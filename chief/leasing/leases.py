@@ -23,11 +23,7 @@ class Holding:
 
 
 class EpochLeases:
-    """The units of one epoch.
-
-    Args:
-        accepted: units accepted before (a job that goes on from a journal or a checkpoint).
-    """
+    """The units of one epoch; ``accepted``: before, by the journal or checkpoint that the job goes on from."""
 
     def __init__(self, plan: Plan, accepted: UnitBitmap | None = None) -> None:
         self.plan = plan
@@ -78,11 +74,7 @@ class EpochLeases:
         return len(self._of_holder.get(incarnation, ()))
 
     def holders(self, stop: int | None = None) -> set[Incarnation]:
-        """Everybody who has a unit leased.
-
-        Args:
-            stop: units before this one are meant; None: all.
-        """
+        """Everybody who has a unit leased before ``stop``; None: any."""
         meant = self.plan.num_units if stop is None else stop
         return {holder for holder, units in self._of_holder.items() if any(index < meant for index in units)}
 

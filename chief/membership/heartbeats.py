@@ -20,11 +20,7 @@ _MOST_PHI = 99.0
 
 
 class Heartbeats:
-    """The intervals between the heartbeats of one process.
-
-    Args:
-        interval_s: seconds between two as they are sent.
-    """
+    """The intervals between the heartbeats of one process, which are sent every ``interval_s`` seconds."""
 
     def __init__(self, interval_s: float) -> None:
         self._mean_s = interval_s

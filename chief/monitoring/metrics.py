@@ -50,11 +50,7 @@ _COUNTED: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
 
 
 def families(status: StatusView) -> Iterable[Metric]:
-    """Every metric.
-
-    Args:
-        status: the status page, with measures.
-    """
+    """Every metric of a status page that has measures."""
     yield from _of_the_job(status)
     live = [task for task in status.tasks if task.state == "live"]
     up = GaugeMetricFamily("stratagem_task_up", "Whether the task is live.", labels=["task"])

@@ -12,11 +12,7 @@ SAME_S = 2.0
 
 
 class Waits:
-    """Notes of who waits for what, and since when.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Notes of who waits for what, and since when, by a monotonic ``clock`` of seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -42,11 +42,7 @@ def _plain(value: Any) -> Any:
 
 
 class PageWatch:
-    """What the page is told.
-
-    Args:
-        look: gives the status, with measures.
-    """
+    """What the page is told; ``look`` gives the status, with measures."""
 
     def __init__(self, look: Callable[[], Awaitable[StatusView]], log: JobLog) -> None:
         self.look = look

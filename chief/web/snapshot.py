@@ -21,11 +21,7 @@ MAX_HOT = 5
 
 
 def snapshot(status: StatusView, reading: Reading, verdict: JobVerdict) -> dict[str, Any]:
-    """Plain values.
-
-    Args:
-        status: with measures; its fields keep their names, so that they are those of `stratagem status --json`.
-    """
+    """A status with measures as plain values; its fields keep their names, those of `stratagem status --json`."""
     job = {field.name: getattr(status, field.name) for field in dataclasses.fields(StatusView) if field.name != "tasks"}
     return {
         "job": {**job, "exposed": status.exposed, "loss": status.loss},

@@ -55,7 +55,7 @@ class OutputRouter:
     Args:
         show: shows one line on our stdout or stderr.
         log_dir: one file ``<type>-<index>.log`` per task is appended to here.
-        prefix_lead: also mark lines of the lead's standard output (several workers are shown).
+        verbose: show the standard output of every worker, marked, not only the lead's.
     """
 
     def __init__(self, show: Callable[[Stream, str], None], log_dir: Path, *, verbose: bool, colour: bool) -> None:

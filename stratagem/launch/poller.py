@@ -17,11 +17,7 @@ TIMEOUT_S = 2.0
 
 
 class StatusPoller:
-    """Newest status of a job; a chief that does not answer leaves the last one standing.
-
-    Args:
-        address: host:port of the chief.
-    """
+    """Newest status of a job; a chief that does not answer leaves the last one standing."""
 
     def __init__(self, address: str, security: Security = OPEN) -> None:
         self.latest: StatusView | None = None

@@ -67,11 +67,7 @@ def failure_message(error: Exception) -> status_pb2.Status:
 
 
 def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
-    """The error that the server raised; what the transport says becomes ``PeerUnavailableError``.
-
-    Args:
-        peer: task id of the callee, for the message.
-    """
+    """The error that the server (``peer``) raised; what the transport says becomes ``PeerUnavailableError``."""
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]  # what a call raises is the call
     except ValueError:  # it was cancelled here while the server's error was on its way
@@ -110,11 +106,7 @@ def _known_error(status: status_pb2.Status) -> errors.StratagemError | None:
 
 
 def log_refusal(method: str, error: errors.StratagemError) -> None:
-    """A line about a request that was refused; no warning where the caller asks again.
-
-    Args:
-        method: full name, or its last part.
-    """
+    """A line about a request that was refused; no warning where the caller asks again."""
     name = method.rpartition("/")[2]
     level = logging.INFO if isinstance(error, errors.PeerUnavailableError) else logging.WARNING
     THROTTLE.log(logger, level, f"{name} {error.reason}", "%s refused: %s", name, error)

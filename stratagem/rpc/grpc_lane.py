@@ -186,9 +186,6 @@ class ServedGrpcLane:
     """Implements :class:`stratagem.rpc.lane.ReceivingLane` on the side that serves the stream.
 
     The servicer's method runs :meth:`serve`; whoever wants the frames calls :meth:`receive` from another thread.
-
-    Args:
-        peer: task id of the sender, for messages.
     """
 
     name = "grpc"

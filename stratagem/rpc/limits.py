@@ -35,9 +35,6 @@ class CallCounter:
     """Calls under way, by peer. Thread-safe.
 
     Whoever begins a call and does not send its request is counted, and cancelled when another needs the place.
-
-    Args:
-        clock: seconds, monotonic.
     """
 
     def __init__(self, limits: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:

@@ -93,11 +93,7 @@ class LogTail(logging.Handler):
 
 
 def show_until_configured(task: str = "stratagem") -> None:
-    """Has the package's log shown on stderr, from INFO on, until the user configures logging.
-
-    Args:
-        task: that every line names.
-    """
+    """Has the package's log shown on stderr, from INFO on, with the ``task``, until the user configures logging."""
     if not PACKAGE.handlers and PACKAGE.propagate:
         PACKAGE.addHandler(_UntilConfigured())
         PACKAGE.propagate = False

@@ -13,11 +13,7 @@ _MAX_KINDS = 1024
 
 
 class Throttle:
-    """Lets ``burst`` lines of a kind through every ``period_s`` seconds. Thread-safe.
-
-    Args:
-        burst: lines of one kind in a period.
-    """
+    """Lets ``burst`` lines of a kind through every ``period_s`` seconds. Thread-safe."""
 
     def __init__(self, burst: int = BURST, period_s: float = PERIOD_S) -> None:
         self._burst = burst

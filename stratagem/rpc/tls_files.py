@@ -32,11 +32,7 @@ class Pems:
 
 
 class TlsFiles:
-    """``ca.crt``, ``<task>.crt`` and ``<task>.key`` in a folder.
-
-    Args:
-        identity: whose, for example "worker:1".
-    """
+    """``ca.crt``, ``<task>.crt`` and ``<task>.key`` in a folder; ``identity`` is whose, for example "worker:1"."""
 
     def __init__(self, folder: str | Path, identity: str) -> None:
         self.identity = identity

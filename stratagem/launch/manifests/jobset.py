@@ -27,11 +27,7 @@ def render(workload: Workload) -> list[Object]:
 
 
 def jobset_cluster(workload: Workload, names: Mapping[str, str] | None = None) -> ClusterSpec | None:
-    """Where the tasks serve; None: the job is one process.
-
-    Args:
-        names: of the replicated jobs, where it is not the role's.
-    """
+    """Where the tasks serve, in jobs of these ``names``, else the roles'; None: the job is one process."""
     jobs = {role: role for role in TASK_TYPES} | dict(names or {})
     name = workload.name
     return cluster_of(workload, lambda task: f"{name}-{jobs[task.type]}-0-{task.index}.{name}")

@@ -36,11 +36,7 @@ class IgnoreRules:
         """Whether something in an ignored folder may be wanted all the same."""
 
     def ignores(self, path: str) -> bool:
-        """Whether a file or folder stays out.
-
-        Args:
-            path: relative to the context, with "/".
-        """
+        """Whether a file or folder stays out; ``path`` is relative to the context, with "/"."""
         parts = path.split("/")
         lineage = ["/".join(parts[: count + 1]) for count in range(len(parts))]
         verdict = False

@@ -19,11 +19,7 @@ _OF_MACHINES = "chief_config, worker_config and ps_config say what tasks ask for
 
 
 def reasons_of(cluster: Cluster, selector: str, jobs: Sequence[Object], pods: Sequence[Object]) -> list[str]:
-    """A line for each thing that keeps a job waiting; none while nothing does.
-
-    Args:
-        selector: labels of its objects.
-    """
+    """A line for each thing that keeps a job waiting; none while nothing does. ``selector``: labels of its objects."""
     waiting: dict[str, list[str]] = {}
     have_pods = {pod["metadata"]["labels"].get("job-name") for pod in pods}
     for job in jobs:
