@@ -23,12 +23,8 @@ from stratagem.rpc.socket_lane import SocketReceiver, wake_reads
 
 
 class ShmReceiver(SocketReceiver):
-    """Gives frames as views on the memory they were sent in, whatever ``into`` is; its socket is a Unix one.
-
-    Args:
-        sock, peer, meter, on_wait: see :class:`SocketReceiver`.
-        lender: lends the sender memory.
-    """
+    """Gives frames as views on the memory they were sent in, whatever ``into`` is, over a Unix socket. ``lender``:
+    lends the sender memory."""
 
     name = "shm"
 
@@ -108,7 +104,7 @@ class ShmReceiver(SocketReceiver):
             return Frame(kind, number, group, offset, torch.from_numpy(array).view(dtype))
 
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
-        """See :data:`stratagem.rpc.read_ahead.Receive`. The kernel ends a read behind a descriptor, whose message is
+        """See :data:`stratagem.rpc.socket_lane.Receive`. The kernel ends a read behind a descriptor, whose message is
         the last one in it therefore."""
         while True:
             if self._error is not None:

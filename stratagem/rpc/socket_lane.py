@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,10 +19,14 @@ from stratagem.rpc.codec import Frame
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import Corkable, Place
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.read_ahead import ReadAhead
 
 POLL_S = 0.5
 """How often a waiting read looks at its deadline."""
+AHEAD_BYTES = 8 << 10
+"""Read together with a header, at most: what of a large frame comes with it is copied once more."""
+
+Receive = Callable[[memoryview, bool, int, float], int]
+"""One read into memory: whether to wait until it is full, for which transfer, until when. Gives at least a byte."""
 
 
 def wake_reads(sock: socket.socket) -> None:
@@ -38,6 +43,51 @@ def is_readable(sock: socket.socket) -> bool:
     except ValueError:  # it is closed
         return True
     return bool(poll.poll(0))
+
+
+class ReadAhead:
+    """The bytes of a stream, headers by their form and payloads where they belong: small frames that came together take
+    one read. For one thread at a time."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._memory = memoryview(bytearray(AHEAD_BYTES))
+        self._first = self._stop = 0
+        """Of ``_memory``, what was read and not asked for."""
+
+    def __bool__(self) -> bool:
+        """Whether bytes are here that nobody has asked for."""
+        return self._first < self._stop
+
+    def unpack(self, form: struct.Struct, transfer: int, deadline: float) -> tuple[Any, ...]:
+        """The next fields; waits for them."""
+        while (num_bytes := self._stop - self._first) < form.size:
+            if self._first:
+                self._memory[:num_bytes] = self._memory[self._first : self._stop]
+                self._first, self._stop = 0, num_bytes
+            self._stop += self._receive(self._memory[num_bytes:], False, transfer, deadline)
+        fields = form.unpack_from(self._memory, self._first)
+        self._first += form.size
+        return fields
+
+    def take(self, num_bytes: int) -> bytearray | None:
+        """The next bytes if they are here already, as those of a small frame mostly are; else nothing."""
+        stop = self._first + num_bytes
+        if stop > self._stop:
+            return None
+        taken = bytearray(self._memory[self._first : stop])
+        self._first = stop
+        return taken
+
+    def fill(self, view: memoryview, transfer: int, deadline: float) -> None:
+        """Writes the next bytes into ``view``; waits for them."""
+        wanted, num_bytes = view.nbytes, self._stop - self._first
+        if num_bytes > wanted:
+            num_bytes = wanted
+        view[:num_bytes] = self._memory[self._first : self._first + num_bytes]
+        self._first += num_bytes
+        while num_bytes < wanted:
+            num_bytes += self._receive(view[num_bytes:], True, transfer, deadline)
 
 
 class SocketReceiver(abc.ABC):
@@ -110,7 +160,7 @@ class SocketReceiver(abc.ABC):
 
     @abc.abstractmethod
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
-        """See :data:`stratagem.rpc.read_ahead.Receive`."""
+        """See :data:`Receive`."""
 
     def _waited(self, transfer: int, deadline: float) -> None:
         """A read has waited :data:`POLL_S`."""

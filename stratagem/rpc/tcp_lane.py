@@ -53,12 +53,7 @@ def tune(sock: socket.socket) -> None:
 
 
 class TcpSender(Corkable):
-    """Implements :class:`stratagem.rpc.lane.SendingLane`.
-
-    Args:
-        sock: connected; the lane owns it.
-        peer: task id at the other end, for messages.
-    """
+    """Implements :class:`stratagem.rpc.lane.SendingLane`; it owns the connected socket. ``peer``: task id there."""
 
     name = "tcp"
 
@@ -316,7 +311,7 @@ class TcpReceiver(SocketReceiver):
         self._meter.received_bytes += _HEADER.size + num_bytes
 
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
-        """See :data:`stratagem.rpc.read_ahead.Receive`."""
+        """See :data:`stratagem.rpc.socket_lane.Receive`."""
         flags = socket.MSG_WAITALL if whole and not self._secure else 0
         if not whole and self._spin is not None:
             self._spin.until(self._look)
