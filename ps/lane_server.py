@@ -45,12 +45,7 @@ class WorkerStream(Call, Protocol):
 
 
 class _Reply:
-    """A frame that waits to leave.
-
-    Args:
-        transfer: that it leaves under.
-        frame: weights, or the frame of a reply.
-    """
+    """A frame that waits to leave under a ``transfer``: weights, or the frame of a reply."""
 
     __slots__ = ("_frame", "_lent", "_transfer", "num_bytes", "pinned_bytes")
 

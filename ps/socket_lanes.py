@@ -150,13 +150,7 @@ class ShmReplies(_SocketReplies[ShmSender]):
 
 
 class SocketLanes:
-    """Opens and serves them.
-
-    Args:
-        store: stages what comes and sends what is asked for.
-        host: address to listen on.
-        max_lanes_per_peer: see ``PsConfig``.
-    """
+    """Opens and serves them, at ``host``; ``store`` stages what comes and sends what is asked for."""
 
     def __init__(
         self, store: Store, host: str, security: Security = OPEN, max_lanes_per_peer: int = MAX_LANES_PER_PEER

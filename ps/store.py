@@ -123,11 +123,8 @@ class Store:
         give_back_freed_memory()
 
     def fence(self, sender: Sender, task: str, incarnation: int, call: Call) -> list[tuple[StepKey, Unit]]:
-        """Refuses incarnations of ``task`` up to ``incarnation``; answers once none of them is changing weights.
-
-        Returns:
-            Staleness 0: what they had committed of steps still incomplete here.
-        """
+        """Refuses incarnations of ``task`` up to ``incarnation``; answers once none of them is changing weights, at
+        staleness 0 with what they had committed of steps still incomplete here."""
         state = self.state
         with state.changed:
             state.senders.fence(task, incarnation)

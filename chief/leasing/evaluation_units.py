@@ -20,12 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationUnits(UnitLender[EvaluationPass]):
-    """Leases units of evaluation data: they are accepted when what was counted on them is here.
-
-    Args:
-        state: of the job; the journal's history has the evaluations, and what was counted.
-        write: keeps what was counted.
-    """
+    """Leases units of evaluation data, accepted when what was counted on them is here; ``write`` keeps that."""
 
     def __init__(self, state: ChiefState, write: Callable[[MetricState], None]) -> None:
         super().__init__(state)

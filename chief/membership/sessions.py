@@ -171,11 +171,8 @@ class Sessions(Roster):
         return [*actions, Announce()]
 
     def take_in(self, caller: Incarnation, newcomers: Collection[Incarnation]) -> list[Incarnation]:
-        """Newcomers of a ring become ranks; without any the caller is one, and can be taken in from now on.
-
-        Returns:
-            Those that have become ranks: who has died meanwhile has not.
-        """
+        """Newcomers of a ring become ranks; without any the caller is one, and can be taken in from now on. Returns
+        those that have become ranks: who has died meanwhile has not."""
         if not newcomers:
             self.tasks[caller.task].waits = self.tasks[caller.task].joining
             return []

@@ -29,13 +29,8 @@ DISK_TIMEOUT_S = 600.0
 
 
 class ChiefPsClient:
-    """One ps, over gRPC. Implements :class:`stratagem.chief.servers.servers.Server`.
-
-    Args:
-        address: host:port where it serves.
-        chief: task id of the caller.
-        chief_epoch: process of the caller.
-    """
+    """One ps, at ``address``, for a process (``chief_epoch``) of ``chief``, over gRPC. Implements
+    :class:`stratagem.chief.servers.servers.Server`."""
 
     def __init__(
         self, incarnation: Incarnation, address: str, *, chief: str, chief_epoch: int, security: Security = OPEN

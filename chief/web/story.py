@@ -31,12 +31,7 @@ class JobStory:
         self._watched = WatchedVerdict()
 
     def add(self, at: float, status: StatusView) -> None:
-        """A look at the job.
-
-        Args:
-            at: seconds since 1970.
-            status: with measures.
-        """
+        """A look at the job, ``at`` so many seconds since 1970; ``status``: with measures."""
         self.points.append(point_of(at, status))
         if len(self.points) > MAX_POINTS:
             self.points[:] = self.points[::2]

@@ -44,12 +44,7 @@ def guarded(command: tuple[str, ...]) -> list[str]:
 
 
 class OwnChild:
-    """Implements :class:`Child`: a child of this process, in a Python of its own.
-
-    Args:
-        stdout: descriptor.
-        stderr: descriptor.
-    """
+    """Implements :class:`Child`: a child of this process, in a Python of its own, which writes to these descriptors."""
 
     def __init__(self, launch: Launch, stdout: int, stderr: int) -> None:
         self._process = subprocess.Popen(

@@ -55,12 +55,7 @@ class Phase(enum.Enum):
 
 
 class Supervisor:
-    """The life of one local job.
-
-    Args:
-        workers: tasks that run the script.
-        servers: chief (first), one that stands by, ps; empty when the script trains alone.
-    """
+    """The life of one local job: ``workers`` run the script; ``servers`` are chief (first), a second one, and ps."""
 
     def __init__(self, workers: Collection[TaskId], servers: Collection[TaskId] = (), policy: Policy | None = None):
         self.policy = policy or Policy()

@@ -25,11 +25,8 @@ _Option = tuple[str, int | str]
 
 
 def channel_options(max_message_bytes: int = -1) -> list[_Option]:
-    """Arguments of a channel inside the cluster: dead peers noticed within 3 s, large frames, reconnects within 1 s.
-
-    Args:
-        max_message_bytes: largest message accepted; -1 for no limit.
-    """
+    """Arguments of a channel inside the cluster: dead peers noticed within 3 s, large frames, reconnects within 1 s,
+    messages of at most ``max_message_bytes``; -1: any."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),

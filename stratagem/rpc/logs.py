@@ -114,12 +114,7 @@ def _visible(text: str) -> str:
 
 
 def configure_logging(task: str, log_format: Literal["text", "json"] = "text") -> None:
-    """Sends the log of the package ``stratagem`` to stderr; the user's own loggers are left alone.
-
-    Args:
-        task: task id that every line names.
-        log_format: "text" for people, "json" for machines (one object a line).
-    """
+    """Sends the log of the package to stderr, each line with the ``task``; the user's own loggers are left alone."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_TextFormatter(task) if log_format == "text" else _JsonFormatter(task))
     PACKAGE.handlers[:] = [handler]

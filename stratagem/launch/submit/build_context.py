@@ -73,11 +73,8 @@ class BuildContext:
             )
 
     def write_tar(self, out: IO[bytes], made: Mapping[str, str]) -> None:
-        """Writes the context as a tar archive, the project in its folder ``project``.
-
-        Args:
-            made: texts of files made for the job, by their path in the archive; they win over the project's.
-        """
+        """Writes the context as a tar archive, the project in its folder ``project``; files ``made`` for the job (texts
+        by path in the archive) win over the project's."""
         # GNU: Docker takes an archive that begins with a PAX header for a Dockerfile.
         with tarfile.open(fileobj=out, mode="w|", format=tarfile.GNU_FORMAT) as tar:
             for name in (*self.folders, *self.files):

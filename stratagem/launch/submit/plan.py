@@ -73,12 +73,7 @@ class JobPlan:
         )
 
     def environment(self, image: str, folder: str) -> dict[str, str]:
-        """Variables of every task.
-
-        Args:
-            image: of the tasks; empty: none.
-            folder: that every task of the job sees, and that stays after it.
-        """
+        """Variables of every task, of an ``image`` if not empty; all see the ``folder``, and it stays after the job."""
         variables = job_variables(Job(self.id, self.request.target, image, folder))
         if self.request.devices:
             variables["STRATAGEM_DEVICES"] = self.request.devices
