@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 
-from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.commit_hold import CommitHold
 from stratagem.chief.journal.journal import Journal
@@ -16,6 +16,24 @@ from stratagem.chief.servers.ps_pool import Connect, PsPool
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import JobStoppedError
+
+
+class ChangeEvent:
+    """Wakes everybody who waits for the state of the chief to change. Without a lock: all run in one event loop."""
+
+    def __init__(self) -> None:
+        self._happened = asyncio.Event()
+
+    def notify(self) -> None:
+        self._happened.set()
+        self._happened = asyncio.Event()
+
+    def wait(self) -> Coroutine[None, None, bool]:
+        """Waits for the next change after this call, not after the first ``await`` of it.
+
+        ``asyncio.wait_for`` begins what it is given one turn of the loop later: a change in between would be missed.
+        """
+        return self._happened.wait()
 
 
 class ChiefState:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.chief_state import ChangeEvent
 
 
 async def test_a_change_before_the_wait_has_begun_is_not_missed() -> None:

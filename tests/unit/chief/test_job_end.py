@@ -7,7 +7,7 @@ import time
 from typing import Any
 from unittest import mock
 
-from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.chief_state import ChangeEvent
 from stratagem.chief.job_end import JobEnd
 
 
