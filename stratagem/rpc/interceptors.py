@@ -87,16 +87,14 @@ class _Gate:
             raise IdentityError(f"{identity} may not call {self._name} in the name of {claimed or 'nobody'}")
 
 
-def _gates(limits: ServerConfig, security: Security) -> Callable[[str], _Gate]:
-    """Makes those of a server's methods, which count together."""
-    return functools.partial(_Gate, limits=limits, counter=CallCounter(limits), security=security)
-
-
-class Interceptor(_Sync):
-    """Of sync servers. Every method takes a stream here: so a call is counted before its request is read."""
-
+class _Gated:
     def __init__(self, limits: ServerConfig, security: Security) -> None:
-        self._gate = _gates(limits, security)
+        self._gate = functools.partial(_Gate, limits=limits, counter=CallCounter(limits), security=security)
+        """Makes that of a method; those of a server count together."""
+
+
+class Interceptor(_Gated, _Sync):
+    """Of sync servers. Every method takes a stream here: so a call is counted before its request is read."""
 
     def intercept_service(
         self,
@@ -132,11 +130,8 @@ class Interceptor(_Sync):
         return _replaced(handler, answering, streaming)
 
 
-class AioInterceptor(_Aio):
+class AioInterceptor(_Gated, _Aio):
     """The same of ``grpc.aio`` servers."""
-
-    def __init__(self, limits: ServerConfig, security: Security) -> None:
-        self._gate = _gates(limits, security)
 
     async def intercept_service(
         self,
