@@ -69,8 +69,6 @@ class ShardGroup:
             ConfigurationError: torch refuses the hyper-parameters.
             VariableError: the group has no optimizer.
         """
-        if self._rule is None:
-            raise VariableError(f"group {self.spec.group} has no optimizer; assign its values instead")
         has_other_hyper = self._set_hyper_parameters(hyper_parameters)
         extents = tuple([(offset, piece.numel()) for offset, piece in parts])
         key = (extents, tuple(present))
@@ -178,7 +176,8 @@ class ShardGroup:
 
     def _set_hyper_parameters(self, came: Sequence[Mapping[str, Any]]) -> bool:
         """Returns whether they are others than those of the update before."""
-        assert self._rule is not None
+        if self._rule is None:
+            raise VariableError(f"group {self.spec.group} has no optimizer; assign its values instead")
         needed = self.spec.num_param_groups
         if len(came) < needed:
             raise ProtocolError(

@@ -111,8 +111,6 @@ class TableGroup(ShardGroup):
             ConfigurationError: torch refuses the hyper-parameters.
             VariableError: the table has no optimizer.
         """
-        if self._rule is None:
-            raise VariableError(f"group {self.spec.group} has no optimizer; assign its values instead")
         self._set_hyper_parameters(hyper_parameters)
         check_for_rows(self.spec.optimizer, self._hyper[self.spec.shards[0].param_group])
         self._checked = unpack(self.spec, parts)

@@ -91,18 +91,17 @@ def _lanes(reading: Reading) -> list[dict[str, Any]]:
     order = {task.task: number for number, task in enumerate(reading.tasks)}
     found: list[dict[str, Any]] = []
     for task in reading.tasks:
-        sent, received = labels(task.values, measures.SENT), labels(task.values, measures.RECEIVED)
-        round_trips = labels(task.values, measures.ROUND_TRIP)
-        for label in sorted(sent.keys() | received.keys()) if task.window_s > 0 else ():
-            peer, _, kind = label.partition("/")
+        sent, received, trips = map(task.lanes, (measures.SENT, measures.RECEIVED, measures.ROUND_TRIP))
+        for lane in sorted(sent.keys() | received.keys()) if task.window_s > 0 else ():
+            peer, kind = lane
             found.append(
                 {
                     "task": task.task,
                     "peer": peer,
                     "kind": kind,
-                    "sent_per_s": round(sent.get(label, 0.0) / task.window_s),
-                    "received_per_s": round(received.get(label, 0.0) / task.window_s),
-                    "round_trip_s": round_trips.get(label),
+                    "sent_per_s": round(sent.get(lane, 0.0) / task.window_s),
+                    "received_per_s": round(received.get(lane, 0.0) / task.window_s),
+                    "round_trip_s": trips.get(lane),
                     "why": task.notes.get(f"lane|{peer}", ""),
                 }
             )
