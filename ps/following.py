@@ -22,13 +22,7 @@ RETRY_S = 0.1
 
 
 class Following:
-    """Follows the ps whose copy this one keeps.
-
-    Args:
-        store: of this ps; keeps the copy.
-        session: says where the other one is, and who this one is.
-        transport: the lane asked for.
-    """
+    """Follows the ps whose copy this one keeps, in ``store``; ``session`` says where that is, and who this one is."""
 
     def __init__(self, store: Store, session: SessionClient, security: Security, transport: Transport) -> None:
         self._store = store

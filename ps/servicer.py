@@ -26,13 +26,8 @@ SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
 
 
 class ParameterServerServicer:
-    """ParameterServer over a :class:`stratagem.ps.store.Store`.
-
-    Args:
-        lanes: opens lanes other than grpc.
-        max_message_bytes: told to senders.
-        security: of this ps, where it asks another.
-    """
+    """ParameterServer over a ``store``; ``lanes`` opens lanes other than grpc. ``max_message_bytes``: told to senders.
+    ``security``: of this ps, where it asks another."""
 
     def __init__(self, store: Store, lanes: SocketLanes, max_message_bytes: int, security: Security = OPEN) -> None:
         self._security = security

@@ -86,12 +86,8 @@ class MetricStates:
         return sorted(self._open.get(name, ()))
 
     def page(self, name: Topic, first: int, max_bytes: int) -> Page:
-        """States in the order of their units, from the ``first`` on, or what came of them.
-
-        Args:
-            first: states to leave out.
-            max_bytes: size of the page; one state may be larger.
-        """
+        """States in the order of their units, without the ``first``, in a page of ``max_bytes`` (one state may be
+        larger), or what came of them."""
         if name in self._logs:
             return Page(logs=self._logs[name])
         states = self._open.get(name, {})

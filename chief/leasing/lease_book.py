@@ -281,10 +281,7 @@ class LeaseBook:
 
     def remove(self, units: Sequence[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
         """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`.
-
-        Args:
-            committed: staleness 0: ordinals of their updates that some ps has committed or applied.
-        """
+        ``committed``: at staleness 0, ordinals of their updates that some ps has committed or applied."""
         removal = self.steps.remove(units, committed)
         removal.returned += [u for u in units if self.steps.find(u) is None and u not in removal.returned]
         removal.returned = [u for u in removal.returned if u not in removal.accepted]

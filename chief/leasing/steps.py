@@ -212,12 +212,8 @@ class JobSteps:
         return done
 
     def remove(self, units: Iterable[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
-        """The workers of these slices will not deliver them.
-
-        Args:
-            units: units of unfinished slices.
-            committed: ordinals of the updates of these units that some ps has committed or applied.
-        """
+        """The workers of these unfinished slices will not deliver them; ``committed``: ordinals of the updates of these
+        units that some ps has committed or applied."""
         removal = Removal()
         touched: dict[int, JobStep] = {}
         for unit in units:

@@ -24,12 +24,7 @@ Connect = Callable[[Incarnation, str], Server]
 
 
 class PsPool:
-    """The connections to the ps with an open session.
-
-    Args:
-        connect: makes the connection to (incarnation, address).
-        sessions: know which ps are there; a call to one whose session is over is given up.
-    """
+    """The connections to the ps with an open session; a call to one whose session is over is given up."""
 
     def __init__(self, connect: Connect, sessions: Sessions) -> None:
         self._connect = connect

@@ -33,11 +33,8 @@ def start_server(environ: Mapping[str, str], link: socket.socket) -> subprocess.
 
 
 class ForkServer:
-    """A fork server, and whom it has forked. When it is lost, its children are killed by the kernel.
-
-    Args:
-        environ: what it is started with. Python, torch and the C library read some of it as they start.
-    """
+    """A fork server, and whom it has forked. When it is lost, its children are killed by the kernel. It is started with
+    an ``environ``: Python, torch and the C library read some of it as they start."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = dict(environ)

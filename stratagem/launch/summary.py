@@ -32,12 +32,8 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def last_status(status: StatusView | None, journal: Path) -> StatusView:
-    """The chief's last answer, and what it has noted since: its last second may count what a ps lost.
-
-    Args:
-        status: the answer; None: it never gave one.
-        journal: folder of its journal, which it has left.
-    """
+    """The chief's last answer (None: it never gave one), and what it has noted in its ``journal``, a folder, since: its
+    last second may count what a ps lost."""
     status = status or StatusView()
     with contextlib.suppress(ConfigurationError):
         history = replay(journal / NAME)

@@ -79,12 +79,8 @@ class FlightRecorder:
         """What the training thread has to tell of a step that begins, while somebody traces with torch's operators."""
 
     def happening(self, name: str, of: object) -> Happening:
-        """A context around a collective or a commit.
-
-        Args:
-            name: what is done.
-            of: with what; made words of when somebody asks, the same ones on every task that has part in it.
-        """
+        """A context around a collective or a commit: what is done (``name``), and ``of`` what, made words of when
+        somebody asks, the same ones on every task that has part in it."""
         return Happening(self, name, of)
 
     def span(self, name: str, start_ns: int, end_ns: int, track: str = "") -> None:

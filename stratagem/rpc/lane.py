@@ -60,12 +60,8 @@ class LentPiece:
 
 
 class LentPieces:
-    """:data:`Pieces` of one frame: a lane that knows them reads them bit by bit, each time with the guard held.
-
-    Args:
-        piece: whose elements they are.
-        leaving: called when the frame begins to leave.
-    """
+    """:data:`Pieces` of one frame, the elements of ``piece``; ``leaving`` is called when it begins to leave. A lane
+    that knows them reads them bit by bit, each time with the guard held."""
 
     def __init__(self, piece: LentPiece, leaving: Callable[[], object] = nothing) -> None:
         piece.count(1)

@@ -37,13 +37,8 @@ class BytesMeter:
         """Words about the lanes, by "lane|ps:0" (which, and why) and "fallback|ps:0" (what would be faster)."""
 
     def lane(self, peer: str, kind: str, sock: socket.socket | None = None) -> LaneMeter:
-        """Counts one more lane to ``peer``: one that comes back goes on where it was.
-
-        Args:
-            peer: task id.
-            kind: "grpc", "tcp" or "shm".
-            sock: what a tcp lane sends over.
-        """
+        """Counts one more lane to ``peer`` of a ``kind`` ("grpc", "tcp", "shm"): one that comes back goes on where it
+        was. ``sock``: what a tcp lane sends over."""
         with self._lock:
             meter = self._lanes.setdefault(f"{peer}/{kind}", LaneMeter())
             if sock is not None:

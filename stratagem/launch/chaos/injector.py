@@ -122,11 +122,8 @@ class ChaosInjector:
             processes[task].send(signal.SIGCONT)
 
     def records(self, updates_lost: int) -> list[dict[str, Any]]:
-        """What happened, in its order, and then what did not: that has no ``after_s``.
-
-        Args:
-            updates_lost: of the whole job, now that it is over.
-        """
+        """What happened, in its order, and then what did not: that has no ``after_s``. ``updates_lost``: of the whole
+        job, now that it is over."""
         for last in self.fired[-1:]:
             last.updates_lost = updates_lost - last.lost_before
         return [*(fired.record() for fired in self.fired), *({"event": each.text} for each in self._waiting)]

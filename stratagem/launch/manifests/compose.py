@@ -23,11 +23,8 @@ SETTINGS = {
 
 
 def render(workload: Workload, num_cores: float | None = None) -> Object:
-    """The compose file of a job.
-
-    Args:
-        num_cores: of the machine, which all tasks share: Docker refuses a limit above it. None: not known.
-    """
+    """The compose file of a job; ``num_cores``: of the machine, if known, which all tasks share: Docker refuses a limit
+    above it."""
     cluster = cluster_of(workload, _host)
     return {
         "name": workload.name,

@@ -29,11 +29,7 @@ def render(workload: Workload) -> list[Object]:
 
 def shared_objects(workload: Workload, cluster: ClusterSpec | None) -> list[Object]:
     """What the pods of a job need, whoever makes them: an account without rights, the environment of every task, the
-    volume, and a wall around the job.
-
-    Args:
-        cluster: where its tasks serve; None: it is one process.
-    """
+    volume, and a wall around the job. ``cluster``: where its tasks serve; None: it is one process."""
     wall = [_network_policy(workload)] if cluster is not None else []
     account = object_of(workload, "v1", "ServiceAccount", automountServiceAccountToken=False)  # no pod gets a token
     return [account, _config_map(workload, cluster), _volume(workload), *wall]
