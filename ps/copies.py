@@ -47,10 +47,7 @@ Answer = Callable[[StoreImage], None]
 
 
 class StoreCopy:
-    """The copy of another ps's store.
-
-    Args:
-        state: an empty one.
+    """The copy of another ps's store, in a ``state`` that is empty.
 
     Raises:
         LimitError: there is no room for it here.

@@ -100,10 +100,7 @@ class RowTable:
         self._elements = _as_elements(self._rows)
 
     def take(self, numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of some rows, ``(len(numbers), width)``.
-
-        Args:
-            out: flat memory for them.
+        """A copy of some rows, ``(len(numbers), width)``; ``out``: flat memory for them.
 
         Raises:
             IndexError: there is no such row.

@@ -28,10 +28,7 @@ PREDECESSOR_S = 5.0
 
 
 class JournalLock:
-    """The lock of a journal's folder.
-
-    Args:
-        directory: the chief's state_dir; it is made.
+    """The lock of a journal's folder, the chief's state_dir, which is made.
 
     Raises:
         OSError: the file cannot be opened.
@@ -58,10 +55,8 @@ class JournalLock:
         return True
 
     async def wait(self, standby: bool) -> bool:
-        """Waits until it is ours; returns whether another chief had it.
-
-        Args:
-            standby: for as long as that takes; otherwise for as long as a chief needs to end.
+        """Waits until it is ours, on ``standby`` for as long as that takes, otherwise for as long as a chief needs to
+        end; returns whether another chief had it.
 
         Raises:
             ConfigurationError: another chief keeps it.

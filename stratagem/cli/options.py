@@ -78,10 +78,7 @@ def cluster_option(command: Command) -> Command:
 
 
 def pairs_of(form: str, texts: Sequence[str]) -> dict[str, str]:
-    """What a repeated option like "--env NAME=VALUE" says, by name.
-
-    Args:
-        form: the option and what it takes, for the error.
+    """What a repeated option of a ``form`` like "--env NAME=VALUE" says, by name.
 
     Raises:
         ConfigurationError: a text is no pair.

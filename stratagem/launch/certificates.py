@@ -127,14 +127,8 @@ class Authority:
 
 
 def make_throw_away(folder: Path, tasks: Iterable[str]) -> Callable[[str], None]:
-    """Certificates for one job on this machine. The authority's key is never written, so nobody can issue more.
-
-    Args:
-        tasks: ids of the tasks; the launcher gets one too.
-
-    Returns:
-        What makes one for a further task.
-    """
+    """Certificates for the ``tasks`` of one job on this machine, by their ids, and for the launcher. The authority's
+    key is never written, so nobody can issue more. Returns what makes one for a further task."""
     authority = Authority.create(THROW_AWAY_DAYS)
     authority.save(folder, with_key=False)
     issue = functools.partial(authority.issue, hosts=LOCAL_HOSTS, folder=folder, days=THROW_AWAY_DAYS)

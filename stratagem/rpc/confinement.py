@@ -21,10 +21,7 @@ class AllowedFolders:
         return cls([checkpoint_dir, *checkpoint_roots.split(os.pathsep)])
 
     def resolve(self, directory: str) -> pathlib.Path:
-        """The place that a request means, without links and "..".
-
-        Args:
-            directory: absolute; need not exist.
+        """The place that a request means, without links and ".."; ``directory``: absolute, and need not exist.
 
         Raises:
             ForbiddenError: it lies elsewhere; says where it may lie.

@@ -40,10 +40,7 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
-        """New memory, all zero, every page present; :meth:`send_to` works until :meth:`stop_sharing`.
-
-        Args:
-            num_bytes: at least 1.
+        """New memory, at least 1 byte, all zero, every page present; :meth:`send_to` works until :meth:`stop_sharing`.
 
         Raises:
             SegmentError: there is not that much memory, a limit forbids it, or the system has no memfd.

@@ -16,10 +16,7 @@ NUM_LINES = 15
 
 
 def docker(arguments: Sequence[str], what: str) -> str:
-    """Runs ``docker ARGUMENTS`` and returns its standard output.
-
-    Args:
-        what: it does, for the error: "push the image".
+    """Runs ``docker ARGUMENTS`` and returns its standard output; ``what`` it does, for the error: "push the image".
 
     Raises:
         ConfigurationError: there is no docker command.

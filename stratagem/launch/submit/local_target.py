@@ -118,10 +118,7 @@ def _pid(folder: Path) -> int | None:
 
 
 def check_installed(requirements: str) -> None:
-    """Refuses requirements that this Python does not meet: a local job installs nothing.
-
-    Args:
-        requirements: text of a requirements file.
+    """Refuses requirements (the text of a file) that this Python does not meet: a local job installs nothing.
 
     Raises:
         ConfigurationError: names those that are missing.

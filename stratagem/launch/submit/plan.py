@@ -81,10 +81,7 @@ class JobPlan:
 
 
 def make_plan(request: JobRequest, entry_point: EntryPoint, root: Path) -> JobPlan:
-    """Plans a job.
-
-    Args:
-        root: the project: whose files go into the image.
+    """Plans a job; ``root``: the project, whose files go into the image.
 
     Raises:
         ConfigurationError: a file that is needed would not be in the image.
