@@ -253,7 +253,7 @@ class PsReturn(ChiefPart):
             return 0, described.step  # of no update, and what it has closed says nothing
         if server.incarnation not in self._in_doubt:
             self._in_doubt[server.incarnation] = self._lease_book.begun()
-        halves = common([self._in_doubt[server.incarnation], described.halves()])
+        halves = common([self._in_doubt[server.incarnation], described.halves])
         absent = minus(accepted, minus(described.applied(), halves))
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.

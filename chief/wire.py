@@ -35,7 +35,8 @@ MAX_WANT = 1024
 
 def description_from_proto(reply: ps_pb2.DescribeUnitsReply) -> ServerDescription:
     opened = {update_from_proto(each.update): each.num_servers for each in reply.open}
-    return from_message(ServerDescription, reply, closed=unit_sets_from_proto(reply.closed), open=opened)
+    units = {"closed": unit_sets_from_proto(reply.closed), "halves": unit_sets_from_proto(reply.halves)}
+    return from_message(ServerDescription, reply, open=opened, **units)
 
 
 def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:

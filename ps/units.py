@@ -37,8 +37,8 @@ class AppliedUnits:
     closed: dict[Epoch, UnitBitmap]
     open: tuple[tuple[Update, int], ...]
     """Updates applied of units not closed, one entry per unit, with the number of servers each takes part on."""
-    per_unit: int
-    """Updates here of the closed unit that had most; 0: not known."""
+    halves: dict[Epoch, UnitBitmap]
+    """Units not closed with fewer updates here than closed ones had, or than their workers count."""
 
 
 class UnitLedger:
@@ -52,6 +52,9 @@ class UnitLedger:
         """Sum of the sizes."""
         self._open: dict[Unit, dict[int, int]] = {}
         self._per_unit = 0
+        """Updates here of the closed unit that had most; 0: not known."""
+        self._counted: dict[Unit, int] = {}
+        """What workers count of open units that have fewer."""
         self._joined: frozenset[Unit] = frozenset()
         """Open units that came from several ps: each has what any of them had."""
 
@@ -98,11 +101,14 @@ class UnitLedger:
                 self._per_unit = max(self._per_unit, close.num_updates)
             if close.num_updates > len(self._open.get(unit, ())):
                 _check_index(unit.index, unit)
+                if unit in self._open:
+                    self._counted[unit] = close.num_updates
                 continue
             epoch = unit.dataset, unit.epoch
             self._make_room(epoch, unit.index)
             self._closed[epoch].add(unit.index)
             self._open.pop(unit, None)
+            self._counted.pop(unit, None)
 
     def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
         """Closes units whose updates were lost in a restore. Returns how many of them were not here.
@@ -116,6 +122,7 @@ class UnitLedger:
             num_lost += len(bitmap - self._closed[epoch])
             self._closed[epoch] |= bitmap
         self._open = {unit: ordinals for unit, ordinals in self._open.items() if not self._is_closed(unit)}
+        self._counted = {unit: number for unit, number in self._counted.items() if unit in self._open}
         return num_lost
 
     def describe(self) -> AppliedUnits:
@@ -124,7 +131,11 @@ class UnitLedger:
             for unit, ordinals in sorted(self._open.items())
             for ordinal, num_servers in sorted(ordinals.items())
         )
-        return AppliedUnits(dict(self._closed), tuple(entries), self._per_unit)
+        halves: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
+        for unit, ordinals in self._open.items():
+            if len(ordinals) < max(self._per_unit, self._counted.get(unit, 0)):
+                halves[unit.dataset, unit.epoch].add(unit.index)
+        return AppliedUnits(dict(self._closed), tuple(entries), dict(halves))
 
     def to_json(self) -> dict[str, Any]:
         """For a snapshot."""
@@ -135,6 +146,7 @@ class UnitLedger:
                 for unit, ordinals in sorted(self._open.items())
             ],
             "per_unit": self._per_unit,
+            "counted": [[*unit, number] for unit, number in sorted(self._counted.items())],
         }
 
     @classmethod
@@ -149,6 +161,7 @@ class UnitLedger:
         for dataset, epoch, index, ordinals in data["open"]:
             ledger._open[Unit(dataset, epoch, index)] = {ordinal: servers for ordinal, servers in ordinals}
         ledger._per_unit = data.get("per_unit", 0)  # a checkpoint of before has none
+        ledger._counted = {Unit(*unit): number for *unit, number in data.get("counted", ())}
         return ledger
 
     @classmethod

@@ -193,7 +193,10 @@ def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
         ps_pb2.AppliedUpdate(update=update_to_proto(update), num_servers=num_servers)
         for update, num_servers in description.units.open
     ]
-    units = {"closed": unit_sets_to_proto(description.units.closed), "per_unit": description.units.per_unit}
+    units = {
+        "closed": unit_sets_to_proto(description.units.closed),
+        "halves": unit_sets_to_proto(description.units.halves),
+    }
     return to_message(ps_pb2.DescribeUnitsReply, description, open=opened, **units)
 
 

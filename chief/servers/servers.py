@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -31,8 +30,8 @@ class ServerDescription:
     """Closed units of each (dataset, epoch)."""
     open: Mapping[Update, int] = dataclasses.field(default_factory=dict)
     """Updates applied of units that are not closed, with the number of ps that take part in each."""
-    per_unit: int = 0
-    """Updates here of the closed unit that had most; 0: not known."""
+    halves: Mapping[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
+    """Units not closed that have fewer updates here than closed ones had, or than their workers count."""
     store_epoch: int = 0
     step: int = 0
     """Largest number of updates applied to any group."""
@@ -66,11 +65,6 @@ class ServerDescription:
     def applied(self) -> Positions:
         """Units with at least one update here."""
         return plus(self.closed, positions_of(unit for update in self.open for unit in update.units))
-
-    def halves(self) -> Positions:
-        """Open units with fewer updates here than another one had."""
-        numbers = Counter(unit for update in self.open for unit in update.units)
-        return positions_of(unit for unit, number in numbers.items() if number < self.per_unit)
 
     def has(self, update: Update) -> bool:
         return update in self.open or (bool(update.units) and all(self.has_closed(unit) for unit in update.units))

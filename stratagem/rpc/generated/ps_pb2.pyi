@@ -1060,7 +1060,7 @@ class DescribeUnitsReply(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     UNTRAINED_FIELD_NUMBER: _builtins.int
-    PER_UNIT_FIELD_NUMBER: _builtins.int
+    HALVES_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     step: _builtins.int
     """Largest number of updates applied to any group."""
@@ -1075,8 +1075,6 @@ class DescribeUnitsReply(_message.Message):
     """A worker, or a checkpoint of as many ps, has said what it is to hold, perhaps nothing, and all of that has values."""
     untrained: _builtins.bool
     """No optimizer changes any of them: no update has a part here."""
-    per_unit: _builtins.int
-    """Updates here of the closed unit that had most; 0: not known."""
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units closed."""
@@ -1088,6 +1086,10 @@ class DescribeUnitsReply(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Those that have values here."""
+
+    @_builtins.property
+    def halves(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
+        """Units not closed that have fewer updates here than closed ones had, or than their workers count."""
 
     def __init__(
         self,
@@ -1102,11 +1104,11 @@ class DescribeUnitsReply(_message.Message):
         complete: _builtins.bool = ...,
         groups: _abc.Iterable[_builtins.int] | None = ...,
         untrained: _builtins.bool = ...,
-        per_unit: _builtins.int = ...,
+        halves: _abc.Iterable[_common_pb2.UnitSet] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "complete", b"complete", "groups", b"groups", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "per_unit", b"per_unit", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "complete", b"complete", "groups", b"groups", "halves", b"halves", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

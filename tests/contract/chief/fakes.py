@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import hashlib
 import tempfile
@@ -15,6 +16,7 @@ import grpc.aio
 import pytest
 
 from stratagem.chief.job import ChiefJob
+from stratagem.chief.leasing.positions import positions_of
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig, ServerConfig
@@ -248,8 +250,13 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             complete=self.initialized if self.complete is None else self.complete,
             groups=self.groups,
             untrained=self.untrained,
-            per_unit=self.per_unit,
+            halves=self._halves(),
         )
+
+    def _halves(self) -> list[Any]:
+        numbers = collections.Counter(unit for update in self.open for unit in update.units)
+        halves = positions_of(unit for unit, number in numbers.items() if number < self.per_unit)
+        return [common_pb2.UnitSet(dataset=d, epoch=e, bitmap=bits.to_bytes()) for (d, e), bits in halves.items()]
 
     async def DescribeUnits(self, request: Any, context: Any) -> Any:
         self.num_described += 1

@@ -261,14 +261,30 @@ def test_how_many_updates_a_unit_has_here_is_known_from_those_that_are_closed() 
     store = new_store()
     worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
     worker.create(torch.zeros(11))
-    assert store.checkpoints.describe_units().units.per_unit == 0
     for ordinal in range(2):
         worker.commit(torch.ones(11), unit(0), ordinal=ordinal)
     worker.close(unit(0), num_updates=2)
     worker.commit(torch.ones(11), unit(1))
     worker.close(unit(1), num_updates=1)
-    assert store.checkpoints.describe_units().units.per_unit == 2
+    worker.commit(torch.ones(11), unit(2))
+    assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([2])}
     assert UnitLedger.from_json(store.state.units.to_json()).describe() == store.state.units.describe()
+
+
+def test_a_unit_of_which_its_worker_counts_more_is_a_half() -> None:
+    """It came in half from a checkpoint of another number of ps: how many others had here was not known, and the rest
+    of it, which another process had, was lost untold."""
+    store = new_store()
+    worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
+    worker.create(torch.zeros(11))
+    worker.commit(torch.ones(11), unit(0))
+    assert not store.checkpoints.describe_units().units.halves
+    store.state.units, _ = UnitLedger.joined([store.state.units])
+    worker.close(unit(0), num_updates=2)
+    assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([0])}
+    assert UnitLedger.from_json(store.state.units.to_json()).describe() == store.state.units.describe()
+    assert store.checkpoints.mark_lost({(1, 0): UnitBitmap.of([0])}) == 1
+    assert not store.checkpoints.describe_units().units.halves
 
 
 def test_groups_survive_a_file_only_as_they_are(tmp_path: pathlib.Path) -> None:
