@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -59,7 +60,8 @@ class JobWatch:
         )
 
     def __enter__(self) -> JobWatch:
-        self._session.start(self._start_timeout_s)
+        with contextlib.suppress(JobStoppedError):  # it is over already: what it has saved is looked at all the same
+            self._session.start(self._start_timeout_s)
         return self
 
     def __exit__(self, *_: object) -> None:
