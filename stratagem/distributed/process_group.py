@@ -379,7 +379,7 @@ def _in_inference_mode(run: Callable[[Tag], None], tag: Tag) -> None:
 
 def _is_awaited(opts: Any) -> bool:
     """Whether the caller waits for the result, as long as the group's own timeout allows."""
-    return opts is not None and not opts.asyncOp and opts.timeout <= _NO_TIMEOUT
+    return not getattr(opts, "asyncOp", True) and opts.timeout <= _NO_TIMEOUT  # opts may be the reduction itself
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:

@@ -57,11 +57,12 @@ def reducing(op: object, is_async: bool = True) -> AllreduceOptions:
 
 
 @pytest.mark.parametrize("length", [0, 1, 1000, 200_000])
-@pytest.mark.parametrize("is_async", [True, False])
-def test_all_reduce(groups: Groups, length: int, is_async: bool) -> None:
+@pytest.mark.parametrize("is_async", [True, False, None], ids=["async", "waits", "bare"])
+def test_all_reduce(groups: Groups, length: int, is_async: bool | None) -> None:
     def run(group: LaneProcessGroup) -> torch.Tensor:
         tensor = values(group.rank(), length)
-        work = group.allreduce([tensor], reducing(dist.ReduceOp.SUM, is_async))
+        op = dist.ReduceOp.SUM
+        work = group.allreduce([tensor], op if is_async is None else reducing(op, is_async))
         assert work.wait() and work.is_completed() and work.is_success()
         assert work.result()[0] is tensor
         return tensor
@@ -112,12 +113,13 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_reduction_of_every_dtype(groups: Groups, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "waits"])
+def test_every_reduction_of_every_dtype(groups: Groups, dtype: torch.dtype, is_async: bool) -> None:
     def run(group: LaneProcessGroup) -> dict[str, torch.Tensor]:
         results = {}
         for name in OPS:
             results[name] = values(group.rank(), 40_000, dtype)
-            group.allreduce([results[name]], reducing(getattr(dist.ReduceOp, name))).wait()
+            group.allreduce([results[name]], reducing(getattr(dist.ReduceOp, name), is_async)).wait()
         return results
 
     stacked = torch.stack([values(rank, 40_000, dtype) for rank in range(len(groups))])
