@@ -288,7 +288,8 @@ class HostGroup:
 
     def _show(self, values: torch.Tensor) -> list[torch.Tensor]:
         """One round after which every rank's slot begins with its values; as many of them of each."""
-        row = self._scratch.next_row(values.numel(), values.dtype)
+        self._scratch.next_round()
+        row = self._scratch.row(values.numel(), values.dtype)
         row[self.rank].copy_(values)
         # Or else a rank has its tensors in an arena and has written nothing yet.
         return row if self._signals.exchange(False) else self._show(values)

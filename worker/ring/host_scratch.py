@@ -48,9 +48,8 @@ class Scratch:
         """A range of a rank's slot; fastest where ``start_bytes`` is a multiple of :data:`ALIGNMENT`."""
         return self._views(self._slot, rank, start_bytes, num_elements, dtype)
 
-    def next_row(self, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The start of every rank's other slot, in rank order: the one that is written and read from now on."""
-        self._slot = 1 - self._slot
+    def row(self, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The start of every rank's slot, in rank order."""
         return self._rows(self._slot, num_elements, dtype)
 
     def close(self) -> None:

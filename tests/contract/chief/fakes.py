@@ -26,7 +26,7 @@ from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.server import serve_aio
-from stratagem.rpc.units import unit_to_proto
+from stratagem.rpc.units import unit_sets_to_proto, unit_to_proto
 
 DEADLINE_S = 30.0
 SYNC: dict[str, Any] = {"num_examples": 8, "batch_size": 4, "num_slices": 2, "staleness": 0.0}
@@ -241,9 +241,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
 
     def describe(self) -> Any:
         return ps_pb2.DescribeUnitsReply(
-            closed=[
-                common_pb2.UnitSet(dataset=d, epoch=e, bitmap=bits.to_bytes()) for (d, e), bits in self.closed.items()
-            ],
+            closed=unit_sets_to_proto(self.closed),
             open=[ps_pb2.AppliedUpdate(update=_to_proto(u), num_servers=n) for u, n in self.open.items()],
             step=self.step,
             initialized=self.initialized,
@@ -255,8 +253,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
 
     def _halves(self) -> list[Any]:
         numbers = collections.Counter(unit for update in self.open for unit in update.units)
-        halves = positions_of(unit for unit, number in numbers.items() if number < self.per_unit)
-        return [common_pb2.UnitSet(dataset=d, epoch=e, bitmap=bits.to_bytes()) for (d, e), bits in halves.items()]
+        return unit_sets_to_proto(positions_of(unit for unit, number in numbers.items() if number < self.per_unit))
 
     async def DescribeUnits(self, request: Any, context: Any) -> Any:
         self.num_described += 1
