@@ -24,7 +24,7 @@ class CommunicationImplementation(NamedEnum):
     """Which implementation carries collectives, by TensorFlow's names."""
 
     AUTO = "auto"
-    """NCCL when every worker has CUDA, else RING."""
+    """NCCL where every worker has a GPU of its own, else RING."""
     RING = "ring"
     """Our own lanes: shared memory inside a host, a ring between hosts."""
     NCCL = "nccl"

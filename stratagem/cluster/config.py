@@ -172,7 +172,7 @@ class WorkerConfig(LaneConfig):
     """Devices of the replicas of this process, for example "cuda:0,cuda:1" or (logical ones) "cpu:0,cpu:1"; empty: its
     part of the GPUs of the host, else one CPU."""
     transport: Transport = "auto"
-    """Lane between workers. auto: nccl when all have CUDA, else shm inside a host and tcp between hosts."""
+    """Lane between workers. auto: nccl where each has a GPU of its own, else shm inside a host, tcp between hosts."""
     wire_dtype: WireDType = "float32"
     """Element type of float32 gradients between hosts; sums are float32 always."""
     bucket_bytes: int = pydantic.Field(default=0, ge=0)

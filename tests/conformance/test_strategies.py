@@ -103,14 +103,17 @@ def test_replicas_of_ring(column: Column, results: list[Any]) -> None:
     }
 
 
-@law("`CommunicationOptions`: NCCL if every worker has CUDA, else RING; refused where it cannot be had", without=RING)
+@law(
+    "`CommunicationOptions`: NCCL if every worker has a GPU of its own, else RING; refused where it cannot be had",
+    without=RING,
+)
 def test_communication_options(column: Column) -> None:
     options = sg.CommunicationOptions()
     assert (options.implementation.name, options.bytes_per_pack, options.timeout_seconds) == ("AUTO", 0, None)
-    gpus = [RankInfo(f"worker:{rank}", "host", True) for rank in range(2)]
-    mixed = [gpus[0], RankInfo("worker:1", "host", False)]
+    gpus = [RankInfo(f"worker:{rank}", "host", f"GPU-{rank}") for rank in range(2)]
+    mixed = [gpus[0], RankInfo("worker:1", "host")]
     ring, nccl = (sg.CommunicationOptions(sg.CommunicationImplementation[name]) for name in ("RING", "NCCL"))
-    assert plan_lanes(gpus, options).nccl and plan_lanes(gpus, options).reason == "every worker has CUDA"
+    assert plan_lanes(gpus, options).nccl and plan_lanes(gpus, options).reason == "every worker has a GPU of its own"
     assert not plan_lanes(mixed, options).nccl and not plan_lanes(gpus, ring).nccl
     assert plan_lanes(gpus, nccl).nccl
     with pytest.raises(ConfigurationError, match="worker:1 computes on no CUDA device"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,12 +18,12 @@ class Area:
     """Where local gradients are written, on the parameters' device."""
     result: torch.Tensor
     """Where ``p.grad`` looks at, on the parameters' device."""
-    host_result: torch.Tensor
-    """Where reduced values go in host memory."""
+    reduced: torch.Tensor
+    """Where reduced values go in the arena."""
 
     def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype) -> None:
-        self.source = self._host_source = arena.source[start : start + num_bytes].view(dtype)
-        self.result = self.host_result = arena.result[start : start + num_bytes].view(dtype)
+        self.source = arena.source[start : start + num_bytes].view(dtype)
+        self.result = self.reduced = arena.result[start : start + num_bytes].view(dtype)
 
     def wrote(self) -> None:
         """A gradient was written into the source. Called in the thread of backward."""
@@ -31,12 +31,11 @@ class Area:
     def seal(self) -> None:
         """The source is complete. Called in the thread of backward."""
 
-    def before_reduce(self) -> torch.Tensor:
-        """The complete source in host memory. Called in the communicator's thread."""
-        return self._host_source
-
-    def after_reduce(self) -> None:
-        """The host result is complete. Called in the communicator's thread."""
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[torch.Tensor]:
+        """Around what reduces, in the communicator's thread: gives the complete source in the arena; at the end
+        ``reduced`` is complete."""
+        yield self.source
 
     def show(self) -> None:
         """Makes the result visible to the caller's stream. Called in the thread of backward."""
@@ -45,45 +44,61 @@ class Area:
         """Gives back what the area holds of the device."""
 
 
-class CudaArea(Area):
-    """A bucket of CUDA parameters: copies to and from page-locked host memory on a side stream, ordered by events."""
+class DeviceArea(Area):
+    """A bucket in an arena on the parameters' CUDA device. The group works in a side stream, which events order."""
 
     def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(arena, start, num_bytes, dtype)
-        self.source = torch.zeros_like(self._host_source, device=device)
-        self.result = torch.zeros_like(self.host_result, device=device)
         self._side = torch.cuda.Stream(device)
         self._writers: set[torch.cuda.Stream] = set()
-        self._on_host = torch.cuda.Event()
-        self._on_device = torch.cuda.Event()
+        self._is_reduced = torch.cuda.Event()
 
     def wrote(self) -> None:
         self._writers.add(torch.cuda.current_stream(self.source.device))
 
     def seal(self) -> None:
         self.wrote()
-        # Also orders the copy of the result behind whatever still reads the last one, such as the optimizer.
+        # Also orders what changes the result behind whatever still reads the last one, such as the optimizer.
         for stream in self._writers:
             self._side.wait_stream(stream)
         self._writers.clear()
-        with torch.cuda.stream(self._side):
-            self._host_source.copy_(self.source, non_blocking=True)
-            self._on_host.record(self._side)
 
-    def before_reduce(self) -> torch.Tensor:
-        self._on_host.synchronize()
-        return self._host_source
-
-    def after_reduce(self) -> None:
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[torch.Tensor]:
         with torch.cuda.stream(self._side):
-            self.result.copy_(self.host_result, non_blocking=True)
-            self._on_device.record(self._side)
+            yield self.source
+            self._is_reduced.record(self._side)
 
     def show(self) -> None:
-        torch.cuda.current_stream(self.result.device).wait_event(self._on_device)
+        torch.cuda.current_stream(self.result.device).wait_event(self._is_reduced)
 
     def close(self) -> None:
         self._side.synchronize()
+
+
+class StagedArea(DeviceArea):
+    """A bucket of CUDA parameters whose arena is page-locked host memory: the side stream copies there and back."""
+
+    def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(arena, start, num_bytes, dtype, device)
+        self._staged = self.source
+        self.source = torch.zeros_like(self._staged, device=device)
+        self.result = torch.zeros_like(self.reduced, device=device)
+        self._is_staged = torch.cuda.Event()
+
+    def seal(self) -> None:
+        super().seal()
+        with torch.cuda.stream(self._side):
+            self._staged.copy_(self.source, non_blocking=True)
+            self._is_staged.record(self._side)
+
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[torch.Tensor]:
+        self._is_staged.synchronize()
+        yield self._staged
+        with torch.cuda.stream(self._side):
+            self.result.copy_(self.reduced, non_blocking=True)
+            self._is_reduced.record(self._side)
 
 
 def page_locked(arena: Arena, device: torch.device) -> tuple[Arena, Callable[[], None]]:

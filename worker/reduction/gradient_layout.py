@@ -11,9 +11,10 @@ import torch
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.buckets import ALIGNMENT, cut_buckets
 from stratagem.worker.reduction.compress_interface import BucketPart
-from stratagem.worker.reduction.gradient_areas import Area, CudaArea, page_locked
+from stratagem.worker.reduction.gradient_areas import Area, DeviceArea, StagedArea, page_locked
 from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.group import Arena
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 AS_REAL = (
@@ -42,8 +43,9 @@ class GradientLayout:
         communicator: gives the arena.
         first_bytes: limit of the first bucket of each group.
         bucket_bytes: limit of the others.
-        in_place: reduce where the gradients lie, which takes half the memory. Where any rank has CUDA devices, all keep
-            two regions.
+        in_place: reduce where the gradients lie, which takes half the memory. Where any rank's are copied from a device
+            to be reduced, all keep two regions.
+        on_host: whether what is reduced has to be in host memory.
 
     Raises:
         ConfigurationError: a dtype that cannot be reduced, or parameters that differ between ranks.
@@ -57,6 +59,7 @@ class GradientLayout:
         first_bytes: int,
         bucket_bytes: int,
         in_place: bool = False,
+        on_host: bool = False,
     ) -> None:
         any_cuda = _check_same(slots, groups, communicator)
         self.buckets: list[PlacedBucket] = []
@@ -69,15 +72,19 @@ class GradientLayout:
                 plan.append((group, [members[index] for index in bucket.parameters], bucket))
         cuda = next((bucket.device for _, _, bucket in plan if bucket.device.type == "cuda"), None)
         num_bytes = max(ALIGNMENT, sum(bucket.num_bytes for _, _, bucket in plan))
-        arena = communicator.arena(num_bytes, in_place and not any_cuda)
-        if cuda is not None:
+        in_place = in_place and (communicator.device.type == "cuda" or not any_cuda)
+        arena = communicator.arena(num_bytes, in_place)
+        if arena.source.is_cuda and (on_host or any(bucket.device != communicator.device for _, _, bucket in plan)):
+            arena = Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), False)
+        if cuda is not None and arena.source.is_cpu:
             arena, self._release = page_locked(arena, cuda)
         arena.source.zero_()
         start = 0
         for group, members, bucket in plan:
             area: Area
             if bucket.device.type == "cuda":
-                area = CudaArea(arena, start, bucket.num_bytes, bucket.dtype, bucket.device)
+                kind = DeviceArea if arena.source.is_cuda else StagedArea
+                area = kind(arena, start, bucket.num_bytes, bucket.dtype, bucket.device)
             else:
                 area = Area(arena, start, bucket.num_bytes, bucket.dtype)
             start += bucket.num_bytes

@@ -170,7 +170,13 @@ class GradientReducer(BackwardReducer["_Backward"]):
         attached = [slot for slot in self._slots if slot.handles]
         groups = [self._groups[slot.index] for slot in attached]
         self._layout = GradientLayout(
-            attached, groups, self._communicator, self._first_bytes, self._bucket_bytes, self._in_place
+            attached,
+            groups,
+            self._communicator,
+            self._first_bytes,
+            self._bucket_bytes,
+            in_place=self._in_place,
+            on_host=self._compression is not None,
         )
         self.buckets = self._layout.buckets
 
@@ -212,13 +218,12 @@ class GradientReducer(BackwardReducer["_Backward"]):
 
     def _reduce(self, bucket: PlacedBucket, again: bool) -> None:
         """Runs in the communicator's thread."""
-        source, result = bucket.area.before_reduce(), bucket.area.host_result
-        if self._compression is not None and source.dtype == torch.float32:
-            full = FullBucket(bucket.index, bucket.parts, source, result, again)
-            self._compression.reduce(full, self._communicator)
-        else:
-            self._communicator.all_reduce(source, out=result)
-        bucket.area.after_reduce()
+        with bucket.area.reducing() as source:
+            if self._compression is not None and source.dtype == torch.float32:
+                full = FullBucket(bucket.index, bucket.parts, source, bucket.area.reduced, again)
+                self._compression.reduce(full, self._communicator)
+            else:
+                self._communicator.all_reduce(source, out=bucket.area.reduced)
 
     def _synchronise(self, backward: _Backward) -> None:
         self.num_early = len(backward.launched)

@@ -67,9 +67,12 @@ def build(
     """
     ranks, rank = range(len(peers.members.ranks)), peers.rank
     timeout_s = options.timeout_seconds or DEFAULT_TIMEOUT_S
-    if plan.nccl:
-        return TorchGroup(rank, len(ranks), "nccl", store_address, timeout_s, device)
     made: list[Group] = []
+    if plan.nccl:
+        with _trying("nccl", made, opener.deadline):
+            made.append(TorchGroup(rank, len(ranks), "nccl", store_address, timeout_s, device))
+            made[0].barrier(PROBE)
+            return made[0]
 
     def ring(members: Sequence[int], name: str) -> RingGroup:
         assert plan.ring is not None
@@ -114,6 +117,7 @@ def _trying(lane: str, made: Sequence[Group], deadline: float) -> Iterator[None]
         if isinstance(error, FencedError | JobStoppedError):
             raise
         broke = isinstance(error, CollectiveError | PeerUnavailableError) and time.monotonic() < deadline
+        broke = broke and lane != "nccl"  # which says of everything that goes wrong no more than that
         raise LaneFailedError(lane, error, broke) from None
 
 

@@ -51,7 +51,7 @@ class Communicator:
     """Runs collectives over a group, one after the other, in the order of the calls.
 
     All ranks have to make the same calls in the same order. Tensors may have any shape and strides and live on any
-    device; what the group needs (flat, contiguous, CPU) is made here.
+    device; what the group needs (flat, contiguous, on its device or the CPU) is made here.
 
     Args:
         group: who takes part, and how bytes move.
@@ -92,6 +92,11 @@ class Communicator:
         """Ranks in the group."""
         return self.group.size
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors cost no copy: that of the group."""
+        return self.group.device
+
     def arena(self, num_bytes: int, in_place: bool = False) -> Arena:
         """Memory in which :meth:`all_reduce` copies nothing, kept until the end of the job; where there is not enough
         shared memory, memory of this process, and reducing it costs copies. ``in_place``: the source is the result."""
@@ -118,14 +123,14 @@ class Communicator:
         op = ReduceOp(op)
         if op is ReduceOp.MEAN and not tensor.is_floating_point():
             raise ConfigurationError(f"the mean of {tensor.dtype} is not of that dtype: reduce with SUM and divide")
-        flat = _flat(tensor)
+        flat = self._flat(tensor)
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
         if result.shape != tensor.shape or result.dtype != tensor.dtype:
             raise ConfigurationError(
                 f"expected out of shape {list(tensor.shape)} and {tensor.dtype}, got {list(result.shape)} and "
                 f"{result.dtype}"
             )
-        target = result if result.is_cpu and result.is_contiguous() else torch.empty_like(flat)
+        target = result if result.device == flat.device and result.is_contiguous() else torch.empty_like(flat)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
         what = f"all_reduce {op.value} of {tensor.numel():,} {name_of(tensor.dtype)}"
         if self.healing is not None and flat.data_ptr() == target.data_ptr():
@@ -140,7 +145,7 @@ class Communicator:
             _bytes(target).copy_(kept.data)
             return kept.lengths[0]
 
-        size = self.atomic(reduce, lambda size: Kept([size], _bytes(target)), take_over)
+        size = self.atomic(reduce, lambda size: Kept([size], _bytes(target.cpu())), take_over)
         if op is ReduceOp.MEAN:
             target.div_(size)
         if target is not result:
@@ -149,7 +154,7 @@ class Communicator:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order; the first dimension may differ between ranks, 0 included."""
-        flat = _flat(tensor)
+        flat = self._flat(tensor)
         mine = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int64)
         rest = tensor.shape[1:]
         what = f"all_gather of {name_of(tensor.dtype)} rows of {list(rest)}"
@@ -157,12 +162,12 @@ class Communicator:
         def gather() -> list[torch.Tensor]:
             rows = [torch.empty_like(mine) for _ in range(self.size)]
             self.collective(f"lengths for {what}", lambda tag: self.group.all_gather(mine, rows, tag))
-            outs = [torch.empty(int(count) * math.prod(rest), dtype=flat.dtype) for count in rows]
+            outs = [flat.new_empty(int(count) * math.prod(rest)) for count in rows]
             self.collective(what, lambda tag: self.group.all_gather(flat, outs, tag))
             return outs
 
         def take_over(kept: Kept) -> list[torch.Tensor]:
-            return list(kept.data.clone().view(flat.dtype).split(kept.lengths))
+            return list(kept.data.clone().view(flat.dtype).to(flat.device).split(kept.lengths))
 
         outs = self.atomic(gather, _kept, take_over)
         shapes = [(out.numel() // max(1, math.prod(rest)), *rest) if tensor.dim() else () for out in outs]
@@ -170,7 +175,7 @@ class Communicator:
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Gives every rank the values of ``root``'s tensor, in place."""
-        flat = _flat(tensor)
+        flat = self._flat(tensor)
         buffer = flat if flat.data_ptr() != tensor.data_ptr() or tensor.requires_grad else tensor.view(-1)
         what = f"broadcast of {tensor.numel():,} {name_of(tensor.dtype)} from rank {root}"
         sender = "" if self.healing is None else self.healing.members[root]
@@ -194,13 +199,13 @@ class Communicator:
         if len(tensors) != self.size:
             raise ConfigurationError(f"expected {self.size} tensors, one for each rank, got {len(tensors)}")
         rest, dtype, device = tensors[0].shape[1:], tensors[0].dtype, tensors[0].device
-        sources = [_flat(tensor) for tensor in tensors]
+        sources = [self._flat(tensor) for tensor in tensors]
         counts = torch.tensor([tensor.shape[0] for tensor in tensors], dtype=torch.int64)
         every = [torch.empty_like(counts) for _ in range(self.size)]
         what = f"all_to_all of {name_of(dtype)} rows of {list(rest)}"
         self.collective(f"lengths for {what}", lambda tag: self.group.all_gather(counts, every, tag))
         lengths = [int(row[self.rank]) for row in every]
-        outs = [torch.empty(count * math.prod(rest), dtype=dtype) for count in lengths]
+        outs = [sources[0].new_empty(count * math.prod(rest)) for count in lengths]
         self.collective(what, lambda tag: self.group.all_to_all(sources, outs, tag))
         return [out.view((count, *rest)).to(device) for out, count in zip(outs, lengths, strict=True)]
 
@@ -300,6 +305,11 @@ class Communicator:
         self.group.close(reason)
         self._thread.shutdown(wait=True, cancel_futures=True)
 
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements, flat and contiguous, where the group takes them; no copy of what is."""
+        tensor = tensor.detach()
+        return (tensor if tensor.device == self.device else tensor.cpu()).contiguous().view(-1)
+
     def _is_in_own_thread(self) -> bool:
         return getattr(self._is_own, "thread", False)
 
@@ -315,7 +325,7 @@ def _kept(parts: Sequence[torch.Tensor]) -> Kept | None:
     """Flat tensors of one dtype as one."""
     if sum(part.nbytes for part in parts) > KEPT_BYTES:
         return None
-    return Kept([part.numel() for part in parts], _bytes(torch.cat(list(parts))))
+    return Kept([part.numel() for part in parts], _bytes(torch.cat(list(parts)).cpu()))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -325,11 +335,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _not_packed(_: Kept) -> NoReturn:
     raise AssertionError("what is not packed is confirmed, and nobody takes it over")
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as a flat, contiguous CPU tensor; no copy where it is one."""
-    return tensor.detach().cpu().contiguous().view(-1)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -18,6 +18,8 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
 from stratagem.worker.ring.schedule import cut
 
+HOST = torch.device("cpu")
+
 REDUCE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MIN: torch.minimum,
@@ -102,6 +104,8 @@ class Group(Protocol):
     size: int
     timeout_s: float
     """Seconds that a peer may stand still in a collective. May be set between two."""
+    device: torch.device = HOST
+    """Where tensors of a collective may lie; those of the CPU always may."""
 
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """Memory for all_reduce, kept until the group closes: a source and a result inside it, at equal offsets, are

@@ -36,7 +36,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.worker.ring import host_cells
-from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.group import HOST, Arena, Tag
 from stratagem.worker.ring.host_arenas import ArenaStep, HostArenas
 from stratagem.worker.ring.host_reduction import Reduction, empty
 from stratagem.worker.ring.host_scratch import Scratch
@@ -70,6 +70,8 @@ class HostGroup:
     """
 
     name = "shm"
+
+    device = HOST
 
     def __init__(self, rank: int, size: int, links: Mapping[int, socket.socket], *, timeout_s: float) -> None:
         if sorted(links) != [peer for peer in range(size) if peer != rank]:

@@ -21,7 +21,8 @@ class RankInfo:
     task: str
     place: str = ""
     """Equal places may share memory; opening the lane proves it."""
-    cuda: bool = False
+    gpu: str = ""
+    """Which one it computes on; empty: none, or one that NCCL must not be taken for."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Choices that have to be the same everywhere."""
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -63,6 +64,31 @@ class LanePlan:
         return tuple(host[0] for host in self.hosts)
 
 
+def wants_nccl(options: CommunicationOptions) -> bool:
+    """Whether it has to be NCCL."""
+    return options.implementation is CommunicationImplementation.NCCL or options.transport == "nccl"
+
+
+def may_take_nccl(options: CommunicationOptions) -> bool:
+    """Whether it may be NCCL."""
+    is_auto = options.implementation is CommunicationImplementation.AUTO and options.transport == "auto"
+    return is_auto or wants_nccl(options)
+
+
+def why_not_nccl(gpus: Mapping[str, str]) -> str:
+    """NCCL wants a GPU for each rank alone; empty: each has one.
+
+    Args:
+        gpus: by task, as in :class:`RankInfo`.
+    """
+    if without := [task for task, gpu in gpus.items() if not gpu]:
+        return f"{', '.join(without)} computes on no CUDA device"
+    for gpu in gpus.values():
+        if len(sharing := [task for task, other in gpus.items() if other == gpu]) > 1:
+            return f"{', '.join(sharing)} compute on one GPU"
+    return ""
+
+
 def plan_lanes(
     members: Sequence[RankInfo], options: CommunicationOptions, failures: Mapping[str, str] | None = None
 ) -> LanePlan:
@@ -71,7 +97,7 @@ def plan_lanes(
     Args:
         members: in rank order.
         options: what was asked for.
-        failures: lanes that could not be opened ("shm", "tcp"), with the reason: ``auto`` does without them.
+        failures: lanes that could not be opened ("nccl", "shm", "tcp"), with the reason: ``auto`` does without them.
 
     Raises:
         ConfigurationError: what was asked for cannot be had; says why.
@@ -79,17 +105,15 @@ def plan_lanes(
     failures = failures or {}
     size = len(members)
     singles = tuple((rank,) for rank in range(size))
-    without_cuda = [member.task for member in members if not member.cuda]
-    if options.implementation is CommunicationImplementation.NCCL or options.transport == "nccl":
-        if without_cuda:
-            raise ConfigurationError(
-                f"NCCL was asked for, but {', '.join(without_cuda)} computes on no CUDA device; take RING "
-                "(--transport auto)"
-            )
-        return LanePlan(singles, None, True, "nccl was asked for and every worker has CUDA")
-    is_auto = options.implementation is CommunicationImplementation.AUTO and options.transport == "auto"
-    if is_auto and not without_cuda:
-        return LanePlan(singles, None, True, "every worker has CUDA")
+    why_not = why_not_nccl({member.task: member.gpu for member in members})
+    if "nccl" in failures:
+        why_not = f"it cannot be had: {failures['nccl']}"
+    if wants_nccl(options):
+        if why_not:
+            raise ConfigurationError(f"NCCL was asked for, but {why_not}; take RING (--transport auto)")
+        return LanePlan(singles, None, True, "nccl was asked for and every worker has a GPU of its own")
+    if may_take_nccl(options) and not why_not:
+        return LanePlan(singles, None, True, "every worker has a GPU of its own")
     if options.transport in failures:
         raise ConfigurationError(f"--transport {options.transport} cannot be had: {failures[options.transport]}")
     if options.transport in ("grpc", "tcp"):

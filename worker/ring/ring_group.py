@@ -10,7 +10,7 @@ import torch
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
 from stratagem.rpc.lane import ReceivingLane, SendingLane
-from stratagem.worker.ring.group import REDUCE, Arena, Tag
+from stratagem.worker.ring.group import HOST, REDUCE, Arena, Tag
 from stratagem.worker.ring.neighbours import Neighbours
 from stratagem.worker.ring.schedule import (
     ChunkAction,
@@ -40,6 +40,8 @@ class RingGroup(Neighbours):
         wire_dtype: float32 tensors travel as bfloat16 or float16, except small ones; partial sums are formed in float32
             and rounded once for each hop. None or float32: as they are.
     """
+
+    device = HOST
 
     def __init__(
         self,

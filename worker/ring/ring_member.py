@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
+from stratagem.cluster.communication import CommunicationOptions
 from stratagem.cluster.membership import Membership
 from stratagem.errors import (
     ClusterTimeoutError,
@@ -27,13 +27,13 @@ from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.group import Group, OutOfStepError
 from stratagem.worker.ring.healing import Healing
 from stratagem.worker.ring.host_group import HostGroup
-from stratagem.worker.ring.lane_plan import RankInfo, plan_lanes
+from stratagem.worker.ring.lane_plan import RankInfo, plan_lanes, wants_nccl
 from stratagem.worker.ring.members import Members, MembershipSource, members_of
 from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_group import RingGroup
 from stratagem.worker.ring.ring_service import RingService
-from stratagem.worker.ring.torch_group import free_store_address
+from stratagem.worker.ring.torch_group import free_store_address, gpu_of
 from stratagem.worker.ring.two_level_group import TwoLevelGroup
 
 logger = logging.getLogger(__name__)
@@ -104,8 +104,7 @@ class RingMember:
             ConfigurationError: workers want different things, or a lane that cannot be had.
             ClusterTimeoutError: somebody does not come.
         """
-        wants_nccl = options.implementation is CommunicationImplementation.NCCL or options.transport == "nccl"
-        if wants_nccl and not self._session.security.allows_clear_text:
+        if wants_nccl(options) and not self._session.security.allows_clear_text:
             raise ConfigurationError(
                 "NCCL does not encrypt what it sends, and this job has --tls: take --transport auto, or add --insecure "
                 "if the network of the GPUs is yours alone"
@@ -309,7 +308,7 @@ class RingMember:
         me = RankInfo(
             task=self._session.task,
             place=own_host_id(),
-            cuda=device.type == "cuda" and self._session.security.allows_clear_text,
+            gpu=gpu_of(device, peers.rank) if self._session.security.allows_clear_text else "",
             options={field.name: str(getattr(options, field.name)) for field in dataclasses.fields(options)},
             store_address=free_store_address(peers.members.ranks[0].host) if peers.rank == 0 else "",
             chunk_bytes=self._chunk_bytes,

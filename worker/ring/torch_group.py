@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
@@ -29,12 +30,23 @@ def free_store_address(host: str) -> str:
         return f"{host}:{listener.getsockname()[1]}"
 
 
+def gpu_of(device: torch.device, rank: int) -> str:
+    """Which GPU a device is, unlike every other in the world; empty: none. NCCL 2.31 and later takes several ranks on
+    one where its variable ``NCCL_MULTI_RANK_GPU_ENABLE`` says so; each then counts as one of its own."""
+    if device.type != "cuda":
+        return ""
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
+    return f"{gpu} for rank {rank}" if shared else gpu
+
+
 class TorchGroup(Breakable, Group):
     """Implements :class:`stratagem.worker.ring.group.Group` by a process group of its own.
 
     NCCL is what this class is for. With gloo it runs on a CPU, so that it can be tested without a GPU; lanes of our
     own are faster there. The group is private: ``torch.distributed``'s default group, if the script has made one, is
-    neither used nor touched. Tensors may be on the CPU or on the group's device, and travel from the device.
+    neither used nor touched. Tensors may be on the CPU or on the group's device, and travel from the device: what the
+    caller's stream has yet to do to the latter is waited for.
 
     What NCCL does not do, this class cannot promise: it never says which rank it waits for, so errors name none. The
     tags are compared in :meth:`barrier` and :meth:`arena` only: in every call that would be one more collective,
@@ -66,7 +78,9 @@ class TorchGroup(Breakable, Group):
         self.name: str = backend
         self.rank = rank
         self.size = size
-        self._device = device
+        self.device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """Where tensors of the CPU come and go, whatever the caller's stream is busy with."""
         self.timeout_s = timeout_s
         self._store: TCPStore | None = None
         self._group: Any = None
@@ -76,19 +90,20 @@ class TorchGroup(Breakable, Group):
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """Memory on the group's device."""
         self._compare(tag)
-        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=self._device), in_place)
+        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         self.check()
         if not source.numel():
             return
-        total = out.to(self._device)
-        if source.data_ptr() != out.data_ptr():
-            total.copy_(source)
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, op.name)
-        self._run(lambda group: group.allreduce([total], options), tag)
-        _fill(out, total)
+        with self._stream_for(source, out):
+            total = out if out.device == self.device else torch.empty_like(out, device=self.device)
+            if source.data_ptr() != total.data_ptr():
+                total.copy_(source)
+            self._run(lambda group: group.allreduce([total], options), tag)
+            _fill(out, total)
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
         """Shorter tensors are padded on their way: NCCL gathers equal lengths."""
@@ -96,12 +111,13 @@ class TorchGroup(Breakable, Group):
         longest = max(out.numel() for out in outs)
         if not longest:
             return
-        padded = torch.zeros(longest, dtype=source.dtype, device=self._device)
-        padded[: source.numel()].copy_(source)
-        rows = [torch.empty_like(padded) for _ in outs]
-        self._run(lambda group: group.allgather([rows], [padded]), tag)
-        for out, row in zip(outs, rows, strict=True):
-            out.copy_(row[: out.numel()])
+        with self._stream_for(source, *outs):
+            padded = torch.zeros(longest, dtype=source.dtype, device=self.device)
+            padded[: source.numel()].copy_(source)
+            rows = [torch.empty_like(padded) for _ in outs]
+            self._run(lambda group: group.allgather([rows], [padded]), tag)
+            for out, row in zip(outs, rows, strict=True):
+                out.copy_(row[: out.numel()])
 
     def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
         self.check()
@@ -110,18 +126,20 @@ class TorchGroup(Breakable, Group):
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        moved = buffer.to(self._device)
-        self._run(lambda group: group.broadcast([moved], options), tag)
-        _fill(buffer, moved)
+        with self._stream_for(buffer):
+            moved = buffer.to(self.device)
+            self._run(lambda group: group.broadcast([moved], options), tag)
+            _fill(buffer, moved)
 
     def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
         self.check()
-        sent = torch.cat([source.to(self._device) for source in sources])
         out_lengths, lengths = [out.numel() for out in outs], [source.numel() for source in sources]
-        received = torch.empty(sum(out_lengths), dtype=sent.dtype, device=self._device)
-        self._run(lambda group: group.alltoall_base(received, sent, out_lengths, lengths), tag)
-        for out, part in zip(outs, received.split(out_lengths), strict=True):
-            out.copy_(part)
+        with self._stream_for(*sources, *outs):
+            sent = torch.cat([source.to(self.device) for source in sources])
+            received = torch.empty(sum(out_lengths), dtype=sent.dtype, device=self.device)
+            self._run(lambda group: group.alltoall_base(received, sent, out_lengths, lengths), tag)
+            for out, part in zip(outs, received.split(out_lengths), strict=True):
+                out.copy_(part)
 
     def barrier(self, tag: Tag) -> None:
         """Also tells when the ranks are not in the same collective."""
@@ -142,6 +160,10 @@ class TorchGroup(Breakable, Group):
                 expected = f"in collective {tag.ordinal} (fingerprint {tag.fingerprint:08x})"
                 got = f"in {ordinal} (fingerprint {fingerprint:08x})"
                 raise self.break_off(CollectiveError(f"expected rank {rank} {expected}, it is {got}", rank))
+
+    def _stream_for(self, *tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        is_side = self._side is not None and all(tensor.is_cpu for tensor in tensors)
+        return torch.cuda.stream(self._side) if is_side else contextlib.nullcontext()
 
     def _run(self, start: Callable[[Any], Any], tag: Tag) -> None:
         """Starts a collective and waits until its outputs are complete."""

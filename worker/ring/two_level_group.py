@@ -9,7 +9,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
-from stratagem.worker.ring.group import Arena, Breakable, Tag
+from stratagem.worker.ring.group import HOST, Arena, Breakable, Tag
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.ring_group import RingGroup
 
@@ -27,6 +27,8 @@ class TwoLevelGroup(Breakable):
         host_ranks: global rank of each rank of ``host``.
         leader_ranks: global rank of each rank of ``ring``.
     """
+
+    device = HOST
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ class Description(_message.Message):
 
     TASK_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
-    CUDA_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
@@ -78,8 +78,8 @@ class Description(_message.Message):
     """Task id, for example "worker:1". Ranks are the workers in the order of their indices."""
     place: _builtins.str
     """Where abstract Unix sockets and memory can be shared: boot id of the kernel and network namespace."""
-    cuda: _builtins.bool
-    """Whether it computes on a CUDA device."""
+    gpu: _builtins.str
+    """Which GPU it computes on, unlike every other in the world; empty: on none, or NCCL must not be taken."""
     store_address: _builtins.str
     """host:port for a torch.distributed store; rank 0 only, and only when NCCL may be chosen."""
     chunk_bytes: _builtins.int
@@ -101,7 +101,7 @@ class Description(_message.Message):
         *,
         task: _builtins.str = ...,
         place: _builtins.str = ...,
-        cuda: _builtins.bool = ...,
+        gpu: _builtins.str = ...,
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         failures: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         store_address: _builtins.str = ...,
@@ -111,7 +111,7 @@ class Description(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "connection_broke", b"connection_broke", "cuda", b"cuda", "failures", b"failures", "has_formed", b"has_formed", "options", b"options", "place", b"place", "store_address", b"store_address", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "connection_broke", b"connection_broke", "failures", b"failures", "gpu", b"gpu", "has_formed", b"has_formed", "options", b"options", "place", b"place", "store_address", b"store_address", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

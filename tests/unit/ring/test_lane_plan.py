@@ -13,8 +13,9 @@ from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, plan_lanes
 AUTO = CommunicationOptions()
 
 
-def members(*places: str, cuda: str = "") -> list[RankInfo]:
-    return [RankInfo(f"worker:{rank}", place, str(rank) in cuda) for rank, place in enumerate(places)]
+def members(*places: str, gpus: str = "") -> list[RankInfo]:
+    """``gpus`` has a letter for each rank's, or a space."""
+    return [RankInfo(f"worker:{rank}", place, gpus[rank : rank + 1].strip()) for rank, place in enumerate(places)]
 
 
 def forced(transport: Transport) -> CommunicationOptions:
@@ -31,7 +32,8 @@ def forced(transport: Transport) -> CommunicationOptions:
         (members("a", "a"), forced("tcp"), ((0,), (1,)), "tcp"),
         (members("a", "a"), forced("grpc"), ((0,), (1,)), "grpc"),
         (members("a", "a"), forced("shm"), ((0, 1),), None),
-        (members("a", "a", cuda="0"), AUTO, ((0, 1),), None),
+        (members("a", "a", gpus="x"), AUTO, ((0, 1),), None),
+        (members("a", "a", "b", gpus="xyx"), AUTO, ((0, 1), (2,)), "tcp"),
     ],
 )
 def test_lanes(
@@ -74,7 +76,7 @@ def test_shared_memory_between_hosts_is_refused() -> None:
 
 
 def test_nccl() -> None:
-    all_cuda = members("a", "a", cuda="01")
+    all_cuda = members("a", "a", gpus="xy")
     assert plan_lanes(all_cuda, AUTO).nccl
     assert plan_lanes(all_cuda, forced("nccl")).nccl
     ring = dataclasses.replace(AUTO, implementation=CommunicationImplementation.RING)
@@ -83,7 +85,12 @@ def test_nccl() -> None:
     nccl = dataclasses.replace(AUTO, implementation=CommunicationImplementation.NCCL)
     for options in (forced("nccl"), nccl):
         with pytest.raises(ConfigurationError, match="worker:1 computes on no CUDA device"):
-            plan_lanes(members("a", "a", cuda="0"), options)
+            plan_lanes(members("a", "a", gpus="x"), options)
+        with pytest.raises(ConfigurationError, match="but worker:0, worker:2 compute on one GPU; take RING"):
+            plan_lanes(members("a", "a", "a", gpus="xyx"), options)
+        with pytest.raises(ConfigurationError, match="but it cannot be had: worker:1: no NCCL; take RING"):
+            plan_lanes(all_cuda, options, {"nccl": "worker:1: no NCCL"})
+    assert plan_lanes(all_cuda, AUTO, {"nccl": "worker:1: no NCCL"}).hosts == ((0, 1),)
 
 
 @pytest.mark.parametrize(

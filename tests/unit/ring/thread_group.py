@@ -12,7 +12,7 @@ import torch
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.group import HOST, Arena, Tag
 from stratagem.worker.ring.schedule import cut
 
 T = TypeVar("T")
@@ -60,6 +60,8 @@ class ThreadGroup:
 
     name = "threads"
     timeout_s = 60.0
+
+    device = HOST
 
     def __init__(self, meeting: Meeting, rank: int, fail_at: Sequence[int] = ()) -> None:
         self.rank, self.size = rank, meeting.size
