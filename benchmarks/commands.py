@@ -70,6 +70,7 @@ def allreduce_command(
 @lane_option(ALL_LANES, ("shm", "tcp"))
 @sizes_option("4KB,64KB,1MB,16MB,64MB")
 @workers_option
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the tensors.")
 @peer_option("gloo", "mpi")
 @mpi_python_option
 @blocks_option
@@ -78,6 +79,7 @@ def collectives_command(
     lanes: tuple[str, ...],
     sizes: list[int],
     num_workers: int,
+    device: str,
     peers: tuple[str, ...],
     mpi_python: str | None,
     blocks: int,
@@ -85,7 +87,7 @@ def collectives_command(
 ) -> None:
     """Collectives of torch.distributed with our backend, beside gloo and Open MPI."""
     python, gloo = python_of(MPI, peers, mpi_python), takes_part("gloo", peers)
-    report([collectives_cases(num_workers, sizes, lanes, gloo=gloo, mpi_python=python)], blocks, as_json)
+    report([collectives_cases(num_workers, sizes, lanes, gloo=gloo, mpi_python=python, device=device)], blocks, as_json)
 
 
 @click.command("train")

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from benchmarks.collectives.calls import COLLECTIVES
 from benchmarks.collectives.jobs import sizes_argument, torch_environment
 from benchmarks.job_files import rank_path
@@ -22,7 +24,13 @@ MPI_OPTIONS: Mapping[str, Sequence[str]] = {"shm": (), "tcp": ("--mca", "btl", "
 
 
 def collectives_cases(
-    num_workers: int, sizes: Sequence[int], lanes: Sequence[str], *, gloo: bool, mpi_python: str | None = None
+    num_workers: int,
+    sizes: Sequence[int],
+    lanes: Sequence[str],
+    *,
+    gloo: bool,
+    mpi_python: str | None = None,
+    device: str = "cpu",
 ) -> list[Case]:
     """The systems that take turns; each measures all collectives and sizes in one job.
 
@@ -31,13 +39,16 @@ def collectives_cases(
         sizes: bytes of the whole tensor: of what is reduced, scattered or exchanged, and of what a gather ends with.
         lanes: lanes of ours.
         gloo: whether the peer gloo takes part.
+        device: of the tensors, "cpu" or "cuda", where ranks share the GPUs there are; torch's own NCCL takes part too.
         mpi_python: interpreter of an environment with mpi4py, beside Open MPI; None leaves the peer out.
     """
-    case = functools.partial(_case, num_workers, sizes)
-    cases = [case("stratagem", lane, functools.partial(run, num_workers, sizes, "stratagem", lane)) for lane in lanes]
-    if gloo:
-        cases.append(case("gloo", "tcp", functools.partial(run, num_workers, sizes, "gloo", "tcp")))
-    if mpi_python is not None:
+    case = functools.partial(_case, num_workers, sizes, device)
+    if device == "cuda":
+        lanes = [*lanes, "nccl"]
+    systems = [("stratagem", lane) for lane in lanes] + [("gloo", "tcp")] * gloo
+    systems += [("nccl", "nccl")] * (device == "cuda")
+    cases = [case(*each, functools.partial(run, num_workers, sizes, *each, device)) for each in systems]
+    if mpi_python is not None and device == "cpu":
         for lane in MPI_OPTIONS:
             cases.append(case("openmpi", lane, functools.partial(run_mpi, num_workers, sizes, lane, mpi_python)))
     return cases
@@ -46,6 +57,7 @@ def collectives_cases(
 def _case(
     num_workers: int,
     sizes: Sequence[int],
+    device: str,
     system: str,
     lane: str,
     run: Callable[[], tuple[Ranks, Mapping[str, str]]],
@@ -57,6 +69,7 @@ def _case(
             "collective": name,
             "system": system,
             "lane": lane,
+            **({"device": device} if device != "cpu" else {}),
             "n": num_workers,
             "bytes": size,
         }
@@ -70,14 +83,16 @@ def _case(
     return Case(identities, measure)
 
 
-def run(num_workers: int, sizes: Sequence[int], system: str, lane: str) -> tuple[Ranks, Mapping[str, str]]:
+def run(num_workers: int, sizes: Sequence[int], system: str, lane: str, device: str) -> tuple[Ranks, Mapping[str, str]]:
     """One job of a system."""
     host, port = free_addresses(1)[0].split(":")
-    command = python_module("collectives.torch_job", system, sizes_argument(sizes))
-    tasks = [
-        Task(command, torch_environment(rank, num_workers, host, int(port)) | {"STRATAGEM_TRANSPORT": lane})
-        for rank in range(num_workers)
-    ]
+    command = python_module("collectives.torch_job", system, sizes_argument(sizes), device)
+    ways = {"STRATAGEM_TRANSPORT": lane}
+    if device == "cuda":
+        ways["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
+    if lane == "nccl":
+        ways["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    tasks = [Task(command, torch_environment(rank, num_workers, host, int(port)) | ways) for rank in range(num_workers)]
     return run_job(tasks, functools.partial(_read, num_ranks=num_workers), num_members=num_workers)
 
 

@@ -1,6 +1,7 @@
 """A rank of a job that times collectives of ``torch.distributed`` with one of its backends.
 
-``python -m benchmarks.collectives.torch_job BACKEND SIZES`` with torchrun's variables in the environment.
+``python -m benchmarks.collectives.torch_job BACKEND SIZES DEVICE`` with torchrun's variables in the environment; DEVICE
+is cpu or cuda.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from benchmarks.collectives.sizes import ELEMENT_BYTES, parse_sizes
 
 
 def prepared(
-    name: str, num_elements: int, rank: int, size: int
+    name: str, num_elements: int, rank: int, size: int, device: torch.device
 ) -> tuple[Callable[[], object], torch.Tensor, torch.Tensor]:
     """A collective, what it fills, and what that has to hold after the first call."""
     part = num_elements // size
-    whole, own = torch.full((part * size,), float(rank + 1)), torch.full((part,), float(rank + 1))
-    every = torch.arange(1.0, size + 1)
+    whole, own = (torch.full((length,), float(rank + 1), device=device) for length in (part * size, part))
+    every = torch.arange(1.0, size + 1, device=device)
     if name == "all_reduce":
         return functools.partial(dist.all_reduce, whole), whole, every.sum().expand(part * size)
     if name == "reduce_scatter":
@@ -35,20 +36,26 @@ def prepared(
     if name == "all_to_all":
         out = torch.empty_like(whole)
         return functools.partial(dist.all_to_all_single, out, whole), out, every.repeat_interleave(part)
-    return functools.partial(dist.broadcast, whole, 0), whole, torch.ones(1).expand(part * size)
+    return functools.partial(dist.broadcast, whole, 0), whole, torch.ones(1, device=device).expand(part * size)
 
 
-def measured(name: str, num_elements: int, rank: int, size: int) -> tuple[float, float]:
-    """What a call costs, after one whose values were compared."""
-    call, out, expected = prepared(name, num_elements, rank, size)
+def measured(name: str, num_elements: int, rank: int, size: int, device: torch.device) -> tuple[float, float]:
+    """What a call costs, to the end of what it does on its device, after one whose values were compared."""
+    begun, out, expected = prepared(name, num_elements, rank, size, device)
+
+    def call() -> None:
+        begun()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     call()
     if not torch.equal(out, expected):
         raise WrongValuesError(f"{name} of {num_elements:,} elements gave {out[:4].tolist()}… on rank {rank}")
-    return measure(call, _slowest)
+    return measure(call if device.type == "cuda" else begun, functools.partial(_slowest, device))
 
 
-def _slowest(seconds: float) -> float:
-    every = torch.tensor(seconds)
+def _slowest(device: torch.device, seconds: float) -> float:
+    every = torch.tensor(seconds, device=device)
     dist.all_reduce(every, dist.ReduceOp.MAX)
     return float(every)
 
@@ -61,8 +68,9 @@ def main() -> None:
         importlib.import_module("stratagem.distributed")
     dist.init_process_group(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if sys.argv[3] == "cuda" else torch.device("cpu")
     seconds = {
-        f"{name} {num_bytes}": measured(name, num_bytes // ELEMENT_BYTES, rank, size)
+        f"{name} {num_bytes}": measured(name, num_bytes // ELEMENT_BYTES, rank, size, device)
         for name in COLLECTIVES
         for num_bytes in sizes
     }

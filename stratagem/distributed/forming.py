@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from stratagem.cluster.communication import CommunicationOptions
+from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.sources import Layer, environment_layer, resolve
 from stratagem.cluster.spec import join_address, split_address
 from stratagem.distributed.messages import Messages
+from stratagem.distributed.nccl import Nccl
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
 from stratagem.errors import ConfigurationError
@@ -28,7 +29,7 @@ from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import Security, make_security
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.token import Token
-from stratagem.worker.ring.lane_plan import PairLane
+from stratagem.worker.ring.lane_plan import PairLane, wants_nccl
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
@@ -62,6 +63,9 @@ def form(
         stripes=config.stripes,
     )
     options = dataclasses.replace(options, timeout_seconds=options.timeout_seconds or timeout_s)
+    of_lanes = dataclasses.replace(options, transport="auto") if options.transport == "nccl" else options
+    if wants_nccl(of_lanes):
+        of_lanes = dataclasses.replace(of_lanes, implementation=CommunicationImplementation.AUTO)
     meeting = Rendezvous(store, rank, tasks, timeout_s)
     token = Token(meeting.exchange("its ranks", secrets.token_hex(32) if rank == 0 else "")[0])
     security = _security(config, token)
@@ -92,7 +96,7 @@ def form(
         meeting.exchange("that it knows the others", "")  # who calls one that does not is refused, with a warning
         member = RingMember(ring_service, members, meter)
         undo.callback(member.close, "the process group did not form")
-        communicator = member.form(options, torch.device("cpu"), timeout_s)
+        communicator = member.form(of_lanes, torch.device("cpu"), timeout_s)
         diagnosis = ring_service.diagnosis
         assert diagnosis is not None  # it has formed
         undo.pop_all()
@@ -100,7 +104,7 @@ def form(
         rank,
         len(ranks),
         member.opener,
-        lambda other: _lane_between(options, places[rank] == places[other]),
+        lambda other: _lane_between(of_lanes, places[rank] == places[other]),
         diagnosis,
         options.timeout_seconds or timeout_s,
     )
@@ -116,7 +120,8 @@ def form(
         wanted = options if timeout is None else dataclasses.replace(options, timeout_seconds=seconds)
         return form(at, chosen.index(rank), [ranks[each] for each in chosen], seconds, wanted)
 
-    return LaneProcessGroup(communicator, messages, store, split, close)
+    nccl = Nccl(communicator, store, tasks, options, security.allows_clear_text)
+    return LaneProcessGroup(communicator, messages, nccl, store, split, close)
 
 
 def _lane_between(options: CommunicationOptions, is_same_place: bool) -> PairLane:

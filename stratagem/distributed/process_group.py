@@ -6,7 +6,6 @@ import datetime
 import functools
 import os
 import threading
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from stratagem.distributed.comm_memory import CommMemory
+from stratagem.distributed.dynamo import keep_dynamo_out
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.monitored import MonitoredBarriers
+from stratagem.distributed.nccl import Nccl, or_nccl
 from stratagem.distributed.operations import Operation, Operations
-from stratagem.distributed.reductions import AllReducePlan, all_reduce_plan
-from stratagem.distributed.tensors import check_writable, flat, movable, plain, put, room_for, told
+from stratagem.distributed.reductions import AllReducePlan, all_reduce_plan, op_of
+from stratagem.distributed.tensors import check_writable, flat, listed, movable, plain, put, room_for, told
 from stratagem.distributed.work import DONE, LaneWork, ReceiveWork
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
@@ -59,7 +59,8 @@ class LaneProcessGroup(dist.ProcessGroup):
     not fit is an error on every rank that says who was where. After an error the group is of no use any more.
 
     Args:
-        messages: for send and recv.
+        messages: for send and recv, of tensors on GPUs too.
+        nccl: takes collectives of tensors on GPUs, if it can be had.
         split: makes a group of some of these ranks, at a store.
         close: frees what the group stands on, with a reason.
     """
@@ -68,6 +69,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         self,
         communicator: Communicator,
         messages: Messages,
+        nccl: Nccl,
         store: Store,
         split: Callable[[Store, list[int], datetime.timedelta | None], LaneProcessGroup],
         close: Callable[[str], None],
@@ -75,6 +77,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
         self._messages = messages
+        self.nccl = nccl
         self._barriers = MonitoredBarriers(messages, communicator.rank, communicator.size)
         self._memory = CommMemory(lambda num_bytes: communicator.arena(num_bytes, in_place=True).source)
         self._operations = Operations(communicator.rank, communicator.size)
@@ -160,6 +163,13 @@ class LaneProcessGroup(dist.ProcessGroup):
     options: Any = None
     """What ``torch.distributed.split_group`` copies for the new group."""
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Of ``init_process_group(device_id=…)``: there is nothing to connect, and ``split_group`` wants to know it."""
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Called by ``new_group`` on the ranks that are not in it, after that."""
+
     def _set_sequence_number_for_group(self) -> None:
         """Called by ``torch.distributed.split_group``: collectives are counted from 1 on in every group."""
 
@@ -169,13 +179,15 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     # -- collectives: torch's names and arguments ---------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> LaneWork:
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Reduces each in place."""
-        tensors, op = _listed(tensors), _op(opts)
+        tensors, op = listed(tensors), op_of(opts)
         if len(tensors) == 1 and timeout is None and _is_awaited(opts) and not torch.is_inference_mode_enabled():
             values, plan = plain(tensors[0]), all_reduce_plan(op, tensors[0].dtype, tensors[0].shape)
             if values is not None and plan is not None:
                 return self._all_reduce_plain(tensors, values, plan)
+        if self.nccl.takes([tensors, opts]):
+            return self.nccl.call("allreduce" if len(tensors) == 1 else "allreduce_coalesced", tensors, opts)
         return self._run(self._operations.all_reduce(tensors, op), opts, timeout)
 
     def _all_reduce_plain(self, tensors: Tensors, values: torch.Tensor, plan: AllReducePlan) -> LaneWork:
@@ -188,53 +200,62 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    @or_nccl()
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, root: int = 0) -> LaneWork:
         """Gives every rank the root's values."""
         root = root if opts is None else opts if isinstance(opts, int) else opts.rootRank
-        return self._run(self._operations.broadcast(_listed(tensors), self._member(root)), opts)
+        return self._run(self._operations.broadcast(listed(tensors), self._member(root)), opts)
 
+    @or_nccl()
     def reduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> LaneWork:
         """Reduces to one rank."""
-        return self._run(self._operations.reduce(_listed(tensors), _op(opts), self._member(opts.rootRank)), opts)
+        return self._run(self._operations.reduce(listed(tensors), op_of(opts), self._member(opts.rootRank)), opts)
 
+    @or_nccl()
     def allgather(self, outputs: Any, inputs: Tensors | torch.Tensor, opts: Any = None) -> LaneWork:
         """Every rank's tensor to every rank; lengths may differ, and are those of the outputs."""
         lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
-        return self._run(self._operations.all_gather(lists, _listed(inputs)), opts)
+        return self._run(self._operations.all_gather(lists, listed(inputs)), opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> LaneWork:
         """The same for several tensors: ``outputs[rank][i]`` is rank's ``inputs[i]``."""
         return self._run(self._operations.all_gather([list(each) for each in zip(*outputs, strict=True)], inputs), opts)
 
+    @or_nccl("_allgather_base")
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LaneWork:
         """Every rank's tensor, one after the other in ``output``."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
+    @or_nccl("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
         """The same for several tensors."""
         return self._run(self._operations.all_gather_single(outputs, inputs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @or_nccl()
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
         """Rank r gets the reduction of what every rank holds at ``inputs[r]``; lengths may differ between ranks."""
         lists = [inputs] if isinstance(outputs, torch.Tensor) else inputs
-        return self._run(self._operations.reduce_scatter(_listed(outputs), lists, _op(opts)), opts)
+        return self._run(self._operations.reduce_scatter(listed(outputs), lists, op_of(opts)), opts)
 
+    @or_nccl("_reduce_scatter_base")
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LaneWork:
         """The same with the ranks' parts one after the other in ``input``."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @or_nccl("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
         """The same for several tensors."""
-        return self._run(self._operations.reduce_scatter_single(outputs, inputs, _op(opts)), opts)
+        return self._run(self._operations.reduce_scatter_single(outputs, inputs, op_of(opts)), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @or_nccl("alltoall_base")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -249,14 +270,17 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
+    @or_nccl()
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
         """Rank r gets ``inputs[r]``; shapes may differ."""
         return self._run(self._operations.all_to_all(outputs, inputs), opts)
 
+    @or_nccl()
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> LaneWork:
         """Every rank's tensor to one rank."""
         return self._run(self._operations.gather(outputs, inputs[0], self._member(opts.rootRank)), opts)
 
+    @or_nccl()
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> LaneWork:
         """A tensor of one rank to every rank."""
         return self._run(self._operations.scatter(outputs[0], inputs, self._member(opts.rootRank)), opts)
@@ -278,6 +302,7 @@ class LaneProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a rank may stand still in any later collective, receive or send."""
         self.communicator.group.timeout_s = self._messages.timeout_s = timeout.total_seconds()
+        self.nccl.set_timeout(timeout.total_seconds())
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -318,10 +343,13 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Ends what runs, here and at the other ranks: they raise ``CollectiveError``."""
+        self.nccl.close(is_aborted=True)
         self._end("the process group was aborted")
 
     def shutdown(self) -> None:
         """Frees lanes, threads and memory; what is queued fails."""
+        if not self._ended:
+            self.nccl.close(is_aborted=False)
         self._end(f"rank {self.communicator.rank} has destroyed its process group, or ended")
 
     def _end(self, reason: str) -> None:
@@ -360,16 +388,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         operation.finish()
 
 
-def _keep_dynamo_out() -> None:
-    """``torch.compile`` around a model of DDP looks into every Python function that runs meanwhile, these too, which
-    C++ calls. ``torch.compiler.disable`` would do, but loads all of the compiler, and costs every call some time."""
-    skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    for function in vars(LaneProcessGroup).values():
-        if isinstance(function, types.FunctionType):
-            set_code_exec_strategy(function.__code__, skipped)
-
-
-_keep_dynamo_out()
+keep_dynamo_out(LaneProcessGroup)
 
 
 def _in_inference_mode(run: Callable[[Tag], None], tag: Tag) -> None:
@@ -380,12 +399,3 @@ def _in_inference_mode(run: Callable[[Tag], None], tag: Tag) -> None:
 def _is_awaited(opts: Any) -> bool:
     """Whether the caller waits for the result, as long as the group's own timeout allows."""
     return not getattr(opts, "asyncOp", True) and opts.timeout <= _NO_TIMEOUT  # opts may be the reduction itself
-
-
-def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _op(opts: Any) -> Any:
-    """The reduction that options name, or are."""
-    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)

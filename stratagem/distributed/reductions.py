@@ -110,6 +110,11 @@ class AllReducePlan(NamedTuple):
     reduction: RankReduction
 
 
+def op_of(opts: Any) -> Any:
+    """The reduction that options name, or are."""
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+
+
 def all_reduce_plan(op: Any, dtype: torch.dtype, shape: torch.Size) -> AllReducePlan | None:
     """None: the reduction takes more than a group's own."""
     return _plan(_number(op), dtype, shape)

@@ -12,6 +12,11 @@ from stratagem.rpc.codec import can_travel
 from stratagem.worker.ring.communicator import name_of
 
 
+def listed(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """One tensor as a list of one."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements; no copy of a contiguous tensor on the CPU. A copy is complete when this returns, whatever stream
     of a device was to write to the tensor.
@@ -23,7 +28,13 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
         raise ConfigurationError(f"{told(tensor)} is sparse, and only all_reduce takes those: call to_dense() before")
     if _is_flat(tensor):
         return _flat_view(tensor)
-    return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().view(-1)
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if not tensor.is_cuda:
+        return values.cpu()
+    staged = torch.empty(values.numel(), dtype=values.dtype, pin_memory=True)  # copied to at twice the speed
+    staged.copy_(values, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return staged
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -33,7 +44,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
     """Where the flat elements of a result go: the tensor's own memory if that is possible; see :func:`put`."""
-    return _flat_view(tensor) if _is_flat(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
+    if _is_flat(tensor):
+        return _flat_view(tensor)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -42,7 +55,8 @@ def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None
         if value is not tensor and (not _is_flat(tensor) or value.data_ptr() != tensor.data_ptr()):
             # A detached sparse tensor would not give its new elements to the one it came from.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-                tensor.copy_(value.view(tensor.shape) if value.layout is torch.strided else value)
+                is_strided = value.layout is torch.strided
+                tensor.copy_(value.view(tensor.shape) if is_strided else value, non_blocking=is_strided)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
 

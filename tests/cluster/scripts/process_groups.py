@@ -1,6 +1,7 @@
 """Four ranks: what trains over ``torch.distributed`` ends as in one process. Says "ok NAME" of each check.
 
-Alone it is the four ranks itself, forked when all is imported; under torchrun it is one of them.
+Alone it is the four ranks itself, forked when all is imported; under torchrun it is one of them. The variable DEVICE
+says where tensors are; on GPUs, which ranks may share, the checks of what is on the host anyway are left out.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ from stratagem.errors import CollectiveError
 from stratagem.rpc.binding import free_port
 
 STEPS, BATCH = 5, 8
+DEVICE = torch.device(os.environ.get("DEVICE", "cpu"))
+if DEVICE.type == "cuda":
+    DEVICE = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
 
 
 def model() -> nn.Sequential:
     """The same on every rank."""
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).to(DEVICE)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The global batch of a step."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 12, generator=generator), torch.randn(BATCH, 4, generator=generator)
+    inputs, targets = (torch.randn(BATCH, width, generator=generator) for width in (12, 4))
+    return inputs.to(DEVICE), targets.to(DEVICE)
 
 
 def own(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +103,7 @@ def uneven_inputs() -> None:
 
 def fsdp2() -> None:
     """Every layer sharded over all ranks; in torch's memory and in the group's."""
-    for in_group in (False, True):
+    for in_group in (False, True) if DEVICE.type == "cpu" else (False,):
         trained = model()
         for layer in trained:
             fully_shard(layer).set_allocate_memory_from_process_group_for_comm(in_group)
@@ -110,7 +115,7 @@ def fsdp2() -> None:
 
 def hsdp() -> None:
     """Sharded over pairs, replicated between them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard"))
     trained = model()
     for layer in trained:
         fully_shard(layer, mesh=mesh)
@@ -121,7 +126,7 @@ def hsdp() -> None:
 
 def tensor_parallel() -> None:
     """The first layers cut over all ranks; every rank sees the whole batch."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     trained = parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     train(trained, batch)
     same(trained)
@@ -134,7 +139,7 @@ def pipeline() -> None:
     inputs, _ = batch(0)
     values = inputs
     if rank:
-        values = torch.empty(BATCH, 32)
+        values = torch.empty(BATCH, 32, device=DEVICE)
         dist.recv(values, rank - 1)
     values.requires_grad_()
     out = layers[rank](values)
@@ -158,7 +163,7 @@ def pipeline() -> None:
 def reference_layers() -> list[nn.Module]:
     """Four stages of one width."""
     torch.manual_seed(3)
-    return [nn.Sequential(nn.Linear(12 if stage == 0 else 32, 32), nn.Tanh()) for stage in range(4)]
+    return [nn.Sequential(nn.Linear(12 if stage == 0 else 32, 32), nn.Tanh()).to(DEVICE) for stage in range(4)]
 
 
 def checkpoint() -> None:
@@ -187,22 +192,22 @@ def objects_and_batches() -> None:
     gathered: list[object] = [None] * size
     dist.all_gather_object(gathered, {"rank": rank})
     assert gathered == [{"rank": each} for each in range(size)]
-    got = torch.zeros(3)
+    got = torch.zeros(3, device=DEVICE)
     operations = [
-        dist.P2POp(dist.isend, torch.full((3,), float(rank)), (rank + 1) % size),
+        dist.P2POp(dist.isend, torch.full((3,), float(rank), device=DEVICE), (rank + 1) % size),
         dist.P2POp(dist.irecv, got, (rank - 1) % size),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     assert got.tolist() == [(rank - 1) % size] * 3
-    tensors = [torch.full((length,), float(rank)) for length in (1, 4)]
+    tensors = [torch.full((length,), float(rank), device=DEVICE) for length in (1, 4)]
     with _coalescing_manager():
         for tensor in tensors:
             dist.all_reduce(tensor)
     assert all(float(tensor[0]) == sum(range(size)) for tensor in tensors)
     odd = dist.new_group([1, 3])
     if rank in (1, 3):
-        total = torch.tensor(float(rank))
+        total = torch.tensor(float(rank), device=DEVICE)
         dist.all_reduce(total, group=odd)
         assert float(total) == 4.0
         dist.destroy_process_group(odd)
@@ -225,7 +230,7 @@ def compiled() -> None:
         work.wait()
         return values + 1
 
-    assert compiles(sums)(torch.ones(2)).tolist() == [dist.get_world_size() ** 2 + 1] * 2
+    assert compiles(sums)(torch.ones(2, device=DEVICE)).tolist() == [dist.get_world_size() ** 2 + 1] * 2
 
 
 class Forked(torch.utils.data.Dataset[str]):
@@ -291,6 +296,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     groups_by_other_names,
 )
 
+ON_HOSTS = (loaders, groups_by_other_names)
 SIZE = 4
 
 
@@ -308,10 +314,10 @@ def forked() -> int:
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         os.environ["RANK"] = str(forked())
-    dist.init_process_group("stratagem")
-    wanted = sys.argv[1:]
+    dist.init_process_group("stratagem", device_id=None if DEVICE.type == "cpu" else DEVICE)
+    wanted = sys.argv[1:] or [check.__name__ for check in CHECKS if DEVICE.type == "cpu" or check not in ON_HOSTS]
     for check in CHECKS:
-        if not wanted or check.__name__ in wanted:
+        if check.__name__ in wanted:
             check()
             dist.barrier()
             if dist.get_rank() == 0:

@@ -17,31 +17,31 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, GatherOptions
 
 from stratagem.cluster.communication import CommunicationOptions
 from stratagem.distributed.forming import form
 from stratagem.distributed.process_group import LaneProcessGroup
-from stratagem.distributed.work import LaneWork
 
 SIZE, VICTIM, LENGTH = 3, 2, 120_000
 TIMEOUT_S = 5.0
 
 
-def gather(group: LaneProcessGroup) -> LaneWork:
+def gather(group: LaneProcessGroup) -> dist.Work:
     options = GatherOptions()
     options.rootRank = 0
     outs = [[torch.empty(LENGTH) for _ in range(SIZE)]] if group.rank() == 0 else []
     return group.gather(outs, [torch.ones(LENGTH)], options)
 
 
-def messages(group: LaneProcessGroup) -> LaneWork:
+def messages(group: LaneProcessGroup) -> dist.Work:
     """Around the ring: every rank waits for a message."""
     group.send([torch.ones(LENGTH)], (group.rank() + 1) % SIZE, 0)
     return group.recv([torch.empty(LENGTH)], (group.rank() - 1) % SIZE, 0)
 
 
-CALLS: dict[str, Callable[[LaneProcessGroup], LaneWork]] = {
+CALLS: dict[str, Callable[[LaneProcessGroup], dist.Work]] = {
     "all_reduce": lambda group: group.allreduce([torch.ones(LENGTH)]),
     "reduce_scatter": lambda group: group._reduce_scatter_base(torch.empty(LENGTH), torch.ones(LENGTH * SIZE)),
     "all_gather": lambda group: group._allgather_base(torch.empty(LENGTH * SIZE), torch.ones(LENGTH)),
