@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import inspect
 import multiprocessing
@@ -175,9 +176,25 @@ class _Garbage:
 _garbage = _Garbage()
 
 
+@functools.cache
+def _wake_gpus() -> None:
+    """What CUDA, autograd and NCCL keep for the life of a process is there before the first test."""
+    import torch  # here, because not every run of tests needs it
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            tensor = torch.ones(1, device=f"cuda:{index}", requires_grad=True)
+            tensor.register_hook(lambda gradient: gradient)
+            (2 * tensor).sum().backward()
+        if torch.distributed.is_nccl_available():
+            each = [torch.ones(1, device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
+            torch.cuda.nccl.all_reduce(each, each)
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fails a test after which something is left that was not there before; waits for what is just ending."""
+    _wake_gpus()
     _garbage.before_test()
     before = _snapshot()
     environment = dict(os.environ)

@@ -60,7 +60,7 @@ def own(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(trained: nn.Module, examples: Callable[[int], tuple[torch.Tensor, torch.Tensor]], steps: int = STEPS) -> None:
     """A few steps of Adam."""
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, foreach=False)  # which mixes tensors and DTensors
     for step in range(steps):
         inputs, targets = examples(step)
         optimizer.zero_grad()

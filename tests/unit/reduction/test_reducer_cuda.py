@@ -1,57 +1,95 @@
-"""Gradients of CUDA parameters go through page-locked host memory on a side stream."""
+"""Gradients of CUDA parameters are reduced where they are, over NCCL, or go through page-locked host memory.
+
+One rank: of several in one process, autograd runs all of a device's backward passes in one thread, where they would
+wait for each other. Several are in tests/cluster/test_gpus.py.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from stratagem.worker.reduction.compress_int8 import Int8Compression
 from stratagem.worker.ring.communicator import Communicator
-from tests.unit.reduction.reducing import assert_same, batch, build, gradients, mean_loss, reducing, share_of, weight_of
-from tests.unit.ring.thread_group import run_ranks
+from stratagem.worker.ring.group import Group
+from stratagem.worker.ring.torch_group import TorchGroup, free_store_address
+from tests.unit.reduction.reducing import assert_same, batch, build, gradients, mean_loss, reducing, weight_of
+from tests.unit.ring.thread_group import Meeting, ThreadGroup
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.parametrize("way", ["host", "nccl"]),
 ]
 
 
-def test_training_equals_one_process_on_the_host() -> None:
-    def train(model: torch.nn.Module, rank: int | None, device: str) -> list[torch.Tensor | None]:
+@contextlib.contextmanager
+def communicating(way: str) -> Iterator[Communicator]:
+    address, device = free_store_address("127.0.0.1"), torch.device("cuda:0")
+    nccl = way == "nccl"
+    group: Group = TorchGroup(0, 1, "nccl", address, 60.0, device) if nccl else ThreadGroup(Meeting(1), 0, ())
+    communicator = Communicator(group, explain=lambda error, position: error)
+    try:
+        yield communicator
+    finally:
+        communicator.close()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_training_equals_one_process_on_the_host(way: str, in_place: bool) -> None:
+    def train(model: torch.nn.Module, device: str) -> list[torch.Tensor | None]:
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         for step in range(4):
             optimizer.zero_grad()
             for part in range(2):
-                values = batch(10 * step + part)
-                shares = values if rank is None else share_of(values, [3, 1], rank)
-                mean_loss(model, *(value.to(device) for value in shares)).backward()
+                mean_loss(model, *(value.to(device) for value in batch(10 * step + part))).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         found = [*(parameter.detach() for parameter in model.parameters()), *gradients(model)]
         return [None if value is None else value.cpu() for value in found]
 
-    def work(communicator: Communicator) -> list[torch.Tensor | None]:
-        model = build().cuda()
-        with reducing(model, communicator, weight_of([3, 1], communicator.rank)) as reducer:
-            found = train(model, communicator.rank, "cuda")
-            assert reducer.num_early > 0
-            assert all(bucket.area.result.is_cuda for bucket in reducer.buckets)
-            return found
-
-    ranks = run_ranks(2, work)
-    expected = train(build(), None, "cpu")
-    for value, other, reference in zip(ranks[0], ranks[1], expected, strict=True):
-        assert value is not None and other is not None and torch.equal(value, other)
+    model = build().cuda()
+    with (
+        communicating(way) as communicator,
+        reducing(model, communicator, weight_of([1], 0), keep_sources=not in_place) as reducer,
+    ):
+        found = train(model, "cuda")
+        assert reducer.num_early > 0
+        for bucket in reducer.buckets:
+            assert bucket.area.result.is_cuda and bucket.area.reduced.is_cuda == (way == "nccl")
+            shared = bucket.area.source.data_ptr() == bucket.area.result.data_ptr()
+            assert shared == (in_place and way == "nccl")
+    for value, reference in zip(found, train(build(), "cpu"), strict=True):
+        assert value is not None
         torch.testing.assert_close(value, reference, atol=1e-5, rtol=1e-4)  # another device sums in another order
 
 
-def test_parameters_on_both_devices() -> None:
-    def work(communicator: Communicator) -> list[torch.Tensor | None]:
-        model = build()
-        model.last.cuda()
-        with reducing(model, communicator, weight_of([2, 2], communicator.rank)):
-            (model.first(torch.ones(5)).sum() + model.last(torch.ones(16, device="cuda")).sum().cpu()).backward()
-            return [None if value is None else value.cpu() for value in gradients(model)]
-
+def test_parameters_on_both_devices(way: str) -> None:
+    model = build()
+    model.last.cuda()
+    with communicating(way) as communicator, reducing(model, communicator, weight_of([1], 0)):
+        (model.first(torch.ones(5)).sum() + model.last(torch.ones(16, device="cuda")).sum().cpu()).backward()
+        found = [None if value is None else value.cpu() for value in gradients(model)]
     reference = build()
     (reference.first(torch.ones(5)).sum() + reference.last(torch.ones(16)).sum()).backward()
-    assert_same(run_ranks(2, work)[0], gradients(reference))
+    assert_same(found, gradients(reference))
+
+
+def test_compressed_gradients(way: str) -> None:
+    model = build().cuda()
+    compression = Int8Compression()
+    with (
+        communicating(way) as communicator,
+        reducing(model, communicator, weight_of([1], 0), compression=compression) as reducer,
+    ):
+        mean_loss(model, *(value.cuda() for value in batch(1))).backward()
+        found = [None if value is None else value.cpu() for value in gradients(model)]
+        assert all(bucket.area.reduced.is_cpu for bucket in reducer.buckets)
+    reference = build()
+    mean_loss(reference, *batch(1)).backward()
+    for value, expected in zip(found, gradients(reference), strict=True):
+        assert value is not None and expected is not None
+        torch.testing.assert_close(value, expected, atol=float(expected.abs().max()) / 50, rtol=0)
