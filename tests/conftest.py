@@ -178,13 +178,14 @@ _garbage = _Garbage()
 
 @functools.cache
 def _wake_gpus() -> None:
-    """What CUDA, autograd and NCCL keep for the life of a process is there before the first test."""
+    """What CUDA, autograd (a thread that Python then knows) and NCCL keep for the life of a process is there before the
+    first test."""
     import torch  # here, because not every run of tests needs it
 
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             tensor = torch.ones(1, device=f"cuda:{index}", requires_grad=True)
-            tensor.register_hook(lambda gradient: gradient)
+            tensor.register_hook(lambda _: None if threading.current_thread() else None)
             (2 * tensor).sum().backward()
         if torch.distributed.is_nccl_available():
             each = [torch.ones(1, device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
