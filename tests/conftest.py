@@ -182,10 +182,13 @@ def _wake_gpus() -> None:
     first test."""
     import torch  # here, because not every run of tests needs it
 
+    def meet(_: torch.Tensor) -> None:
+        threading.current_thread()
+
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             tensor = torch.ones(1, device=f"cuda:{index}", requires_grad=True)
-            tensor.register_hook(lambda _: None if threading.current_thread() else None)
+            tensor.register_hook(meet)
             (2 * tensor).sum().backward()
         if torch.distributed.is_nccl_available():
             each = [torch.ones(1, device=f"cuda:{index}") for index in range(torch.cuda.device_count())]
