@@ -149,6 +149,11 @@ def or_nccl(name: str = "") -> Callable[[Method], Method]:
 
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            first = arguments[0] if arguments else None
+            while type(first) is list and first:
+                first = first[0]
+            if isinstance(first, torch.Tensor) and not _is_elsewhere(first):  # no more than this for a short tensor
+                return method(self, *arguments, **named)
             nccl: Nccl = self.nccl
             if nccl.takes((*arguments, *named.values())):
                 return nccl.call(theirs, *arguments, **named)
