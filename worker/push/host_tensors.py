@@ -31,6 +31,8 @@ class WeightTargets:
         self._flats: dict[int, tuple[int, torch.Tensor]] = {}
         """Of contiguous CPU tensors, where their elements lie, and a flat view on them."""
         self._mirrors: dict[int, torch.Tensor] = {}
+        self._mirrored: dict[int, tuple[int, int]] = {}
+        """Where a tensor lay, and its version, when its mirror had what it has."""
         self._dirty: set[int] = set()
         self._placed: torch.Tensor | None = None
         """The newest that :meth:`place` gave."""
@@ -75,6 +77,7 @@ class WeightTargets:
         for index in self._dirty:
             tensor = self.tensors[index]
             tensor.copy_(self._mirrors[index].view(tensor.shape), non_blocking=True)
+            self._mirrored[index] = tensor.data_ptr(), tensor._version
         self._dirty.clear()
 
     def pieces(self, chunk: Chunk) -> Pieces:
@@ -117,7 +120,8 @@ class WeightTargets:
         if index not in self._dirty:
             if tensor.device.type == "cuda":
                 torch.cuda.current_stream(tensor.device).synchronize()  # the last copy out of the mirror is done
-            mirror.copy_(tensor.detach().reshape(-1))  # a frame may bring a part of the tensor only
+            if self._mirrored.get(index) != (tensor.data_ptr(), tensor._version):
+                mirror.copy_(tensor.detach().reshape(-1))  # a frame may bring a part of the tensor only
             self._dirty.add(index)
         return mirror
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratagem.rpc.codec import Frame, decode_frame, frame_parts
 from stratagem.worker.push.host_tensors import GradientSource, WeightTargets
@@ -53,6 +56,35 @@ def test_a_partial_write_leaves_the_rest_alone() -> None:
     targets.write(0, frame_of(2, torch.zeros(3)))
     targets.finish()
     assert tensor.reshape(-1).tolist() == [1, 1, 0, 0, 0, *[1] * 7]
+
+
+class Copies(TorchDispatchMode):
+    """Counts what copies between tensors."""
+
+    num: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tensor_is_read_again_only_if_the_script_has_changed_it(device: str) -> None:
+    tensor = torch.ones(3, 4, device=device).t()
+    targets = WeightTargets(layout_of([tensor]), [tensor])
+
+    def write(value: float) -> int:
+        copies = Copies()  # type: ignore[no-untyped-call]
+        with copies:
+            targets.write(0, frame_of(2, torch.full((3,), value)))
+            targets.finish()
+        return copies.num
+
+    first, second = write(0.0), write(2.0)
+    assert second < first and tensor.reshape(-1).tolist() == [1, 1, 2, 2, 2, *[1] * 7]
+    with torch.no_grad():
+        tensor.add_(1)
+    assert write(0.0) == first and tensor.reshape(-1).tolist() == [2, 2, 0, 0, 0, *[2] * 7]
 
 
 def test_a_frame_of_one_contiguous_tensor_is_received_where_it_belongs() -> None:
