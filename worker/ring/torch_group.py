@@ -16,11 +16,13 @@ from torch._C._distributed_c10d import TCPStore
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.rpc.binding import listening
-from stratagem.worker.ring.group import Arena, Breakable, Group, Tag
+from stratagem.worker.ring.group import Arena, Breakable, Group, OutOfStepError, Tag
 
 _EAGER_POLLS = 200
 """How often a collective is asked whether it is done, before the caller sleeps between the questions."""
 _LONGEST_SLEEP_S = 0.001
+_LOOK_S = 2.0
+"""How long a rank waits before it tells the others where, and looks where they wait."""
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -48,11 +50,11 @@ class TorchGroup(Breakable, Group):
     neither used nor touched. Tensors may be on the CPU or on the group's device, and travel from the device: what the
     caller's stream has yet to do to the latter is waited for.
 
-    What NCCL does not do, this class cannot promise: it never says which rank it waits for, so errors name none. The
-    tags are compared in :meth:`barrier` and :meth:`arena` only: in every call that would be one more collective,
-    about as long as a small all-reduce itself. In between, ranks in different collectives are found by the timeout, if
-    their messages do not fit together, and by the next barrier otherwise. Partial sums of float16 and bfloat16 are
-    rounded as NCCL does.
+    What NCCL does not do, this class cannot promise: it never says which rank it waits for, so most errors name none.
+    The tags are compared in :meth:`barrier` and :meth:`arena` only: in every call that would be one more collective,
+    about as long as a small all-reduce itself. In between, ranks in different collectives find each other in the store
+    after two seconds, if their messages do not fit together, and by the next barrier otherwise. Partial sums of float16
+    and bfloat16 are rounded as NCCL does.
 
     Args:
         backend: "nccl", or "gloo" for tests.
@@ -156,10 +158,7 @@ class TorchGroup(Breakable, Group):
         self.all_gather(mine, every, tag)
         for rank, theirs in enumerate(every):
             if not torch.equal(mine, theirs):
-                ordinal, fingerprint = theirs.tolist()
-                expected = f"in collective {tag.ordinal} (fingerprint {tag.fingerprint:08x})"
-                got = f"in {ordinal} (fingerprint {fingerprint:08x})"
-                raise self.break_off(CollectiveError(f"expected rank {rank} {expected}, it is {got}", rank))
+                raise self.break_off(_out_of_step(rank, tag, Tag(*theirs.tolist())))
 
     def _stream_for(self, *tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         is_side = self._side is not None and all(tensor.is_cpu for tensor in tensors)
@@ -167,10 +166,27 @@ class TorchGroup(Breakable, Group):
 
     def _run(self, start: Callable[[Any], Any], tag: Tag) -> None:
         """Starts a collective and waits until its outputs are complete."""
-        if failure := self._attempt(start):
-            raise self.break_off(CollectiveError(f"collective {tag.ordinal} failed: {self.name}: {failure}"))
+        failure: CollectiveError | str | None = self._attempt(start, tag)
+        if isinstance(failure, str):
+            failure = CollectiveError(f"collective {tag.ordinal} failed: {self.name}: {failure}")
+        if failure is not None:
+            raise self.break_off(failure)
 
-    # These two return errors as texts: the traceback of an error would keep the process group and its connections.
+    def _parted(self, tag: Tag) -> OutOfStepError | None:
+        """Tells the others where this rank waits, and looks whether one waits in another collective of this number. Who
+        is at another number has been through, or will be."""
+        store = self._store
+        if store is None:
+            return None
+        store.set(f"waits/{self.rank}", f"{tag.ordinal} {tag.fingerprint}")
+        for rank in range(self.size):
+            if rank != self.rank and store.check([key := f"waits/{rank}"]):
+                ordinal, fingerprint = map(int, store.get(key).split())
+                if ordinal == tag.ordinal and fingerprint != tag.fingerprint:
+                    return _out_of_step(rank, tag, Tag(ordinal, fingerprint))
+        return None
+
+    # These two return errors: the traceback of one that is raised would keep the process group and its connections.
 
     def _connect(self, store_address: str) -> str:
         try:
@@ -180,8 +196,9 @@ class TorchGroup(Breakable, Group):
             return _first_line(error)
         return ""
 
-    def _attempt(self, start: Callable[[Any], Any]) -> str:
-        deadline = time.monotonic() + self.timeout_s
+    def _attempt(self, start: Callable[[Any], Any], tag: Tag) -> OutOfStepError | str | None:
+        begun = time.monotonic()
+        deadline, look = begun + self.timeout_s, begun + _LOOK_S
         group = self._group
         if group is None:  # closed by another thread
             return "closed"
@@ -193,13 +210,18 @@ class TorchGroup(Breakable, Group):
                     return "closed"
                 polls += 1
                 if polls > _EAGER_POLLS:
-                    if time.monotonic() > deadline:
+                    now = time.monotonic()
+                    if now > deadline:
                         return f"not every rank took part within {self.timeout_s:g} s"
+                    if now > look:
+                        if (error := self._parted(tag)) is not None:
+                            return error
+                        look = now + _LOOK_S
                     time.sleep(min(_LONGEST_SLEEP_S, polls * 1e-7))
             work.wait()  # raises what went wrong
-        except (RuntimeError, OSError) as error:
-            return _first_line(error)
-        return ""
+        except (RuntimeError, OSError) as failed:
+            return _first_line(failed)
+        return None
 
     def _end(self, error: CollectiveError) -> None:
         """Aborts what runs, frees connections and threads."""
@@ -238,6 +260,11 @@ def _process_group(rank: int, size: int, backend: str, store: TCPStore, timeout_
             del os.environ[_ERROR_HANDLING]
         else:
             os.environ[_ERROR_HANDLING] = before
+
+
+def _out_of_step(rank: int, tag: Tag, other: Tag) -> OutOfStepError:
+    expected, got = (f"{each.ordinal} (fingerprint {each.fingerprint:08x})" for each in (tag, other))
+    return OutOfStepError(f"expected rank {rank} in collective {expected}, it is in {got}", rank)
 
 
 def _first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
-from stratagem.worker.ring.group import Tag
+from stratagem.worker.ring.group import OutOfStepError, Tag
 from stratagem.worker.ring.schedule import cut
 from stratagem.worker.ring.torch_group import TorchGroup, free_store_address
 from tests import forks
@@ -99,6 +99,20 @@ def test_a_barrier_tells_who_is_somewhere_else() -> None:
             assert again.value is outcome.error
 
 
+def test_ranks_that_wait_in_different_collectives_find_each_other() -> None:
+    with torch_groups(2, timeout_s=8.0) as groups:  # gloo, unlike NCCL, ends no sooner
+        # Each waits for the other's values.
+        outcomes = outcomes_of(
+            [
+                functools.partial(group.broadcast, torch.ones(2), 1 - group.rank, Tag(4, 1 + group.rank))
+                for group in groups
+            ]
+        )
+    named = [outcome.error for outcome in outcomes if isinstance(outcome.error, OutOfStepError)]
+    assert named and all(error.rank in (0, 1) for error in named)
+    assert "in collective 4 (fingerprint 0000000" in str(named[0])
+
+
 def test_a_rank_that_stands_still() -> None:
     with torch_groups(2, timeout_s=3.0) as groups:
         with pytest.raises(CollectiveError, match="collective 1 failed: gloo") as raised:
@@ -109,7 +123,7 @@ def test_a_rank_that_stands_still() -> None:
 
 
 def test_close_wakes_a_call_that_waits() -> None:
-    with torch_groups(2) as groups:
+    with torch_groups(2, timeout_s=5.0) as groups:
         started = threading.Event()
 
         def work() -> None:
