@@ -67,19 +67,17 @@ class Description(_message.Message):
 
     TASK_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
-    GPU_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     CONNECTION_BROKE_FIELD_NUMBER: _builtins.int
     HAS_FORMED_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """Task id, for example "worker:1". Ranks are the workers in the order of their indices."""
     place: _builtins.str
     """Where abstract Unix sockets and memory can be shared: boot id of the kernel and network namespace."""
-    gpu: _builtins.str
-    """Which GPU it computes on, unlike every other in the world; empty: on none, or NCCL must not be taken."""
     store_address: _builtins.str
     """host:port for a torch.distributed store; rank 0 only, and only when NCCL may be chosen."""
     chunk_bytes: _builtins.int
@@ -88,6 +86,8 @@ class Description(_message.Message):
     """Whether what failed since the round before was a connection that broke: the same lanes may be opened once more."""
     has_formed: _builtins.bool
     """Whether it has been in a group before: it compares with the others what they have completed, and so do all."""
+    gpu: _builtins.str
+    """Which GPU it computes on, unlike every other in the world; empty: on none, or NCCL must not be taken."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Choices that have to be the same everywhere, as name and value."""
@@ -101,13 +101,13 @@ class Description(_message.Message):
         *,
         task: _builtins.str = ...,
         place: _builtins.str = ...,
-        gpu: _builtins.str = ...,
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         failures: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         store_address: _builtins.str = ...,
         chunk_bytes: _builtins.int = ...,
         connection_broke: _builtins.bool = ...,
         has_formed: _builtins.bool = ...,
+        gpu: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
