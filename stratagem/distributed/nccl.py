@@ -156,6 +156,7 @@ def or_nccl(name: str = "") -> Callable[[Method], Method]:
                 return method(self, *arguments, **named)
             nccl: Nccl = self.nccl
             if nccl.takes((*arguments, *named.values())):
+                self.check_open(theirs)
                 return nccl.call(theirs, *arguments, **named)
             return method(self, *arguments, **named)
 
@@ -173,9 +174,10 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_bitwise(given: Any) -> bool:
-    """Whether options of a call name a reduction that NCCL has not."""
-    op = getattr(given, "reduceOp", None)
-    return op is not None and any(op == each for each in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR))
+    """Whether options of a call name a reduction that NCCL has not, or are it."""
+    op = getattr(given, "reduceOp", given)
+    op = op.op if type(op) is dist.ReduceOp else op  # type: ignore[attr-defined]
+    return isinstance(op, dist.ReduceOp.RedOpType) and op.name in ("BAND", "BOR", "BXOR")
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:

@@ -92,14 +92,12 @@ class LaneProcessGroup(dist.ProcessGroup):
         """The name that ``init_process_group`` was given."""
         return "stratagem"
 
-    # torch keeps name and description in a group's backends, and this one has none.
-
     def setGroupName(self, name: str) -> None:
-        """Called by ``new_group``: torch finds the group by this name."""
+        """Called by ``new_group``. torch itself keeps it, and the description, in a group's backends: here are none."""
         self._name = name
 
     def getGroupName(self) -> str:
-        """The name; empty before it was given."""
+        """By which torch finds the group; empty before it was given."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
@@ -110,9 +108,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         """What the group is for."""
         return self._description
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+    _device_types = [torch.device("cpu")]  # noqa: RUF012
 
     def _get_backend(self, device: torch.device) -> LaneProcessGroup:
         """Itself: there is nothing under it. What torch asks a backend for follows."""
@@ -186,13 +182,14 @@ class LaneProcessGroup(dist.ProcessGroup):
             values, plan = plain(tensors[0]), all_reduce_plan(op, tensors[0].dtype, tensors[0].shape)
             if values is not None and plan is not None:
                 return self._all_reduce_plain(tensors, values, plan)
-        if self.nccl.takes([tensors, opts]):
-            return self.nccl.call("allreduce" if len(tensors) == 1 else "allreduce_coalesced", tensors, opts)
-        return self._run(self._operations.all_reduce(tensors, op), opts, timeout)
+        if not self.nccl.takes([tensors, opts]):
+            return self._run(self._operations.all_reduce(tensors, op), opts, timeout)
+        self.check_open("all_reduce")
+        return self.nccl.call("allreduce" if len(tensors) == 1 else "allreduce_coalesced", tensors, opts)
 
     def _all_reduce_plain(self, tensors: Tensors, values: torch.Tensor, plan: AllReducePlan) -> LaneWork:
         """What most calls ask for, in a few calls of its own: a short tensor takes 10 µs, of which each is some."""
-        self._check_open(plan.what)
+        self.check_open(plan.what)
         communicator = self.communicator
         communicator.collective(plan.what, functools.partial(communicator.group.all_reduce, values, values, plan.op))
         plan.reduction.finish(values, communicator.group.size)
@@ -308,7 +305,7 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> LaneWork:
         """Sends a tensor to one rank; is done when the tensor may be changed."""
-        self._check_open("send")
+        self.check_open("send")
         done = self._messages.send(movable(flat(tensors[0])), self._other(dstRank), tag)
         return LaneWork(f"send to rank {dstRank}", [], done)
 
@@ -331,7 +328,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         return self._member(rank)
 
     def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> LaneWork:
-        self._check_open("recv")
+        self.check_open("recv")
         check_writable(tensor)
         room = room_for(tensor)
         receive = self._messages.receive(movable(room), source, tag)
@@ -356,7 +353,8 @@ class LaneProcessGroup(dist.ProcessGroup):
         self._ended = self._ended or reason
         self._close(reason)
 
-    def _check_open(self, what: str) -> None:
+    def check_open(self, what: str) -> None:
+        """Raises ``CollectiveError`` once the group has ended."""
         if self._ended:
             raise CollectiveError(f"{what}: {self._ended}")
 
@@ -364,7 +362,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         timeout = timeout or getattr(opts, "timeout", None)
         if timeout is not None and timeout > _NO_TIMEOUT:
             operation.limit(timeout.total_seconds())
-        self._check_open(operation.what)
+        self.check_open(operation.what)
         is_inference = torch.is_inference_mode_enabled()  # what was made in that mode can be written in it alone
         for tensor in operation.outputs:
             check_writable(tensor)

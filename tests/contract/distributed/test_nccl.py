@@ -79,6 +79,27 @@ def test_the_same_values_as_over_lanes(groups: Groups, name: str) -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_reduction_that_nccl_has_not_stays_on_the_lanes(groups: Groups) -> None:
+    def run(group: LaneProcessGroup) -> None:
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.BOR  # type: ignore[assignment]
+        for given in (options, dist.ReduceOp.BOR):
+            tensor = torch.tensor([1 + group.rank()])
+            group.allreduce([tensor], given).wait()
+            assert int(tensor) == 3
+
+    before = groups[0].communicator.position.ordinal
+    on_every_rank(groups, run)
+    assert groups[0].communicator.position.ordinal == before + 2
+
+
+def test_a_group_that_has_ended_says_so(groups: Groups) -> None:
+    on_every_rank(groups, LaneProcessGroup.shutdown)
+    for call in (LaneProcessGroup.allreduce, LaneProcessGroup.broadcast):
+        with pytest.raises(CollectiveError, match="has destroyed its process group"):
+            call(groups[0], [torch.ones(1)])
+
+
 def test_ranks_agree_in_their_first_collective_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem.distributed.nccl._fits", lambda tensor: True)
     monkeypatch.setattr("stratagem.distributed.nccl._is_elsewhere", lambda tensor: tensor.numel() > 3)
