@@ -143,8 +143,8 @@ def test_a_chief_that_lost_its_lock_acknowledges_nothing(start: Start, tmp_path:
     line_with(chief, "listening on")
     where = f"file:{tmp_path}/chief.address"
     ps = start("ps", "--task", "ps:0", "--chief", where)
-    script = (SCRIPTS / "count_examples.py", "--out", tmp_path / "out.pt", "--epochs", 3, "--pause-s", 0.05)
-    worker = start("worker", "--task", "worker:0", "--chief", where, *script)
+    script = (SCRIPTS / "count_examples.py", "--out", tmp_path / "out.pt", "--epochs", 3, "--pause-s", 0.2)
+    worker = start("worker", "--task", "worker:0", "--chief", where, *script)  # until the second chief has come
     line_with(chief, "Cluster is ready")
     (tmp_path / LOCK).unlink()  # by somebody who thought it was in the way
     second = start("chief", *state)

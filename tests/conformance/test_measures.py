@@ -24,7 +24,7 @@ def test_phases(column: Column, results: list[dict[str, Any]]) -> None:
     for one in results:
         values, steps = one["values"], one["steps"] * column.num_local
         whole = sum(values.get(phase, 0.0) for phase in measures.PHASES)
-        assert whole == pytest.approx(one["elapsed_s"], rel=0.01, abs=0.002)
+        assert whole == pytest.approx(one["elapsed_s"], rel=0.01, abs=0.01)  # another may run between two clocks
         if not steps:  # of asynchronous workers the others may have taken every unit
             continue
         assert values[measures.BACKWARD] >= 0.99 * steps * phases.BACKWARD_S, values

@@ -18,7 +18,7 @@ def say(number):
 
 def lines_of(script: str) -> list[str]:
     """What a script of its own process writes on stderr, without the time."""
-    done = subprocess.run([sys.executable, "-c", SAY + script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SAY + script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return [line.partition(" ")[2] if line[:1].isdigit() else line for line in done.stderr.splitlines()]
 
