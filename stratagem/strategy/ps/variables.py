@@ -66,7 +66,7 @@ class VariableGroups:
 
     def num_brought(self, pull: Callable[[], None]) -> int:
         """Calls ``pull``, which brings newer weights; so many updates of what each optimizer changes came so."""
-        trained = [variables for variables in self._all if variables.optimizer]
+        trained = [variables for variables in self._all if variables.optimizer and variables.named]  # not tables alone
         before = [variables.num_updates for variables in trained]
         pull()
         more = (variables.num_updates - count for variables, count in zip(trained, before, strict=True))

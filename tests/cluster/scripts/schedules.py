@@ -9,16 +9,19 @@ import stratagem as sg
 
 strategy = sg.ParameterServerStrategy(staleness=0)
 with strategy.scope():
-    model = torch.nn.Linear(3, 1)
+    table, model = sg.nn.Embedding(4, 3), torch.nn.Linear(3, 1)
+    lazy = torch.optim.SparseAdam(table.parameters(), 0.1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
+    table, model, lazy, optimizer, scheduler = strategy.prepare(table, model, lazy, optimizer, scheduler)
 data = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(37, 3)), batch_size=6))
 
 
 def step(batch: list[torch.Tensor]) -> None:
     optimizer.zero_grad()
-    model(batch[0]).mean().backward()
+    lazy.zero_grad()
+    model(batch[0] + table(torch.tensor([1]))).mean().backward()
+    lazy.step()
     optimizer.step()
     scheduler.step()
 
