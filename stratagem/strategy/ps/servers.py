@@ -32,12 +32,12 @@ from stratagem.worker.step_meter import StepMeter
 logger = logging.getLogger(__name__)
 
 Place = tuple[int, torch.Size]
-"""Address and shape of a tensor; of one without memory, which stands for a table, the object instead."""
+"""Address and shape of a tensor; of one without memory (empty, or what stands for a table), the object instead."""
 
 
 def place_of(tensor: torch.Tensor) -> Place:
     """What tells tensors of a script apart, also by a ``detach()`` of them."""
-    return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr(), tensor.shape
+    return tensor.data_ptr() if tensor.numel() and tensor.device.type != "meta" else id(tensor), tensor.shape
 
 
 class EvaluatedUnits:
@@ -215,7 +215,7 @@ class Servers:
 
         Of what no optimizer changes (buffers) the ps have the initial values only.
         """
-        return {place_of(tensor): name for name, tensor in self._groups.optimized if tensor.numel()}
+        return {place_of(tensor): name for name, tensor in self._groups.optimized}
 
     def load_once(self, load: Callable[[], object] | None, num_updates: int | None = None) -> None:
         """Calls ``load`` on every worker; on the lead what it loads goes to the ps. Every worker has to call this.

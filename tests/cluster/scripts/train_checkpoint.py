@@ -18,6 +18,7 @@ def make(dropout: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The net and its optimizer."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
+    model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))  # as layers of no width have
     return model, torch.optim.Adam(model.parameters(), 1e-2)
 
 
