@@ -18,7 +18,8 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
 
     Args:
         directory: a committed checkpoint ("…/step-00000100").
-        slot: name of an optimizer slot ("exp_avg") to read instead of weights; variables without it are left out.
+        slot: name of an optimizer slot ("exp_avg") to read instead of weights; variables without it are left out. Of
+            one that was never updated (frozen, say) some ps may have it, for what they hold beside it: zeros.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged; names the variable or file.
@@ -34,6 +35,8 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
         source = path / (f"{stem}.slots.safetensors" if slot else f"{stem}.safetensors")
         try:
             groups = json.loads(part.read_text())["groups"]
+            for shard in [shard for group in groups for shard in group["shards"]]:
+                rows[shard["variable"]] = rows.get(shard["variable"], 0) + shard["num_rows"]
             wanted = [shard for group in groups if not slot or slot in group["slots"] for shard in group["shards"]]
             if not wanted:
                 continue
@@ -41,10 +44,9 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
                 for shard in wanted:
                     name, shape = shard["variable"], tuple(shard["shape"])
                     tensor = tensors.get_tensor(f"slot/{slot}/{shard['key']}" if slot else shard["key"])
-                    whole = state.setdefault(name, torch.empty(shape, dtype=tensor.dtype))
+                    whole = state.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
                     target = whole.narrow(0, shard["first_row"], shard["num_rows"]) if shape else whole
                     target.copy_(tensor)
-                    rows[name] = rows.get(name, 0) + shard["num_rows"]
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{source} cannot be read: {error!r}") from None
     for name, tensor in state.items():

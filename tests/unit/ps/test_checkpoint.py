@@ -95,27 +95,28 @@ def test_restored_training_equals_uninterrupted(tmp_path: pathlib.Path, optimize
 
 def test_any_number_of_ps_reads_as_one_plain_state_dict(tmp_path: pathlib.Path) -> None:
     table = torch.arange(20.0).view(10, 2)
-    stores = [new_store(index) for index in range(2)]
-    rows = [(0, 7), (7, 3)]
-    for index, (store, (first, count)) in enumerate(zip(stores, rows, strict=True)):
-        shards = [ShardSpec("table", (10, 2), first, count, 0)]
-        if index == 0:
-            shards += [ShardSpec("bias", (3,), 0, 3, 14), ShardSpec("scale", (), 0, 1, 17)]
-        spec = GroupSpec(1, "Adam", torch.float32, tuple(shards))
-        worker = DirectWorker(store, "worker:0", spec)
-        worker.create(
-            torch.cat([table[first : first + count].reshape(-1), torch.tensor([1.0, 2, 3, 4][: 4 * (not index)])])
-        )
+    head = [ShardSpec("table", (10, 2), 0, 7, 0), ShardSpec("bias", (3,), 0, 3, 14), ShardSpec("scale", (), 0, 1, 17)]
+    held = [  # of what has no gradient, ps:0 has slots with the others' in the group, and ps:2 has none
+        ([*head, ShardSpec("frozen", (2,), 0, 1, 18)], torch.tensor([*range(14), 1.0, 2, 3, 4, 5]), b"\x07"),
+        ([ShardSpec("table", (10, 2), 7, 3, 0)], torch.arange(14.0, 20), b""),
+        ([ShardSpec("frozen", (2,), 1, 1, 0)], torch.tensor([6.0]), b"\x00"),
+    ]
+    stores = [new_store(index) for index in range(3)]
+    for store, (shards, values, present) in zip(stores, held, strict=True):
+        worker = DirectWorker(store, "worker:0", GroupSpec(1, "Adam", torch.float32, tuple(shards)))
+        worker.create(values)
         worker.hyper = {"lr": 0.0}
-        worker.commit(torch.ones(spec.num_elements), unit(0))
+        num_elements = sum(shard.num_elements for shard in shards if shard.variable != "frozen")
+        worker.commit(torch.ones(num_elements), unit(0), present=present)
     path = checkpoint(tmp_path, stores, 1)
     plain = safetensors.torch.load_file(path / "ps-0.safetensors")
-    assert sorted(plain) == ["bias", "scale", "table@0"]
+    assert sorted(plain) == ["bias", "frozen@0", "scale", "table@0"]
     assert plain["scale"].shape == () and torch.equal(plain["bias"], torch.tensor([1.0, 2, 3]))
     state = consolidate(path)
-    assert sorted(state) == ["bias", "scale", "table"]
+    assert sorted(state) == ["bias", "frozen", "scale", "table"]
     assert torch.equal(state["table"], table) and float(state["scale"]) == 4.0
     torch.testing.assert_close(consolidate(path, "exp_avg")["table"], torch.full((10, 2), 0.1))
+    assert consolidate(path, "exp_avg")["frozen"].tolist() == [0.0, 0.0]
     (path / "ps-1.json").unlink()
     with pytest.raises(CheckpointError, match="expected 10 rows of variable table, found 7"):
         consolidate(path)
