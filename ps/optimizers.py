@@ -164,10 +164,11 @@ def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:
         Every argument of the class, defaults included.
 
     Raises:
-        ConfigurationError: torch refuses the values.
+        ConfigurationError: torch refuses the values. A rate of 0 or less, to which a schedule may come, is fine: torch
+            refuses it of new optimizers alone.
         UnsupportedOptimizerError: ``differentiable=True``.
     """
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(rule.cls).parameters.items():
         if name == "params" or name in _IMPLEMENTATION_CHOICES:
             continue
@@ -178,7 +179,7 @@ def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:
             f"a parameter server cannot run {rule.name} with differentiable=True: no graph crosses the wire"
         )
     try:
-        rule.cls([torch.zeros(1)], **arguments)
+        rule.cls([torch.zeros(1)], **arguments | {"lr": abs(arguments["lr"]) or 1.0})
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise ConfigurationError(f"{rule.name} refuses its hyper-parameters {arguments}: {error}") from None
     return arguments
@@ -207,10 +208,10 @@ def build(
     # Placeholders first: the constructors of some classes allocate state for what they are given.
     fused = rule.fused and dtype in _FUSED_DTYPES
     choices: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
-    optimizer = rule.cls([{"params": [torch.zeros(1)], **hyper, **choices} for hyper, _ in groups])
+    optimizer = rule.cls([{"params": [torch.zeros(1)], **choices} for _ in groups])
     optimizer.state.clear()
-    for target, (_, parameters) in zip(optimizer.param_groups, groups, strict=True):
-        target["params"] = list(parameters)
+    for target, (hyper, parameters) in zip(optimizer.param_groups, groups, strict=True):
+        target.update(hyper, params=list(parameters))
     optimizer.state.update(state)
     return optimizer
 

@@ -267,8 +267,8 @@ def test_hostile_control_messages_are_refused_with_a_reason(store: Store, connec
     def unknown(request: ps_pb2.CommitUpdateRequest) -> None:
         request.groups[0].group = 77
 
-    def negative(request: ps_pb2.CommitUpdateRequest) -> None:
-        request.groups[0].hyper_parameters[0].update({"lr": -1.0})
+    def no_rate(request: ps_pb2.CommitUpdateRequest) -> None:
+        request.groups[0].hyper_parameters[0].update({"lr": "x"})
 
     def too_many(request: ps_pb2.CommitUpdateRequest) -> None:
         request.gradients.num_frames = 1 << 60
@@ -280,7 +280,7 @@ def test_hostile_control_messages_are_refused_with_a_reason(store: Store, connec
         (beyond, LimitError),
         (close_beyond, LimitError),
         (unknown, VariableError),
-        (negative, ConfigurationError),
+        (no_rate, ConfigurationError),
         (too_many, ProtocolError),
     ):
         assert type(commit(change)) is error, change
