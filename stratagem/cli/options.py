@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import typing
 from collections.abc import Callable, Sequence
@@ -21,7 +22,18 @@ from stratagem.launch.replica import own_environment
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-SECONDS = click.FloatRange(0, 86400, min_open=True)
+
+class Number(click.FloatRange):
+    """As click's, and NaN, which is neither below nor above anything, is in no range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
+SECONDS = Number(0, 86400, min_open=True)
 """How long to wait for an answer; a call of gRPC takes neither 0 nor inf."""
 _TYPES: dict[Any, Any] = {str: click.STRING, int: click.INT, float: click.FLOAT}
 

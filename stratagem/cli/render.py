@@ -9,7 +9,7 @@ from typing import Any
 import click
 import yaml
 
-from stratagem.cli.options import pairs_of
+from stratagem.cli.options import Number, pairs_of
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
@@ -42,7 +42,7 @@ def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
 @click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
 @click.option(
     "--checkpoint-every-s",
-    type=click.FloatRange(0),
+    type=Number(0),
     default=0.0,
     help="Seconds between checkpoints that the chief takes; 0: none.",
 )

@@ -9,12 +9,14 @@ from typing import Any
 
 import click
 
+from stratagem.cli import roles
 from stratagem.cli.options import field_options, script_arguments
 from stratagem.cluster.choice import STRATEGIES
+from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError
 from stratagem.launch.local import run_local
-from stratagem.launch.plan import AUTO, LocalJob
+from stratagem.launch.plan import AUTO, LocalJob, RunFolders, plan_launch
 
 COMMUNICATION = (
     "transport",
@@ -45,6 +47,20 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
         except ClusterSpecError as error:  # most likely it is the script
             raise click.UsageError(f"--web: {error}; before the script, write --web=127.0.0.1:0") from None
     return bind
+
+
+def _check_tasks(job: LocalJob) -> None:
+    """Reads what each kind of task will be told as it does itself, so that a wrong variable is said before any starts.
+
+    Raises:
+        ConfigurationError: a flag or variable that is unknown, or out of range.
+    """
+    for task in (*job.servers, job.workers[0]):
+        launch = plan_launch(job, task, RunFolders(Path()), os.environ, 1, chief_address="127.0.0.1:1")
+        role, *arguments = launch.command[launch.command.index(task.type) :]
+        command: click.Command = getattr(roles, f"{role}_command")
+        told = command.make_context(role, arguments).params
+        gather(role, launch.environ, {name: told[name] for name in ROLES[role].model_fields})
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False, "show_default": True})
@@ -161,4 +177,6 @@ def run_command(**options: Any) -> int:
     """Train SCRIPT with ARGS on a cluster of processes on this machine."""
     chosen = {name: options.pop(name) for name in COMMUNICATION}
     communication = {name: str(value) for name, value in chosen.items() if value is not None}
-    return run_local(LocalJob(**options, communication=communication))
+    job = LocalJob(**options, communication=communication)
+    _check_tasks(job)
+    return run_local(job)

@@ -9,6 +9,7 @@ import time
 import click
 
 from stratagem.cli.asking import Asking, asking_options
+from stratagem.cli.options import Number
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
 from stratagem.launch.status import ask_to_scale, fetch_status
 from stratagem.rpc.status_view import StatusView
@@ -28,13 +29,20 @@ def lacking(status: StatusView, num_workers: int, num_ps: int) -> str:
     return "; ".join(parts)
 
 
+def asked_since(status: StatusView, num_workers: int, num_ps: int) -> str:
+    """Which other number the job is to have by a later request; empty: none. 0: it is not about them."""
+    asked = ((status.wanted_workers, num_workers, "workers"), (status.wanted_ps, num_ps, "ps"))
+    parts = [f"{wanted} {what}" for wanted, number, what in asked if number and wanted not in (0, number)]
+    return f"somebody has asked for {' and '.join(parts)}" if parts else ""
+
+
 @click.command("scale")
 @asking_options
 @click.option("--workers", "num_workers", type=click.IntRange(1, 4096), help="Workers that there are to be.")
 @click.option("--ps", "num_ps", type=click.IntRange(1, 1024), help="Parameter servers that there are to be.")
 @click.option(
     "--wait-s",
-    type=click.FloatRange(0),
+    type=Number(0),
     default=60.0,
     show_default=True,
     help="Seconds to wait until it is so; 0: only ask for it.",
@@ -51,16 +59,18 @@ def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, w
     address, security = asking.address, asking.security
     ask_to_scale(address, workers, ps, asking.timeout_s, security)
     deadline = time.monotonic() + wait_s
-    status, left = StatusView(), "the chief to answer"
+    status, left, later = StatusView(), "the chief to answer", ""
     while True:
         with contextlib.suppress(PeerUnavailableError):  # what was asked for is in its journal
             status = fetch_status(address, asking.timeout_s, security)
             left = lacking(status, workers, ps)
-        if not left or status.stop_reason or time.monotonic() >= deadline:
+            later = asked_since(status, workers, ps)
+        if not left or later or status.stop_reason or time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)
     if left and wait_s and not status.stop_reason:
-        raise ClusterTimeoutError(f"asked for, and after {wait_s:.0f} s it is not so yet: {left}")
+        why = f"{later} since" if later else f"after {wait_s:.0f} s it is not so yet"
+        raise ClusterTimeoutError(f"asked for, and {why}: {left}")
     live = sum(task.state == "live" for task in status.workers)
     if asking.as_json:
         click.echo(json.dumps({"workers": live, "ps": status.num_ps, "lacking": left, "ended": status.stop_reason}))

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
-from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.identity import CHIEF
-from stratagem.cluster.sources import Layer, resolve
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
@@ -100,8 +98,6 @@ class LocalJob:
                 f"expected seconds of at least 0, got --checkpoint-every-s {self.checkpoint_every_s:g} "
                 f"--shutdown-timeout {self.shutdown_timeout_s:g}"
             )
-        of_worker = {**self.communication, "staleness": str(self.staleness)}
-        resolve(WorkerConfig, [Layer("flag --{flag}", of_worker, textual=True), Layer("", {"task": "worker:0"})])
         if self.checkpoint_every_s and not self.num_ps:
             raise ConfigurationError(
                 "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add --ps, or save in "

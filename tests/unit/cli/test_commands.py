@@ -132,6 +132,9 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
         (["status", "--chief", "127.0.0.1:1", "--timeout-s", "inf"], "inf is not in the range"),
         (["health", "--task", "ps:0", "--timeout-s", "0"], "0.0 is not in the range"),
         (["scale", "--chief", "127.0.0.1:1", "--ps", "2", "--wait-s", "-1"], "-1.0 is not in the range"),
+        (["scale", "--chief", "127.0.0.1:1", "--ps", "2", "--wait-s", "nan"], "nan is not in the range"),
+        (["run", "--ps", "1", "--staleness", "-1", __file__], "staleness from flag --staleness"),
+        (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words: str) -> None:
@@ -236,9 +239,12 @@ def test_a_chief_that_worker_0_owns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class _Job(chief_pb2_grpc.ChiefServicer, observer_pb2_grpc.ObserverServicer):
     address = ""
+    wanted = 0
 
     def GetStatus(self, request: chief_pb2.GetStatusRequest, context: grpc.ServicerContext) -> chief_pb2.GetStatusReply:
-        reply = chief_pb2.GetStatusReply(ready=True, lead="worker:0", units_accepted=3, units_planned=9)
+        reply = chief_pb2.GetStatusReply(
+            ready=True, lead="worker:0", units_accepted=3, units_planned=9, wanted_workers=self.wanted
+        )
         worker = reply.tasks.add(state="live", units_held=2)
         worker.info.task, worker.info.address, worker.info.incarnation = "worker:0", self.address, 4
         worker.progress.CopyFrom(
@@ -247,6 +253,10 @@ class _Job(chief_pb2_grpc.ChiefServicer, observer_pb2_grpc.ObserverServicer):
         ps = reply.tasks.add(state="live", progress=chief_pb2.Progress(step=6, store_epoch=2))
         ps.info.task = "ps:0"
         return reply
+
+    def Scale(self, request: chief_pb2.ScaleRequest, context: grpc.ServicerContext) -> chief_pb2.ScaleReply:
+        self.wanted = request.num_workers - 1  # somebody else was right behind
+        return chief_pb2.ScaleReply()
 
     def GetStack(
         self, request: observer_pb2.GetStackRequest, context: grpc.ServicerContext
@@ -305,6 +315,18 @@ def test_run_heeds_the_environment_behind_its_flags(tmp_path: Path, monkeypatch:
     assert (jobs[0].staleness, jobs[0].checkpoint_dir, jobs[0].checkpoint_every_s) == (0.0, tmp_path, 3.0)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("transport", "tpc"), ("max_store_bytes", "-1"), ("keep_checkpoints", "0")]
+)
+def test_run_says_a_wrong_variable_of_any_task_before_one_starts(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: str
+) -> None:
+    monkeypatch.setattr(run, "run_local", lambda job: pytest.fail("it has begun"))
+    monkeypatch.setenv(f"STRATAGEM_{field.upper()}", value)
+    code, _, err = invoke("run", "--workers", "2", "--ps", "1", "--chiefs", "2", __file__)
+    assert code == 2 and f"{field} from environment STRATAGEM_{field.upper()}" in err
+
+
 @pytest.mark.parametrize("way", ["flags", "environment", "file"])
 def test_status_is_told_who_the_operator_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     told: list[tuple[str, str, bool]] = []
@@ -338,6 +360,11 @@ def test_status_as_a_table(job: str) -> None:
     assert lines[1].split()[:5] == ["task", "state", "incarnation", "step", "version"]
     assert lines[2].startswith("worker:0  live   4") and "ps:0 to apply step 8 (1.5 s)" in lines[2]
     assert lines[3].split()[:5] == ["ps:0", "live", "-", "6", "2.6"]
+
+
+def test_scale_does_not_wait_for_what_a_later_request_has_replaced(job: str) -> None:
+    code, _, err = invoke("scale", "--chief", job, "--workers", "4", "--wait-s", "inf")
+    assert code == 1 and "somebody has asked for 3 workers since: worker:1, worker:2, worker:3 to come" in err
 
 
 def test_status_as_json_with_stacks(job: str) -> None:

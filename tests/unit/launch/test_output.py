@@ -281,10 +281,6 @@ def test_jobs_that_cannot_work(tmp_path: Path) -> None:
         _job(tmp_path, num_workers=0)
     with pytest.raises(ClusterSpecError, match="the cluster has 2 ps"):
         _job(tmp_path, num_ps=2, strategy="one")
-    with pytest.raises(ConfigurationError, match=r"staleness from flag --staleness: .* 0, got -1\.0"):
-        _job(tmp_path, num_ps=1, staleness=-1.0)
-    with pytest.raises(ConfigurationError, match=r"stripes from flag --stripes: .* 1, got 0"):
-        _job(tmp_path, num_workers=2, communication={"stripes": "0"})
 
 
 def test_summary_of_a_synchronous_job(tmp_path: Path) -> None:
