@@ -17,6 +17,7 @@ from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import AUTO, LocalJob, RunFolders, plan_launch
+from stratagem.rpc.security import security_of
 
 COMMUNICATION = (
     "transport",
@@ -50,17 +51,19 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
 
 
 def _check_tasks(job: LocalJob) -> None:
-    """Reads what each kind of task will be told as it does itself, so that a wrong variable is said before any starts.
+    """Reads what each task will be told, and its certificate, as it does; what is wrong is said before any starts.
 
     Raises:
-        ConfigurationError: a flag or variable that is unknown, or out of range.
+        ConfigurationError: a flag or variable that is unknown, or out of range; a certificate that cannot be used.
     """
-    for task in (*job.servers, job.workers[0]):
+    for task in (*job.servers, *job.workers):
         launch = plan_launch(job, task, RunFolders(Path()), os.environ, 1, chief_address="127.0.0.1:1")
         role, *arguments = launch.command[launch.command.index(task.type) :]
         command: click.Command = getattr(roles, f"{role}_command")
         told = command.make_context(role, arguments).params
-        gather(role, launch.environ, {name: told[name] for name in ROLES[role].model_fields})
+        resolved, _ = gather(role, launch.environ, {name: told[name] for name in ROLES[role].model_fields})
+        if job.servers and job.tls != AUTO:
+            security_of(resolved.config)
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False, "show_default": True})

@@ -9,13 +9,14 @@ import datetime
 import functools
 import ipaddress
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from stratagem.cluster.identity import DNS_SUFFIX, OPERATOR, file_stem, identity_uri, server_name
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.tls_files import AUTHORITY_FILE
+from stratagem.rpc.tls_files import AUTHORITY_FILE, check_authority
 
 try:
     from cryptography import x509
@@ -31,6 +32,7 @@ except ImportError:
 AUTHORITY_KEY_FILE = "ca.key"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 THROW_AWAY_DAYS = 30
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
 _EARLY = datetime.timedelta(minutes=5)  # clocks of hosts differ
 
 
@@ -71,6 +73,7 @@ class Authority:
             raise ConfigurationError(f"the certificate authority in {folder} cannot be read: {error}") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
             raise ConfigurationError(f"{AUTHORITY_KEY_FILE} in {folder} is not the key of {AUTHORITY_FILE}")
+        check_authority(folder / AUTHORITY_FILE)
         return cls(certificate, key)
 
     def save(self, folder: Path, *, with_key: bool) -> None:
@@ -79,7 +82,6 @@ class Authority:
         Raises:
             ConfigurationError: a file is there already.
         """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_existing([folder / AUTHORITY_FILE, *([folder / AUTHORITY_KEY_FILE] if with_key else [])])
         if with_key:
             _write(folder / AUTHORITY_KEY_FILE, _key_pem(self._key), 0o600)
@@ -115,7 +117,6 @@ class Authority:
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         pairs = [
             (folder / f"{file_stem(identity)}.key", _key_pem(key), 0o600),
             (folder / f"{file_stem(identity)}.crt", certificate.public_bytes(serialization.Encoding.PEM), 0o644),
@@ -177,10 +178,10 @@ def _host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
-            if host.rstrip(".").lower().endswith(DNS_SUFFIX) or "*" in host or not host.isascii():
+            if host.rstrip(".").lower().endswith(DNS_SUFFIX) or not _HOST.fullmatch(host):
                 raise ConfigurationError(
-                    f"{host!r} cannot be a host name of a certificate: names under {DNS_SUFFIX} say which task it is, "
-                    "and patterns could match them"
+                    f"{host!r} cannot be a host name of a certificate: it takes letters, digits, '-' and '.', no port; "
+                    f"names under {DNS_SUFFIX} say which task it is, and patterns could match them"
                 ) from None
             names.append(x509.DNSName(host))
     return names
@@ -201,8 +202,9 @@ def _refuse_existing(paths: Sequence[Path]) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Makes the file, with its mode from the start."""
+    """Makes the file, with its mode from the start, and its folder."""
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(path, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             file.write(content)
     except FileExistsError:
@@ -215,4 +217,8 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
     """Whoever reads sees the old file or the new one."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     _write(new, content, mode)
-    new.replace(path)
+    try:
+        new.replace(path)
+    except OSError as error:
+        new.unlink()
+        raise ConfigurationError(f"cannot replace {path}: {error.strerror}") from None

@@ -95,6 +95,7 @@ class TlsFiles:
         try:
             shown = _handshake(self.server_context(), self.client_context(), server_name(self.identity))
         except ssl.SSLError as error:
+            check_authority(self._authority)
             raise ConfigurationError(
                 f"{self._certificate} cannot be used by {self.identity}: {reason_of(error)}. {self._advice()}"
             ) from None
@@ -149,6 +150,22 @@ class TlsFiles:
     def _advice(self) -> str:
         renew = "--renew " if self._certificate.exists() else ""
         return f"`stratagem certs issue {renew}{self.identity}` makes its certificate; it belongs in {self._folder}"
+
+
+def check_authority(file: Path) -> None:
+    """Whether certificates of the authority in a file can still be used: one that has expired takes them all along.
+
+    Raises:
+        ConfigurationError: it has expired.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(file)
+    ends = [authority["notAfter"] for authority in context.get_ca_certs()]
+    if ends and all(ssl.cert_time_to_seconds(str(end)) < time.time() for end in ends):
+        raise ConfigurationError(
+            f"the certificate authority {file} has expired ({', '.join(map(str, ends))}): `stratagem certs init` makes "
+            "another one in a new folder, whose certificates all tasks need"
+        )
 
 
 def identity_of(certificate: dict[str, Any] | None) -> str:

@@ -22,6 +22,7 @@ from stratagem.cli.options import flag
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ROLES
 from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableError
+from stratagem.launch.certificates import make_throw_away
 from stratagem.launch.plan import LocalJob
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 
@@ -325,6 +326,15 @@ def test_run_says_a_wrong_variable_of_any_task_before_one_starts(
     monkeypatch.setenv(f"STRATAGEM_{field.upper()}", value)
     code, _, err = invoke("run", "--workers", "2", "--ps", "1", "--chiefs", "2", __file__)
     assert code == 2 and f"{field} from environment STRATAGEM_{field.upper()}" in err
+
+
+def test_run_says_a_certificate_that_is_lacking_before_a_task_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "run_local", lambda job: pytest.fail("it has begun"))
+    make_throw_away(tmp_path, ["chief:0", "ps:0", "worker:0"])
+    code, _, err = invoke("run", "--workers", "2", "--ps", "1", "--tls", str(tmp_path), __file__)
+    assert code == 2 and "no TLS for worker:1" in err
 
 
 @pytest.mark.parametrize("way", ["flags", "environment", "file"])

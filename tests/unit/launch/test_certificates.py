@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import stat
 import sys
@@ -14,6 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from stratagem.cli.__main__ import stratagem
 from stratagem.errors import ConfigurationError
+from stratagem.launch import certificates
 from stratagem.launch.certificates import Authority, make_throw_away
 from stratagem.rpc.security import make_security
 
@@ -93,11 +95,21 @@ def test_a_name_that_is_no_task_is_refused(folder: Path, identity: str) -> None:
         invoke("certs", "issue", "--dir", folder, identity)
 
 
-@pytest.mark.parametrize("host", ["ps-0.stratagem.internal", "PS-0.Stratagem.Internal.", "*.internal", "*"])
+@pytest.mark.parametrize("host", ["ps-0.stratagem.internal", "PS-0.Stratagem.Internal.", "*.internal", "*", "", "n:80"])
 def test_a_host_name_cannot_be_a_tasks_name(folder: Path, host: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot be a host name"):
         invoke("certs", "issue", "--dir", folder, "worker:0", "--host", host)
     assert not (folder / "worker-0.key").exists()
+
+
+def test_where_nothing_can_be_written_is_said(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"cannot write .*file/certs/ca\.key: Not a directory"):
+        invoke("certs", "init", "--dir", tmp_path / "file" / "certs")
+    (folder / "ps-0.key").mkdir()
+    with pytest.raises(ConfigurationError, match=r"cannot replace .*ps-0\.key: Is a directory"):
+        invoke("certs", "issue", "--renew", "--dir", folder, "ps:0")
+    assert {path.name for path in folder.iterdir()} == {"ca.crt", "ca.key", "ps-0.key"}
 
 
 def test_without_an_authority_or_its_key_nothing_is_issued(folder: Path, tmp_path: Path) -> None:
@@ -147,6 +159,18 @@ def test_missing_and_broken_files_are_named_with_the_way_out(folder: Path) -> No
         make_security("ps:0", str(folder), "")
     with pytest.raises(ConfigurationError, match="No such file"):
         make_security("ps:0", str(folder / "nowhere"), "")
+
+
+def test_an_authority_that_has_expired_takes_its_certificates_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificates, "_EARLY", datetime.timedelta(days=9))
+    (authority := Authority.create(-1)).save(tmp_path, with_key=True)
+    authority.issue("ps:0", (), tmp_path, days=1)
+    with pytest.raises(ConfigurationError, match=r"authority .*ca\.crt has expired .*`stratagem certs init`"):
+        make_security("ps:0", str(tmp_path), "")
+    with pytest.raises(ConfigurationError, match=r"authority .*ca\.crt has expired"):
+        invoke("certs", "issue", "--dir", tmp_path, "--renew", "ps:0")
 
 
 def test_a_key_that_others_can_read_and_a_near_end_are_worth_warnings(
