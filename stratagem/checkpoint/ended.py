@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import time
 from collections.abc import Iterable
 
 from stratagem.checkpoint.durable import sync, write_durably
@@ -44,9 +43,9 @@ def take_end(directory: str, task: str) -> JobStoppedError | None:
         return None
     path = _path(directory, task)
     try:
-        is_new = time.time() - path.stat().st_mtime < MAX_AGE_S
-        reason = path.read_text()
-        path.unlink()
+        written, reason = path.stat().st_mtime, path.read_text()
+        path.unlink()  # which gives the folder the time of the same clock: this host's may be another
+        is_new = path.parent.stat().st_mtime - written < MAX_AGE_S
     except (OSError, UnicodeDecodeError):
         return None
     return JobStoppedError(f"{reason} (written in {directory}; the chief has ended)", 0) if is_new else None

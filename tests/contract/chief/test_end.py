@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import socket
 import threading
 import time
@@ -238,6 +239,19 @@ async def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path) -> No
     ended.write_end(str(tmp_path), "every worker has finished", ["ps:1"])
     async with chief(checkpoint_dir=str(tmp_path)):
         assert ended.take_end(str(tmp_path), "ps:1") is None, "another job has begun"
+
+
+def test_an_old_end_says_nothing_and_a_new_one_all_where_clocks_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = time.time() + 86_400
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    ended.write_end(str(tmp_path), "every worker has finished", ["ps:1"])
+    assert ended.take_end(str(tmp_path), "ps:1") is not None
+    ended.write_end(str(tmp_path), "every worker has finished", ["ps:1"])
+    two_hours_ago = (tmp_path / "ended-ps-1").stat().st_mtime - 7200
+    os.utime(tmp_path / "ended-ps-1", (two_hours_ago, two_hours_ago))
+    assert ended.take_end(str(tmp_path), "ps:1") is None
 
 
 async def test_a_chief_that_dies_while_it_tells_the_end_goes_on_with_that(
