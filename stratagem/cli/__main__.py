@@ -90,6 +90,11 @@ def main() -> None:
         width = 100 if sys.stderr.isatty() else 10_000
         click.echo(textwrap.fill(f"stratagem: {error}", width, break_long_words=False), err=True)
         sys.exit(exit_code_of(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        click.echo(f"stratagem: {error.filename}: {error.strerror}", err=True)  # of a path that the user has named
+        sys.exit(EXIT_FAILED)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever still runs, a traceback of it says nothing
     sys.exit(code if isinstance(code, int) else EXIT_DONE)

@@ -74,7 +74,7 @@ def submit_command(
     if len(job_labels) < len(labels):
         raise ConfigurationError(f"a label was given twice: {', '.join(labels)}")
     request = JobRequest(entry_point_args=args, job_labels=job_labels, **options)
-    job, code = submit_and_follow(request, script, stream_logs=stream_logs, dry_run=dry_run)
+    job, code = submit_and_follow(request, script or ".", stream_logs=stream_logs, dry_run=dry_run)
     if not dry_run and not stream_logs:
         click.echo(job.id)
     return code

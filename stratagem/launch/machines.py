@@ -9,6 +9,9 @@ from stratagem.arguments import checked
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
 
+MOST = 1_000_000
+"""No machine has as many cores, GiB or accelerators."""
+
 
 @checked
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +32,10 @@ class MachineConfig:
     """Accelerators of this task."""
 
     def __post_init__(self) -> None:
-        if not (self.cpu_cores > 0 and self.memory_gib > 0) or self.accelerator_count < 0:
+        if not (0 < self.cpu_cores < MOST and 0 < self.memory_gib < MOST and 0 <= self.accelerator_count < MOST):
             raise ConfigurationError(
-                "expected a machine with cpu_cores and memory_gib above 0 and no negative accelerator_count, got "
-                f"{self}"
+                f"expected a machine with cpu_cores and memory_gib above 0, no negative accelerator_count, less than "
+                f"{MOST} of each, got {self}"
             )
         if self.accelerator_type and not self.accelerator_count:
             raise ConfigurationError(

@@ -163,22 +163,6 @@ class LocalJob:
                 "leave --transport out"
             )
 
-    def check_size(self, num_cores: int) -> None:
-        """Refuses more processes, or threads of one, than a host bears: on a shared core processes miss heartbeats
-        (``session_timeout_s``), and each has 50 MB of its own before the script makes anything."""
-        most = max(FEWEST, PER_CORE * num_cores)
-        if self.num_workers + self.num_ps > most:
-            raise ConfigurationError(
-                f"--workers {self.num_workers} --ps {self.num_ps} are {self.num_workers + self.num_ps} processes on "
-                f"this host of {num_cores} cores: expected at most {most} ({PER_CORE} for each core, {FEWEST} on any "
-                "host). Start the tasks on several machines (docs/start/machines.md)"
-            )
-        if self.num_threads > most:
-            raise ConfigurationError(
-                f"--threads {self.num_threads} on this host of {num_cores} cores: expected at most {most}; more "
-                "threads than cores only wait for one another, and 0 shares the cores"
-            )
-
     @property
     def has_relays(self) -> bool:
         """Whether connections are to suffer; then all bytes go through gRPC's."""
@@ -210,6 +194,28 @@ class LocalJob:
         if not self.num_threads and asked.isdecimal() and int(asked):
             return int(asked)
         return self.num_threads or max(1, num_cores // (self.num_workers + self.num_ps))
+
+
+def check_size(num_workers: int, num_ps: int, num_threads: int = 0, num_cores: int = 0) -> None:
+    """Refuses more processes, or threads of one, than a host bears: on a shared core processes miss heartbeats
+    (``session_timeout_s``), and each has 50 MB of its own before the script makes anything.
+
+    Args:
+        num_cores: 0: those of this host that we may use.
+    """
+    num_cores = num_cores or len(os.sched_getaffinity(0))
+    most = max(FEWEST, PER_CORE * num_cores)
+    if num_workers + num_ps > most:
+        raise ConfigurationError(
+            f"--workers {num_workers} --ps {num_ps} are {num_workers + num_ps} processes on this host of {num_cores} "
+            f"cores: expected at most {most} ({PER_CORE} for each core, {FEWEST} on any host). Start the tasks on "
+            "several machines (docs/start/machines.md)"
+        )
+    if num_threads > most:
+        raise ConfigurationError(
+            f"--threads {num_threads} on this host of {num_cores} cores: expected at most {most}; more threads than "
+            "cores only wait for one another, and 0 shares the cores"
+        )
 
 
 class RunFolders:

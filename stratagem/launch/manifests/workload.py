@@ -14,6 +14,7 @@ from stratagem.launch.machines import TASK_MACHINES, MachineConfig
 
 ACCESS_MODES = ("ReadWriteMany", "ReadWriteOnce")
 """Of a volume on Kubernetes: for pods on several nodes, or for pods that are all on one."""
+MOST_TASKS = 4096
 _NAME_CHARACTERS = 40
 _NAME = re.compile(rf"(?=.{{1,{_NAME_CHARACTERS}}}$)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
 
@@ -72,10 +73,10 @@ class Workload:
                 f"expected a name of at most {_NAME_CHARACTERS} lower-case letters, digits and '-' that starts with a "
                 f"letter, got {self.name!r}: it becomes part of host names"
             )
-        if self.num_workers < 1 or self.num_ps < 0:
+        if not (1 <= self.num_workers <= MOST_TASKS and 0 <= self.num_ps <= MOST_TASKS):
             raise ConfigurationError(
-                f"expected at least one worker and no negative count, got {self.num_workers} workers and "
-                f"{self.num_ps} ps"
+                f"expected at least one worker, no negative count and at most {MOST_TASKS} of each, got "
+                f"{self.num_workers} workers and {self.num_ps} ps"
             )
         refuse_unknown("access mode", [self.access_mode], ACCESS_MODES)
         if self.volume_gib < 1:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from stratagem.errors import ConfigurationError
+from stratagem.launch.plan import check_size
 from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState
@@ -30,7 +32,7 @@ class LocalTarget:
     """One `stratagem run` in the background for each job; everything about it lies in the job's folder."""
 
     def show(self, plan: JobPlan) -> str:
-        return "stratagem run " + " ".join(_arguments(plan, Path("JOB"))) + "\n"
+        return shlex.join(["stratagem", "run", *_arguments(plan, Path("JOB"))]) + "\n"
 
     def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
         """Starts the job; it no longer depends on this process. Returns no image, and where it runs."""
@@ -89,6 +91,7 @@ class LocalTarget:
 
 def _arguments(plan: JobPlan, folder: Path) -> list[str]:
     request = plan.request
+    check_size(request.num_workers, request.ps_count)
     script = plan.entry_point.path if plan.entry_point.source is None else folder / plan.entry_point.path.name
     flags: dict[str, object] = {"workers": request.num_workers, "ps": request.ps_count}
     flags |= {"strategy": request.strategy_of_tasks, "staleness": request.staleness}

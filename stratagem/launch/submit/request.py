@@ -79,7 +79,12 @@ class JobRequest:
         given = self.requirements_txt
         if given is None:
             return None
-        return Path(given).read_text() if isinstance(given, str | Path) else "\n".join([*given, ""])
+        if not isinstance(given, str | Path):
+            return "\n".join([*given, ""])
+        try:
+            return Path(given).read_text()
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"expected requirements_txt to be text, but {given} is none: {error}") from None
 
     @property
     def labels(self) -> dict[str, str]:

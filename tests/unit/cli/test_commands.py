@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,6 +135,8 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
         (["health", "--task", "ps:0", "--timeout-s", "0"], "0.0 is not in the range"),
         (["scale", "--chief", "127.0.0.1:1", "--ps", "2", "--wait-s", "-1"], "-1.0 is not in the range"),
         (["scale", "--chief", "127.0.0.1:1", "--ps", "2", "--wait-s", "nan"], "nan is not in the range"),
+        (["submit", ""], "but there is no file .;"),
+        (["submit", "--workers", "100000", "--dry-run", __file__], "are 100000 processes on this host"),
         (["run", "--ps", "1", "--staleness", "-1", __file__], "staleness from flag --staleness"),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
     ],
@@ -143,6 +146,16 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
     assert code == 2
     assert words in " ".join(err.split())
     assert out == "" and "Traceback" not in err
+
+
+def test_a_path_that_the_system_refuses_is_one_line() -> None:
+    code, _, err = invoke("jobs", "logs", "n" * 300)
+    assert code == 1 and "/job.json: File name too long" in err and "Traceback" not in err
+
+
+def test_what_a_dry_run_shows_can_be_run() -> None:
+    code, out, _ = invoke("submit", "--dry-run", __file__, "two words")
+    assert code == 0 and shlex.split(out.splitlines()[-1])[-2:] == [__file__, "two words"]
 
 
 def test_a_file_without_the_address_of_a_chief_is_named(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ def test_options_become_a_workload() -> None:
         ("--machine work=CPU t.py", "unknown role 'work' in --machine; did you mean 'worker'"),
         ("--env A t.py", "expected --env NAME=VALUE, got 'A'"),
         ("--name A t.py", "got 'A'"),
+        ("--workers 100000 t.py", "at most 4096 of each, got 100000 workers"),
+        ("--machine worker=inf:1 t.py", "a machine like 4:16"),
         ("--volume-gib 0 t.py", "a volume of at least 1 GiB, got 0"),
         ("--strategy ring --ps 1 t.py", "without parameter servers"),
     ],

@@ -23,7 +23,7 @@ from stratagem.launch.actions import Failure
 from stratagem.launch.display import JobPace, LiveDisplay, PlainDisplay, make_display, progress_words, task_words
 from stratagem.launch.local import run_local
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
-from stratagem.launch.plan import Launch, LocalJob, RunFolders, plan_launch
+from stratagem.launch.plan import Launch, LocalJob, RunFolders, check_size, plan_launch
 from stratagem.launch.processes import Stream
 from stratagem.launch.summary import build_summary, failure_words
 from stratagem.launch.supervisor import Supervisor
@@ -216,12 +216,12 @@ def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
     assert f"--checkpoint-dir={folders.checkpoints}" in ps.command and "RANK" not in ps.environ
 
 
-def test_a_count_that_no_host_bears_is_refused(tmp_path: Path) -> None:
-    _job(tmp_path, num_workers=60, num_ps=4).check_size(2)
-    _job(tmp_path, num_workers=5000, num_ps=1000).check_size(500)
-    for counts in ({"num_workers": 5000}, {"num_ps": 5000}, {"num_threads": 5000}):
+def test_a_count_that_no_host_bears_is_refused() -> None:
+    check_size(60, 4, num_cores=2)
+    check_size(5000, 1000, num_cores=500)
+    for counts in ((5000, 0, 0), (1, 5000, 0), (1, 0, 5000)):
         with pytest.raises(ConfigurationError, match="on this host of 2 cores: expected at most 64"):
-            _job(tmp_path, **counts).check_size(2)
+            check_size(*counts, num_cores=2)
 
 
 def test_certificates_and_token_reach_every_process_by_absolute_path(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,12 @@ def test_the_chief_trains_alone_and_coordinates_beside_workers() -> None:
     assert "1 accelerators are not asked" in beside.warning()
     assert JobRequest(worker_count=2).chief == TASK_MACHINES["chief"]
     assert JobRequest(worker_count=2).warning() == ""
+
+
+def test_requirements_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "packages").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match=r"requirements_txt to be text, but .*/packages is none"):
+        JobRequest(requirements_txt=tmp_path / "packages").requirements  # noqa: B018
 
 
 @pytest.mark.parametrize(
