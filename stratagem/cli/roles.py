@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,18 @@ def _refuse_without_chief(config: RoleConfig) -> None:
         )
 
 
+@contextlib.contextmanager
+def _hang_up_ends() -> Iterator[None]:
+    """A terminal that goes away ends a task in order, as SIGTERM does; under nohup it does not."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def _once(config: RoleConfig, run: Callable[..., int], *arguments: object) -> int:
     """Runs a role, unless it has ended well under this ``run_id`` before: nobody is there any more to meet it again."""
     folder = config.checkpoint_dir
@@ -47,7 +61,8 @@ def _once(config: RoleConfig, run: Callable[..., int], *arguments: object) -> in
         configure_logging(config.task, config.log_format)
         logger.info("%s has ended well in this run already, says %s", config.task, folder)
         return 0
-    code = run(*arguments)
+    with _hang_up_ends():
+        code = run(*arguments)
     if code == 0:
         note_run(folder, config.task, config.run_id)
     return code

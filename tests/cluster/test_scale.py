@@ -197,10 +197,10 @@ def test_a_ps_that_is_told_to_end_loses_nothing(cluster: Start, tmp_path: Path, 
     options = ("--examples", 400, "--pause-s", 0.02, "--until", stop)
     job = cluster(2, 2, "count_examples.py", *options, flags=["--max-restarts", "9", "--staleness", staleness])
     address = address_of(job)
-    for task in ("ps:1", "ps:0"):
+    for task, number in (("ps:1", signal.SIGHUP), ("ps:0", signal.SIGTERM)):
         newest, pid = steps_of(job, address, "worker:1"), job.pid_of(task)
         job.wait_for(lambda newest=newest: newest(20), "steps")
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
         job.wait_for(lambda pid=pid, task=task: job.pid_of(task) not in (None, pid), f"another process of {task}")
     newest = steps_of(job, address, "worker:1")
     job.wait_for(lambda: newest(20), "steps after that")
