@@ -16,7 +16,7 @@ from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError
 from stratagem.launch.local import run_local
-from stratagem.launch.plan import AUTO, LocalJob, RunFolders, plan_launch
+from stratagem.launch.plan import AUTO, LocalJob, RunFolders, check_size, plan_launch
 from stratagem.rpc.security import security_of
 
 COMMUNICATION = (
@@ -54,8 +54,10 @@ def _check_tasks(job: LocalJob) -> None:
     """Reads what each task will be told, and its certificate, as it does; what is wrong is said before any starts.
 
     Raises:
-        ConfigurationError: a flag or variable that is unknown, or out of range; a certificate that cannot be used.
+        ConfigurationError: a flag or variable that is unknown, or out of range; a certificate that cannot be used; more
+            tasks than this host bears.
     """
+    check_size(job.num_workers, job.num_ps, job.num_threads)
     for task in (*job.servers, *job.workers):
         launch = plan_launch(job, task, RunFolders(Path()), os.environ, 1, chief_address="127.0.0.1:1")
         role, *arguments = launch.command[launch.command.index(task.type) :]

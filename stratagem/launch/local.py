@@ -20,7 +20,7 @@ from stratagem.launch.chaos.injector import ChaosInjector, chaos_words
 from stratagem.launch.cluster import LaunchFor, LocalCluster
 from stratagem.launch.display import make_display
 from stratagem.launch.output import OutputRouter, wants_colour
-from stratagem.launch.plan import AUTO, Launch, LocalJob, RunFolders, certificates_of, check_size, plan_launch
+from stratagem.launch.plan import AUTO, Launch, LocalJob, RunFolders, certificates_of, plan_launch
 from stratagem.launch.signals import signal_pipe
 from stratagem.launch.summary import build_summary, failure_words, last_status, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
@@ -50,7 +50,6 @@ def run_local(
     """
     out, err = stdout or sys.stdout, stderr or sys.stderr
     num_cores = len(os.sched_getaffinity(0))
-    check_size(job.num_workers, job.num_ps, job.num_threads, num_cores)
     folders = _make_folders(job)
     master_port = free_port()
     if job.web.endswith(":0"):  # known here, so that the next chief serves the page at the same place

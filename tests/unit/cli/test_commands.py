@@ -135,6 +135,7 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
         (["health", "--task", "ps:0", "--timeout-s", "0"], "0.0 is not in the range"),
         (["scale", "--chief", "127.0.0.1:1", "--ps", "2", "--wait-s", "-1"], "-1.0 is not in the range"),
         (["scale", "--chief", "127.0.0.1:1", "--ps", "2", "--wait-s", "nan"], "nan is not in the range"),
+        (["run", "--workers", "100000", __file__], "are 100000 processes on this host"),
         (["submit", ""], "but there is no file .;"),
         (["submit", "--workers", "100000", "--dry-run", __file__], "are 100000 processes on this host"),
         (["run", "--ps", "1", "--staleness", "-1", __file__], "staleness from flag --staleness"),
