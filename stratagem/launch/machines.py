@@ -19,7 +19,7 @@ class MachineConfig:
     """What one task asks of its machine; names as in TensorFlow Cloud.
 
     Raises:
-        ConfigurationError: a count is negative, or accelerators have no type.
+        ConfigurationError: a count is negative, cores or memory are nearly 0 or infinite, or accelerators have no type.
     """
 
     cpu_cores: float = 1
@@ -32,10 +32,12 @@ class MachineConfig:
     """Accelerators of this task."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.cpu_cores < MOST and 0 < self.memory_gib < MOST and 0 <= self.accelerator_count < MOST):
+        # Less would be written as 0, and a limit of 0 is none.
+        sizes = (self.cpu_cores, self.memory_gib)
+        if not (all(0.001 <= size < MOST for size in sizes) and 0 <= self.accelerator_count < MOST):
             raise ConfigurationError(
-                f"expected a machine with cpu_cores and memory_gib above 0, no negative accelerator_count, less than "
-                f"{MOST} of each, got {self}"
+                f"expected a machine with cpu_cores and memory_gib of at least 0.001, no negative accelerator_count, and "
+                f"less than {MOST} of each, got {self}"
             )
         if self.accelerator_type and not self.accelerator_count:
             raise ConfigurationError(

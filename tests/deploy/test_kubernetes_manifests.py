@@ -237,6 +237,7 @@ def test_lint(tools: Tools) -> None:
     [
         ("digits", {"worker": {"count": 0}}, "worker/count"),
         ("digits", {"worker": {"cuont": 2}}, "cuont"),
+        ("digits", {"worker": {"memoryGib": 0.0001}}, "memoryGib"),
         ("digits", {"strategy": "fast"}, "strategy"),
         ("digits", {"staleness": -1}, "staleness"),
         ("digits", {"imge": "x"}, "imge"),

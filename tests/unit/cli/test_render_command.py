@@ -58,6 +58,8 @@ def test_options_become_a_workload() -> None:
     ("options", "words"),
     [
         ("--machine worker=4 t.py", "a machine like 4:16"),
+        ("--machine worker=inf:16 t.py", "a machine like 4:16"),
+        ("--machine worker=4:0.0001 t.py", "a machine like 4:16"),
         ("--machine worker=T4_1x t.py", "did you mean 'T4_1X'"),
         ("--machine work=CPU t.py", "unknown role 'work' in --machine; did you mean 'worker'"),
         ("--env A t.py", "expected --env NAME=VALUE, got 'A'"),
