@@ -168,7 +168,13 @@ def _make_folders(job: LocalJob) -> RunFolders:
     ):
         if folder is not None:
             _make_writable(folder, option)
-    folders = RunFolders(Path(tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)).resolve())
+    try:
+        folders = RunFolders(Path(tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)).resolve())
+    except OSError as error:
+        raise ConfigurationError(
+            f"no folder for the job's own files: {error.strerror}; TMPDIR names one that can be written to "
+            "(a container: --tmpfs /tmp)"
+        ) from None
     for folder in (folders.journal, job.checkpoint_dir or folders.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)
     return folders

@@ -61,7 +61,9 @@ def container_name() -> str:
         # Not gethostbyaddr: that would answer from /etc/hosts, where the host name stands, not the container's name.
         command = ["getent", "-s", "dns", "hosts", address]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout.split()
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        answer = []  # outside of compose's networks it is the host's, which may not be reached
+    except OSError as error:
         raise ClusterSpecError(f"{_TASK} asks for this container's name, which cannot be had: {error}") from None
     if len(answer) < 2:
         raise ClusterSpecError(

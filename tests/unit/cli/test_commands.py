@@ -108,6 +108,12 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
     assert shown["frame_bytes"] == ["4194304", "default"]
 
 
+def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    code, _, err = invoke("run", __file__)
+    assert code == 2 and "job's own files: No such file or directory; TMPDIR names one" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +55,14 @@ def test_the_name_server_knows_the_container(answer: str, name: str, monkeypatch
     assert replica.container_name() == name
 
 
-def test_outside_of_a_container_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = subprocess.CompletedProcess([], 2, "", "")
-    monkeypatch.setattr("stratagem.launch.replica.subprocess.run", lambda command, **_: answer)
+@pytest.mark.parametrize("program", ["exit 2", "exec sleep 60"])
+def test_outside_of_a_container_the_reason_is_said(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "getent").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "getent").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(replica, "_TIMEOUT_S", 1.0)
     with pytest.raises(ClusterSpecError, match="elsewhere write the index"):
         replica.container_name()
 
