@@ -127,10 +127,26 @@ def light_image(clone: Path, tmp_path: Path) -> Iterator[str]:
     """The sources without torch: a gigabyte less to push."""
     need_engine()
     name = f"stratagem-test-light:{os.getpid()}"
-    (tmp_path / "Dockerfile").write_text("FROM python:3.11-slim\nCOPY . /src\nENV PYTHONPATH=/src\n")
-    run(["docker", "build", "--quiet", "--file", str(tmp_path / "Dockerfile"), "--tag", name, str(clone)])
+    lines = ("FROM python:3.11-slim", "RUN pip install --quiet lazy_loader", "COPY . /src", "ENV PYTHONPATH=/src")
+    (tmp_path / "Dockerfile").write_text("\n".join(lines))
+    command = ["docker", "build", "--quiet", "--network=host", "--file", str(tmp_path / "Dockerfile")]
+    run([*command, "--tag", name, str(clone)])
     yield name
     run(["docker", "image", "rm", "--force", name])
+
+
+@pytest.mark.parametrize("target", ["compose", "kubernetes"])
+def test_a_push_that_fails_leaves_neither_job_nor_image(
+    desk: Desk, light_image: str, tmp_path: Path, target: str
+) -> None:
+    (desk.folder / "wait.py").write_text(WAIT)
+    options = [f"--target={target}", "--registry=127.0.0.1:9/team", "--workers=1", f"--base-image={light_image}"]
+    with api_server(tmp_path) as server:
+        desk.environ["KUBECONFIG"] = str(server.kubeconfig)
+        failed = desk.stratagem("submit", *options, "--build-network=host", "wait.py", code=1)
+    assert "docker could not push the image 127.0.0.1:9/team/wait-" in failed.stderr
+    assert desk.jobs() == []
+    assert run(["docker", "image", "ls", "--quiet", "--filter", "reference=127.0.0.1:9/team/*"]).stdout == ""
 
 
 def test_what_kubernetes_gets_is_what_render_shows_of_the_pushed_image(

@@ -30,12 +30,14 @@ class ComposeTarget:
         assert plan.image is not None
         cores = num_cores()
         build(plan.image)
-        image = push(plan.image.name) if plan.image.pushed else plan.image.name
-        (folder / FILE).write_text(_yaml(compose.render(plan.workload(image), cores)))
         try:
+            image = push(plan.image.name) if plan.image.pushed else plan.image.name
+            (folder / FILE).write_text(_yaml(compose.render(plan.workload(image), cores)))
             _compose(folder, plan.id, ["up", "--detach", "--no-build", "--quiet-pull"], "start the job")
         except SubmitError:
-            _compose(folder, plan.id, ["down", "--volumes"], "take back what it had started")
+            if (folder / FILE).exists():
+                _compose(folder, plan.id, ["down", "--volumes"], "take back what it had started")
+            forget(plan.image.name)
             raise
         return image, {"project": plan.id}
 

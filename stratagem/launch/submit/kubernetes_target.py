@@ -37,11 +37,13 @@ class KubernetesTarget:
         assert plan.image is not None
         with contextlib.closing(Cluster(namespace=plan.request.kubernetes_namespace or "")) as cluster:
             build(plan.image)
-            image = push(plan.image.name)
-            objects = kubernetes.render(plan.workload(image))
-            (folder / FILE).write_text(_yaml(objects))
-            cluster.create(objects)
-            forget(plan.image.name)
+            try:
+                image = push(plan.image.name)
+                objects = kubernetes.render(plan.workload(image))
+                (folder / FILE).write_text(_yaml(objects))
+                cluster.create(objects)
+            finally:
+                forget(plan.image.name)
             where = {"context": cluster.context, "namespace": cluster.namespace, "kubeconfig": cluster.kubeconfig}
         return image, where
 
