@@ -19,7 +19,7 @@ class MachineConfig:
     """What one task asks of its machine; names as in TensorFlow Cloud.
 
     Raises:
-        ConfigurationError: a count is negative, cores or memory are nearly 0 or infinite, or accelerators have no type.
+        ConfigurationError: a count is negative, a number is nearly 0 or too large, or accelerators have no type.
     """
 
     cpu_cores: float = 1
@@ -36,7 +36,7 @@ class MachineConfig:
         sizes = (self.cpu_cores, self.memory_gib)
         if not (all(0.001 <= size < MOST for size in sizes) and 0 <= self.accelerator_count < MOST):
             raise ConfigurationError(
-                f"expected a machine with cpu_cores and memory_gib of at least 0.001, no negative accelerator_count, and "
+                "expected a machine with cpu_cores and memory_gib of at least 0.001 and no negative accelerator_count, "
                 f"less than {MOST} of each, got {self}"
             )
         if self.accelerator_type and not self.accelerator_count:

@@ -143,7 +143,7 @@ def _fit(x: Any = X, y: Any = Y, **given: Any) -> Any:
         (lambda: sg.FileDataset("ab", print), "expected files= a list"),  # type: ignore[arg-type]
         (lambda: sg.TrainSpec(None), "expected input_fn= a function"),  # type: ignore[arg-type]
         (lambda: sg.RunConfig(seed="1"), "expected seed= a whole number or None"),  # type: ignore[arg-type]
-        (lambda: sg.MachineConfig(cpu_cores=float("nan")), "finite cpu_cores and memory_gib of at least 0.001"),
+        (lambda: sg.MachineConfig(cpu_cores=float("nan")), "cpu_cores and memory_gib of at least 0.001"),
         (lambda: sg.ClusterSpec(worker=None), "expected tuple or list, got NoneType"),  # type: ignore[arg-type]
         (lambda: sg.MirroredStrategy(2), "expected devices= a list or None, got 2"),  # type: ignore[arg-type]
         (lambda: sg.MultiWorkerMirroredStrategy({"worker": []}), "expected ClusterResolver or None, got dict"),  # type: ignore
