@@ -42,16 +42,16 @@ def prepared(
 def measured(name: str, num_elements: int, rank: int, size: int, device: torch.device) -> tuple[float, float]:
     """What a call costs, to the end of what it does on its device, after one whose values were compared."""
     begun, out, expected = prepared(name, num_elements, rank, size, device)
-
-    def call() -> None:
-        begun()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    call = begun if device.type == "cpu" else functools.partial(_to_its_end, begun, device)
     call()
     if not torch.equal(out, expected):
         raise WrongValuesError(f"{name} of {num_elements:,} elements gave {out[:4].tolist()}… on rank {rank}")
-    return measure(call if device.type == "cuda" else begun, functools.partial(_slowest, device))
+    return measure(call, functools.partial(_slowest, device))
+
+
+def _to_its_end(begun: Callable[[], object], device: torch.device) -> None:
+    begun()
+    torch.cuda.synchronize(device)
 
 
 def _slowest(device: torch.device, seconds: float) -> float:

@@ -74,10 +74,14 @@ class Nccl:
             CollectiveError: not every rank gives tensors on a GPU.
             ConfigurationError: NCCL was asked for, and cannot be had.
         """
-        first = next(_tensors(arguments), None)
-        if first is None or not _is_elsewhere(first) or any(map(_is_bitwise, arguments)):
+        first: Any = arguments
+        while type(first) in (list, tuple) and first:
+            first = first[0]
+        if not isinstance(first, torch.Tensor):
+            first = next(_tensors(arguments), None)
+        if first is None or not _is_elsewhere(first):  # a short tensor of the host is asked no more than this
             return False
-        if not all(map(_fits, _tensors(arguments))):
+        if any(map(_is_bitwise, arguments)) or not all(map(_fits, _tensors(arguments))):
             return False
         if not self._is_agreed:
             self._agree(first.device)
@@ -149,13 +153,8 @@ def or_nccl(name: str = "") -> Callable[[Method], Method]:
 
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **named: Any) -> Any:
-            first = arguments[0] if arguments else None
-            while type(first) is list and first:
-                first = first[0]
-            if isinstance(first, torch.Tensor) and not _is_elsewhere(first):  # no more than this for a short tensor
-                return method(self, *arguments, **named)
             nccl: Nccl = self.nccl
-            if nccl.takes((*arguments, *named.values())):
+            if nccl.takes((*arguments, *named.values()) if named else arguments):
                 self.check_open(theirs)
                 return nccl.call(theirs, *arguments, **named)
             return method(self, *arguments, **named)
