@@ -63,6 +63,10 @@ class Roster:
         """Whether this is a worker beyond those that there are to be."""
         return session.task.type == "worker" and 0 < self.wanted_workers <= session.task.index
 
+    def is_wanted_again(self, session: Session) -> bool:
+        """Whether this is a worker that has ended since it was not wanted, and is by now."""
+        return session.state is SessionState.DONE and session.left and not self.is_dismissed(session)
+
     @property
     def ps(self) -> list[Session]:
         """Those that serve, by index."""

@@ -51,6 +51,8 @@ class Session:
     """Of this process, a ps: which copy is to be dropped, and up to which those it keeps are."""
     leaving: bool = False
     """This process, a ps, was told to end, and waits until what it holds is in a checkpoint."""
+    left: bool = False
+    """This process, a worker, has ended since it was not wanted."""
     given_up: bool = False
     """Lost for long, and the cluster does without it."""
 

@@ -128,7 +128,7 @@ class Sessions(Roster):
             self._newest_incarnation += 1
             session.number, session.resumed, was_open = self._newest_incarnation, False, False
             session.heartbeats = Heartbeats(self._config.heartbeat_interval_s)
-            session.copies, session.leaving = (0, 0), False
+            session.copies, session.leaving, session.left = (0, 0), False, False
             session.joining = bool(self.min_workers) and self.ready and session.task.type == "worker"
             session.waits, session.taken_in = False, 0
         if now > self._start_deadline and not self.anybody_waits:  # the first that is there
@@ -211,6 +211,7 @@ class Sessions(Roster):
             return []
         if exit_code == 0 and (session.task.type != "ps" or self.stopping is not None or not self.serves(session)):
             session.state = SessionState.DONE
+            session.left = self.stopping is None and (follows or self.is_dismissed(session))
             return [*self._fence(session), *self._changed(), *self._end_of_work()]
         why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
         was_added = self.was_added(task) or session.joining  # the job goes on without it

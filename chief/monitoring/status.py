@@ -50,7 +50,7 @@ def report(state: ChiefState, streams: SessionStreams, address: str, scaling: st
         tasks.append(
             TaskState(
                 name,
-                _SHOWN.get(session.state, session.state.value),
+                "waiting" if sessions.is_wanted_again(session) else _SHOWN.get(session.state, session.state.value),
                 session.address,
                 session.number,
                 session.pid,

@@ -229,6 +229,7 @@ class LocalCluster:
         ps = max(status.wanted_ps, status.num_ps) if status.wanted_ps else 0  # one is needed until others have its rows
         away = [each.task for each in status.tasks if each.state in ("lost", "done") and not status.stop_reason]
         absent = [task for task in map(TaskId.parse, away) if task.type == "ps"]  # a worker that is done has done all
+        absent += [TaskId.parse(each.task) for each in status.tasks if each.state == "waiting" and each.pid]
         for kind, wanted in (("worker", status.wanted_workers), ("ps", ps)):
             starting = self.supervisor.want(kind, wanted, absent) if wanted else []
             if starting:

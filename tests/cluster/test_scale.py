@@ -97,6 +97,25 @@ def test_workers_come_and_go(cluster: Start, tmp_path: Path) -> None:
     check(job)
 
 
+def test_a_worker_that_ends_and_is_wanted_again_before_the_launcher_hears_of_either(
+    cluster: Start, tmp_path: Path
+) -> None:
+    stop = tmp_path / "stop"
+    job = cluster(2, 1, "count_examples.py", "--examples", 200, "--pause-s", 0.02, "--until", stop)
+    address = address_of(job)
+    newest = steps_of(job, address, "worker:1")
+    job.wait_for(lambda: newest(1), "steps of worker:1")
+    job.process.send_signal(signal.SIGSTOP)
+    fewer = scale(address, "--workers", 1)
+    ask_to_scale(address, 2, 0, 60.0)
+    job.process.send_signal(signal.SIGCONT)
+    assert fewer.returncode == 0, fewer.stderr
+    newest = steps_of(job, address, "worker:1")
+    job.wait_for(lambda: newest(5), "steps of the next worker:1")
+    stop.touch()
+    check(job)
+
+
 @pytest.mark.parametrize("arguments", [(), pytest.param(("--table",), marks=pytest.mark.thorough)])
 def test_parameter_servers_come_and_go(cluster: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     stop = tmp_path / "stop"

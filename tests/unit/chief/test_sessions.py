@@ -544,6 +544,10 @@ def test_the_number_of_workers_changes_while_training_runs() -> None:
     sessions.goodbye("worker:2", 4, 0, "", 1.0)
     with pytest.raises(ConfigurationError, match="worker:2 is not wanted: the job goes on with 1 workers"):
         join(sessions, "worker:2", 5)
+    assert not sessions.is_wanted_again(sessions.tasks["worker:2"])
+    sessions.want_workers(3)
+    assert [str(s.task) for s in sessions.tasks.values() if sessions.is_wanted_again(s)] == ["worker:2"]
+    sessions.want_workers(1)
     sessions.stream_ended("worker:1", 2, 2.0)  # it dies instead of ending: nobody waits for it
     for task, stream in (("worker:0", 1), ("ps:0", 3)):
         sessions.heartbeat(task, stream, 1000.0)
