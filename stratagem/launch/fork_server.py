@@ -26,8 +26,11 @@ import sys
 
 from setproctitle import setproctitle
 
-# torch.optim loads the compiler as soon as an optimizer is made.
-PRELOADED = ("torch", "torch._dynamo", "numpy", "click", "pydantic", "asyncio", "stratagem.cluster.config")
+# torch.optim loads the compiler as soon as an optimizer is made; of ours, what most tasks need and does not load grpc.
+PRELOADED = (
+    *("torch", "torch._dynamo", "numpy", "click", "pydantic", "asyncio", "stratagem.cluster.config"),
+    *("stratagem.cli.options", "stratagem.data.distribute", "stratagem.checkpoint.reading", "stratagem.rpc.shm_lane"),
+)
 COMMAND_PREFIX = (sys.executable, "-m", "stratagem.cli")
 """What a command must begin with to be run in a fork."""
 _PR_SET_PDEATHSIG = 1

@@ -12,7 +12,6 @@ from types import NoneType, TracebackType
 from typing import Any, cast
 
 from stratagem.arguments import check_kind
-from stratagem.chief.__main__ import run as run_chief
 from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.sources import cluster_layer, environment_layer, gather, resolve
@@ -20,9 +19,7 @@ from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
-from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc.logs import configure_logging, show_until_configured
-from stratagem.strategy.torchrun import with_addresses
 from stratagem.worker.interrupts import EXIT_TERMINATED
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.runtime import WorkerRuntime
@@ -45,6 +42,8 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
     config: WorkerConfig = _config(task, cluster, resolver)
     is_by_torchrun = "RANK" in os.environ and not os.environ.get("TF_CONFIG")
     if is_by_torchrun and cluster == _told(None)[1]:
+        from stratagem.strategy.torchrun import with_addresses  # loads the backend of torch.distributed
+
         cluster = with_addresses(cluster, config, os.environ)
         config = _resolved(task, cluster, "torchrun")
     return config, cluster
@@ -103,8 +102,12 @@ def _serve(task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None)
     configure_logging(str(task))
     config = _config(task, cluster, resolver)
     if isinstance(config, ChiefConfig):
+        from stratagem.chief.__main__ import run as run_chief  # no worker needs what it loads
+
         logger.info("the chief is not a replica: the cluster trains with %d workers", cluster.num_workers)
         return run_chief(config)
+    from stratagem.ps.__main__ import run as run_ps  # nor this
+
     return run_ps(config)
 
 
