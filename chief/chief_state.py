@@ -37,12 +37,8 @@ class ChangeEvent:
 
 
 class ChiefState:
-    """The books of a job, as an earlier chief has left them.
-
-    Args:
-        connect: given the chief's epoch, what makes the connection to a ps: (incarnation, address).
-        clock: seconds, monotonic.
-    """
+    """The books of a job, as an earlier chief has left them. Given the chief's epoch, ``connect`` makes what connects
+    to a ps: (incarnation, address)."""
 
     def __init__(self, config: ChiefConfig, connect: Callable[[int], Connect], clock: Callable[[], float]) -> None:
         self.config = config

@@ -22,13 +22,8 @@ RETRY_S = 0.25
 
 
 class Maintenance(ChiefPart):
-    """The chief's own initiative.
-
-    Args:
-        recovery: concluded first.
-        spawn: runs work beside the rest.
-        stop: ends the job with an exit code, for a reason.
-    """
+    """The chief's own initiative. It begins when ``recovery`` is concluded; ``stop`` ends the job with an exit code,
+    for a reason."""
 
     def __init__(
         self,
@@ -76,10 +71,8 @@ class Maintenance(ChiefPart):
             self._start(self._save)
 
     async def first_checkpoint(self, caller: Incarnation, num_groups: int) -> None:
-        """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one.
-
-        Args:
-            num_groups: shard groups that the caller has prepared, counted on each ps; the checkpoint has all of these.
+        """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one. It has
+        all of the shard groups that the caller has prepared: ``num_groups``, counted on each ps.
 
         Raises:
             StaleStoreError: a ps has no values, or not all, which the caller may give it.

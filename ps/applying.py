@@ -148,13 +148,7 @@ class Applying:
 
 class Turn:
     """Around a change of weights. Waits for the gate and for the same update under way elsewhere; then fences, holds
-    and restores wait for it. Entered, it says whether the update must still be applied.
-
-    Args:
-        sender: whose call changes them.
-        store_epoch: of the store that it is for.
-        call: whether the sender still waits.
-    """
+    and restores wait for it. Entered, it says whether the update must still be applied."""
 
     __slots__ = ("_call", "_pairs", "_sender", "_state", "_store_epoch", "_update")
 

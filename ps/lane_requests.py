@@ -46,13 +46,8 @@ _REQUESTS: dict[int, tuple[str, Any, _Handler]] = {
 
 
 class LaneRequests:
-    """Serves one lane. What it waits for are the rules: staleness, a hold, a step that is not complete.
-
-    Args:
-        store: does the work.
-        sender: whose lane it is; nobody else is spoken for over it.
-        lane: the way back; knows whether the worker is still there, while a request waits.
-    """
+    """Serves one lane. What it waits for are the rules: staleness, a hold, a step that is not complete. ``sender``:
+    whose lane it is; nobody else is spoken for over it."""
 
     def __init__(self, store: Store, sender: Sender, lane: AnsweringLane) -> None:
         self._store = store

@@ -84,12 +84,9 @@ def _message(replies: list[_Reply]) -> bytes:
 
 
 class QueueLane(Corkable):
-    """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.AnsweringLane`.
-
-    Args:
-        max_pinned_bytes: bytes of messages that may wait here; a reader that is slower is cut off.
-        memory: where weights are kept that change before they have left.
-    """
+    """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.AnsweringLane`. A
+    reader that lets more than ``max_pinned_bytes`` of messages wait is cut off; weights that change before they have
+    left are kept in ``memory``."""
 
     def __init__(
         self, max_pinned_bytes: Callable[[], int], memory: FrameMemory | None = None, stream: Call | None = None

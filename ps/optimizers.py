@@ -130,10 +130,7 @@ SUPPORTED = tuple(_RULES)
 
 
 def rule_for(name: str, by_rows: bool = False) -> OptimizerRule:
-    """The rule of a torch.optim class.
-
-    Args:
-        by_rows: for a table.
+    """The rule of a torch.optim class; ``by_rows``: for a table.
 
     Raises:
         UnsupportedOptimizerError: with the reason.
@@ -198,13 +195,8 @@ def build(
     state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
     dtype: torch.dtype,
 ) -> torch.optim.Optimizer:
-    """A torch optimizer over existing parameters and existing state.
-
-    Args:
-        groups: hyper-parameters and parameters of each param_group.
-        state: for each parameter, what the class keeps.
-        dtype: of the parameters.
-    """
+    """A torch optimizer over existing parameters and existing state. ``state``: for each parameter, what the class
+    keeps."""
     # Placeholders first: the constructors of some classes allocate state for what they are given.
     fused = rule.fused and dtype in _FUSED_DTYPES
     choices: dict[str, Any] = {"fused": True} if fused else {"foreach": False}

@@ -40,9 +40,7 @@ class _Rows:
 
 class Origin:
     """Where all rows are, until each is on some ps. The files stay open: a newer checkpoint may take their place.
-
-    Args:
-        directory: a committed checkpoint, whose files have been checked.
+    ``directory``: a committed checkpoint, whose files have been checked.
 
     Raises:
         CheckpointError: a file is missing or damaged.

@@ -12,13 +12,7 @@ BLOCK_ROWS = 1024
 
 
 def fill_rows(out: torch.Tensor, first_row: int, initial: InitialRows) -> None:
-    """Writes the initial values of rows ``first_row`` and on.
-
-    Args:
-        out: ``(rows, width)``, contiguous, on the CPU.
-        first_row: its first row's number in the whole table.
-        initial: how they begin.
-    """
+    """Writes the initial values of rows ``first_row`` and on. ``out``: ``(rows, width)``, contiguous, on the CPU."""
     num_rows, width = out.shape
     dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
     for start in range(first_row - first_row % BLOCK_ROWS, first_row + num_rows, BLOCK_ROWS):

@@ -41,8 +41,6 @@ class StoreState:
     Lock order: ``changed`` is never taken while a group's lock is held.
 
     Args:
-        limits: what to refuse.
-        store_epoch: epoch of the first store.
         frames_timeout_s: seconds that a control message waits for its frames, and for the sender's lane.
     """
 

@@ -44,9 +44,7 @@ class Store:
     close), ``checkpoints`` (hold, save, restore).
 
     Args:
-        task: task id of this ps.
         index: its index, in the names of its checkpoint files.
-        limits: what to refuse.
         frames_timeout_s: seconds a control message waits for its frames.
         folders: where requests may write and read checkpoints; None: everywhere.
     """

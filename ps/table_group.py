@@ -66,11 +66,7 @@ class TableGroup(ShardGroup):
         self.touch()
 
     def copy_rows(self, numbers: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies some rows into flat memory.
-
-        Args:
-            numbers: of rows, within this part of the table; checked.
-            out: as many rows.
+        """Copies some rows into flat memory. ``numbers``: within this part of the table; checked.
 
         Raises:
             FrameError: a row is not held here.
@@ -84,10 +80,7 @@ class TableGroup(ShardGroup):
             ) from None
 
     def check_rows(self, numbers: torch.Tensor) -> None:
-        """Refuses to give rows.
-
-        Args:
-            numbers: of rows, within this part of the table; int64.
+        """Refuses to give rows. ``numbers``: within this part of the table; int64.
 
         Raises:
             VariableError: the table has no values yet.

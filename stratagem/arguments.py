@@ -29,9 +29,6 @@ _WORDS: dict[Any, str] = {
 def whole_number(name: str, value: Any, least: int = 1) -> int:
     """``value`` as an int, where it is one: of Python or of a library, no bool and no float.
 
-    Args:
-        name: of the argument, for the error.
-
     Raises:
         ConfigurationError: anything else.
     """

@@ -122,12 +122,8 @@ class CollectiveError(StratagemError, RuntimeError):
 
 
 class SegmentError(StratagemError):
-    """Memory shared by processes of one host cannot be had; another lane has to do.
-
-    Args:
-        message: how many bytes were wanted, and why there are none.
-        errno: the system's number for the cause; 0 where there is none.
-    """
+    """Memory shared by processes of one host cannot be had; another lane has to do. ``errno``: the system's number for
+    the cause; 0 where there is none."""
 
     def __init__(self, message: str, errno: int = 0) -> None:
         super().__init__(message)

@@ -44,10 +44,8 @@ def watch(grace_s: float) -> None:
     """From now on, until as many calls of :func:`unwatch`, the first SIGINT or SIGTERM is a request to end.
 
     A second one ends this process at once, as does the end of the grace. Does nothing about signals in a thread other
-    than the main one: Python allows that there alone.
-
-    Args:
-        grace_s: seconds from the request to the end, if nobody has begun to save.
+    than the main one: Python allows that there alone. ``grace_s``: seconds from the request to the end, if nobody has
+    begun to save.
     """
     if not _before and threading.current_thread() is threading.main_thread():
         _before.update((number, signal.getsignal(number) or signal.SIG_DFL) for number in _SIGNALS)

@@ -39,12 +39,8 @@ NOTHING = Done()
 
 
 class LeaseClient:
-    """Acquires the units of a dataset, pass by pass.
-
-    Args:
-        first: units to acquire before the speed is known, and at least.
-        clock: seconds, monotonic.
-    """
+    """Acquires the units of a dataset, pass by pass. ``first``: units to acquire before the speed is known, and at
+    least."""
 
     def __init__(
         self, chief: ChiefClient, plan: Plan, first: int = 2, clock: Callable[[], float] = time.monotonic
@@ -139,13 +135,10 @@ class LeaseClient:
             self._unreported[unit] = lease
 
     def start_step(self, step: int, staleness: float) -> tuple[int, bool]:
-        """Waits for the staleness bound.
+        """Waits for the staleness bound. ``step``: steps that this worker has completed.
 
         The chief is asked when the bound may be reached, and soon enough that others, which wait for this worker's
         steps, need not wait for its report: half the bound at the latest.
-
-        Args:
-            step: steps that this worker has completed.
 
         Returns:
             The number from which this worker counts its steps, and whether the chief was asked.

@@ -32,11 +32,8 @@ class PreemptionRequest:
         self._timer: threading.Timer | None = None
 
     def watch(self, grace_s: float) -> None:
-        """Somebody looks for requests from now on; without, :meth:`request` refuses.
-
-        Args:
-            grace_s: seconds from a request to a second SIGTERM, which this process sends itself.
-        """
+        """Somebody looks for requests from now on; without, :meth:`request` refuses. ``grace_s``: seconds from a
+        request to a second SIGTERM, which this process sends itself."""
         if not self._num_watching:
             self.is_leaving = False
         self._num_watching += 1
@@ -72,11 +69,8 @@ class PreemptionRequest:
         return True
 
     def agree(self, workers: Communicator | None) -> bool:
-        """Whether any rank has been asked, by a collective of its own. Every rank has to call it.
-
-        Args:
-            workers: None: this process decides alone.
-        """
+        """Whether any rank has been asked, by a collective of its own. Every rank has to call it. Without ``workers``
+        this process decides alone."""
         if workers is None:
             return self.requested
         if bool(workers.all_reduce(torch.tensor(int(self.requested)), ReduceOp.MAX)):

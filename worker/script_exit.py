@@ -17,10 +17,7 @@ PATIENCE_S = 10.0
 
 def before_sudden_exit(work: Callable[[int, str], object]) -> None:
     """Runs ``work`` when this process, not a forked child of it, ends by ``os._exit``, unless another was told before.
-
-    Args:
-        work: takes the exit code, and words for one that is not 0.
-    """
+    ``work`` takes the exit code, and words for one that is not 0."""
     if os._exit is not leave:
         return
     process = os.getpid()

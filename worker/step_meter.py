@@ -103,11 +103,7 @@ class StepMeter:
 
     def computes(self, phase: str, after: str = "") -> None:
         """The script goes over to another phase of its computing; nothing changes while it does something else.
-
-        Args:
-            phase: which of :data:`stratagem.measuring.measures.COMPUTING`.
-            after: the only one that it may follow; empty: any.
-        """
+        ``phase``: one of :data:`stratagem.measuring.measures.COMPUTING`; ``after``: the only one that it may follow."""
         self._note((_now(), phase, after))
         if len(self._noted) > MAX_NOTED:
             self._count_soon()

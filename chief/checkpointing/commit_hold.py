@@ -74,7 +74,6 @@ class CommitHold:
         of its ps does not share the hold of somebody who does not.
 
         Args:
-            what: needs it, for messages.
             complete: wait for updates that only some of their ps have; False when nobody is left to send them.
 
         Raises:

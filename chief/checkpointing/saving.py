@@ -39,12 +39,8 @@ class CommittedCheckpoint:
 
 
 class Saving(ChiefPart):
-    """Takes checkpoints, one at a time.
-
-    Args:
-        committed: told of every committed checkpoint, before commits are released.
-        count_lost: called before one is written, with commits held.
-    """
+    """Takes checkpoints, one at a time. ``committed`` is told of each, before commits are released; ``count_lost`` is
+    called before one is written, with commits held."""
 
     def __init__(
         self,

@@ -25,11 +25,8 @@ COMPACT_BYTES = 8 << 20
 
 
 class Journal:
-    """The journal of a job.
-
-    Args:
-        directory: where it lies; empty: nothing is kept.
-        compact_bytes: size at which the file is replaced by one line that says the same.
+    """The journal of a job. Without a ``directory`` nothing is kept; a file of ``compact_bytes`` is replaced by one
+    line that says the same.
 
     Raises:
         ConfigurationError: a line in the middle cannot be read.

@@ -43,12 +43,8 @@ class RollBack:
 
 
 class LeaseBook:
-    """The units of the job.
-
-    Args:
-        next_step: number of the first synchronous step that no journal knows.
-        num_unsynced: so many from there on may have been composed by a chief whose journal lost them.
-    """
+    """The units of the job. Synchronous steps from ``next_step`` on are in no journal; ``num_unsynced`` of them a chief
+    may have composed whose journal lost them."""
 
     def __init__(self, next_step: int = 1, num_unsynced: int = 0) -> None:
         self.plans: dict[int, Plan] = {}
@@ -177,8 +173,6 @@ class LeaseBook:
         """Leases ``want`` units or fewer, and beyond them up to ``at_most``.
 
         Args:
-            incarnation: the holder.
-            dataset: ordinal of the dataset.
             held: leases the holder knows of; others were in a reply that got lost and are handed out again.
             want: units wanted, at least 1.
             workers: live workers that the holder trains with, in worker order; asked for where slices are dealt.

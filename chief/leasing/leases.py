@@ -89,7 +89,6 @@ class EpochLeases:
         """Leases pending units, the lowest first, after those that the holder does not know of.
 
         Args:
-            incarnation: the holder.
             held: leases it knows of; others were in a reply that got lost and are handed out again.
             at_most: as many if that leaves each holder so many again; ``want`` in any case.
             stop: units before this one are meant.

@@ -47,7 +47,6 @@ class Sessions(Roster):
         config: how many tasks there are to be, and how long one may be silent or away.
         history: how an earlier chief left them. Those that were live then are awaited; of a ps, what a process holds
             that is newer than the one that had been brought up to date says nothing.
-        now: seconds on a monotonic clock.
 
     Raises:
         ConfigurationError: ``min_workers`` is for a ring, and at most as many as it has.

@@ -17,7 +17,6 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
     """Every variable of a checkpoint under its own name, whole.
 
     Args:
-        directory: a committed checkpoint ("…/step-00000100").
         slot: name of an optimizer slot ("exp_avg") to read instead of weights; variables without it are left out. Of
             one that was never updated (frozen, say) some ps may have it, for what they hold beside it: zeros.
 

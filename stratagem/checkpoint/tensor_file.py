@@ -35,11 +35,7 @@ DTYPES = {
 
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Writes contiguous CPU tensors durably (fsync).
-
-    Args:
-        path: of a file that does not exist yet.
-        tensors: by name; written in this order.
+    """Writes contiguous CPU tensors durably (fsync). In the order given, to a file that does not exist yet.
 
     Returns:
         Size in bytes, and SHA-256 in hex.

@@ -129,11 +129,8 @@ class _Encoder:
 
 
 def decode(tree: Json, tensor: Callable[[str], torch.Tensor], variable: Callable[[str], torch.Tensor]) -> Any:
-    """The inverse of :func:`encode`.
-
-    Args:
-        tensor: gives a tensor by its key.
-        variable: gives a variable of parameter servers by its name.
+    """The inverse of :func:`encode`. ``tensor`` gives a tensor by its key, ``variable`` a variable of parameter servers
+    by its name.
 
     Raises:
         CheckpointError: a tag that this version does not know.

@@ -76,8 +76,6 @@ def node_of_each_task(nodes: Sequence[str], counts: Sequence[int], distribution:
     """The node of each task, by rank.
 
     Args:
-        nodes: by index.
-        counts: tasks of each of them.
         distribution: what ``srun --distribution`` was given: "block" fills one node after the other, "cyclic" deals
             tasks out in turns. What follows a ":" is about sockets.
 

@@ -82,9 +82,7 @@ def file_layers(role: str, document: Mapping[str, Any], file: str) -> list[Layer
     """The layers of a cluster file for a role: its own section, then the section ``defaults``.
 
     Args:
-        role: "chief", "ps", "worker" or "evaluator".
         document: the parsed YAML: ``cluster``, ``defaults`` and one section per role, each optional.
-        file: name of the file, for messages.
 
     Raises:
         ConfigurationError: an unknown section or key.
@@ -125,11 +123,9 @@ def gather(
     """The configuration of a task of ``role``, and its place in the cluster (None: there is no cluster).
 
     Args:
-        role: "chief", "ps", "worker" or "evaluator".
         environ: the environment (TF_CONFIG, torchrun's variables, ``STRATAGEM_<FIELD>``).
         flags: fields given on the command line; None values count as not given.
         document: the parsed cluster file.
-        file: name of the cluster file, for messages.
         of_every_role: only the fields that every role has.
 
     Raises:

@@ -20,12 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepAgreement:
-    """All workers make the same steps, until none has any data; who has none left gets batches of size 0.
-
-    Args:
-        communicator: between the workers; None: there is one.
-        asks: they talk about each step; else :class:`Parts` say all there is to know, on every worker alike.
-    """
+    """All workers make the same steps, until none has any data; who has none left gets batches of size 0. Workers that
+    do not ask (``asks``) know it alike: :class:`Parts` say all there is to know."""
 
     def __init__(self, communicator: Communicator | None, num_local_replicas: int, asks: bool) -> None:
         self._communicator = communicator
@@ -56,7 +52,6 @@ class StepAgreement:
         """This worker's parts of the next step, and the whole of it; None: nobody has one.
 
         Args:
-            parts: what this worker has read; None: it is at its end.
             common: what has to be equal on all workers that have read something; see ``IndexReader.common``.
 
         Raises:

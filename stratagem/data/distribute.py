@@ -36,7 +36,6 @@ def distribute(
         source: a DataLoader, an iterable of batches, or (with ``batch_size``) a Dataset.
         ordinal: ordinal of the dataset in the script, starting at 1.
         batch_size: examples in a global batch of a Dataset.
-        options: None: the defaults.
 
     Raises:
         ConfigurationError: the source cannot be shared out like that; says why, and what can be done.
@@ -97,11 +96,8 @@ def distribute_from_function(
     options: DistributeOptions | None = None,
     listener: Listener | None = None,
 ) -> SplitDataset:
-    """This worker's batches, each for ONE replica, from what ``dataset_fn`` returns; it is called once, here.
-
-    Args:
-        dataset_fn: is told its place and returns an iterable of batches of one replica; it shards the data itself.
-        options: ``auto_shard_policy`` has to be AUTO or OFF: nothing is sharded here.
+    """This worker's batches, each for ONE replica, from what ``dataset_fn`` returns; it is called once, here. Nothing
+    is sharded here: the ``auto_shard_policy`` of ``options`` has to be AUTO or OFF.
 
     Raises:
         ConfigurationError: ``dataset_fn`` returns something else, or ``options`` ask for sharding.

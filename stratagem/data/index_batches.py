@@ -18,13 +18,8 @@ from stratagem.worker.ring.communicator import Communicator
 
 
 def epoch_order(num_examples: int, shuffle: bool, seed: int, dataset: int, epoch: int) -> torch.Tensor:
-    """Indices of the examples in the order of one epoch, shape [num_examples], int64; the same on every worker.
-
-    Args:
-        shuffle: a permutation seeded by (seed, dataset, epoch); else 0, 1, 2, …
-        dataset: ordinal of the dataset.
-        epoch: pass over it, starting at 0.
-    """
+    """Indices of the examples in the order of one epoch, shape [num_examples], int64; the same on every worker. With
+    ``shuffle`` a permutation seeded by (seed, dataset, epoch), else 0, 1, 2, …"""
     if not shuffle:
         return torch.arange(num_examples)
     return torch.randperm(num_examples, generator=torch.Generator().manual_seed(_seed_of(f"{seed}/{dataset}/{epoch}")))

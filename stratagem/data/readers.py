@@ -177,12 +177,9 @@ class Reopened:
 
 
 class ItemBatches:
-    """A map-style dataset whose items are global batches: a DataLoader with ``batch_size=None``.
-
-    Args:
-        indices: which items, as batches of one index; with a BatchSampler in the place of the sampler, an item is what
-            the dataset has for the whole list.
-    """
+    """A map-style dataset whose items are global batches: a DataLoader with ``batch_size=None``. ``indices``: which
+    items, as batches of one index; with a BatchSampler in the place of the sampler, an item is what the dataset has for
+    the whole list."""
 
     def __init__(self, loader: DataLoader[Any], indices: IndexBatches) -> None:
         self._indices = indices

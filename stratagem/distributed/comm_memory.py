@@ -20,10 +20,8 @@ class CommMemory:
 
     The first tensors of a size make blocks, which is collective; later ones take these in turn. So ranks that ask for
     the same sizes in the same order have their tensors at the same places, whenever each of them frees its own. Who
-    finds the block in use gets memory of torch's, and that collective copies on every rank.
-
-    Args:
-        arena: makes shared memory of so many bytes, flat uint8; collective.
+    finds the block in use gets memory of torch's, and that collective copies on every rank. ``arena`` makes shared
+    memory of so many bytes, flat uint8; collective.
     """
 
     def __init__(self, arena: Callable[[int], torch.Tensor]) -> None:

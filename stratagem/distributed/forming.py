@@ -36,11 +36,8 @@ from stratagem.worker.servicer import SERVICE, WorkerServicer
 
 
 def make_process_group(given: Any, options: CommunicationOptions | None = None) -> LaneProcessGroup:
-    """What ``init_process_group`` and ``new_group`` call.
-
-    Args:
-        given: torch's ``_DistributedBackendOptions``.
-        options: what the script gave as ``pg_options``; None: as the variables ``STRATAGEM_…`` of a worker say.
+    """What ``init_process_group`` and ``new_group`` call. ``given``: torch's ``_DistributedBackendOptions``;
+    ``options``: the script's ``pg_options``, else as the variables ``STRATAGEM_…`` of a worker say.
 
     Raises:
         ConfigurationError: ranks want different things, or cannot reach each other.

@@ -39,12 +39,8 @@ _WORD_BYTES = 128
 
 
 class Nccl:
-    """NCCL's group of the same ranks. They agree on it in their first collective of tensors on GPUs.
-
-    Args:
-        tasks: by rank, for errors.
-        may_send: whether what is sent may be read on its way, as NCCL's can be.
-    """
+    """NCCL's group of the same ranks. They agree on it in their first collective of tensors on GPUs. ``may_send``:
+    whether what is sent may be read on its way, as NCCL's can be."""
 
     def __init__(
         self,
@@ -142,11 +138,8 @@ def group_of(backend: Backend, device: torch.device, store: Store) -> dist.Proce
 
 
 def or_nccl(name: str = "") -> Callable[[Method], Method]:
-    """Of a collective of a process group that has a ``nccl``: tensors on GPUs go there, if it takes them.
-
-    Args:
-        name: of NCCL's method for it; empty: as ours.
-    """
+    """Of a collective of a process group that has a ``nccl``: tensors on GPUs go there, if it takes them. ``name``: of
+    NCCL's method, if not as ours."""
 
     def decorate(method: Method) -> Method:
         theirs = name or method.__name__

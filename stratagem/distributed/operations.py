@@ -204,12 +204,8 @@ class Operations:
     def all_to_all_single(
         self, out: torch.Tensor, tensor: torch.Tensor, out_rows: Sequence[int], rows: Sequence[int]
     ) -> Operation:
-        """The same with the parts one after the other.
-
-        Args:
-            out_rows: rows of ``out`` from each rank; none: equal parts.
-            rows: rows of ``tensor`` for each rank; none: equal parts.
-        """
+        """The same with the parts one after the other. ``out_rows`` from each rank, ``rows`` for each; none: equal
+        parts."""
         room, values = room_for(out), flat(tensor)
         rooms, sources = self._split(room, out, out_rows), self._split(values, tensor, rows)
         if out_rows or rows:

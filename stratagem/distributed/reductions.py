@@ -87,10 +87,7 @@ class RankReduction:
 
 
 def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
-    """Reads an operation.
-
-    Args:
-        op: a ``torch.distributed.ReduceOp`` or one of its members.
+    """Reads an operation: a ``torch.distributed.ReduceOp`` or one of its members.
 
     Raises:
         ConfigurationError: there is no such reduction for the dtype.

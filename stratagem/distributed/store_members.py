@@ -15,14 +15,8 @@ from stratagem.rpc.security import Security
 
 
 class Rendezvous:
-    """Ranks that tell each other words through a store. A store may serve one group several times, one after the
-    other: each has keys of its own.
-
-    Args:
-        store: of this group alone.
-        tasks: task id of every rank.
-        timeout_s: seconds for all of it.
-    """
+    """Ranks that tell each other words through a store. A store may serve one group several times, one after the other:
+    each has keys of its own. ``timeout_s``: seconds for all of it."""
 
     def __init__(self, store: Store, rank: int, tasks: Sequence[str], timeout_s: float) -> None:
         formation = (store.add("arrivals", 1) - 1) // len(tasks)
@@ -73,11 +67,7 @@ class Rendezvous:
 
 class StoreMembers:
     """Implements :class:`stratagem.worker.ring.members.MembershipSource`. Who has come once is a member to the end:
-    that a rank is lost is seen at its lanes.
-
-    Args:
-        tasks: task id of every rank, in rank order.
-    """
+    that a rank is lost is seen at its lanes."""
 
     def __init__(self, rank: int, tasks: Sequence[str], security: Security) -> None:
         self.task = tasks[rank]

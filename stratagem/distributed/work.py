@@ -23,13 +23,7 @@ DONE.set_result(None)
 
 
 class LaneWork(dist.Work):
-    """Implements ``torch.distributed.Work``. Waiting blocks the calling thread; nothing is left on a stream.
-
-    Args:
-        what: the operation, for errors.
-        outputs: tensors that it fills.
-        done: ends with it, or with its error.
-    """
+    """Implements ``torch.distributed.Work``. Waiting blocks the calling thread; nothing is left on a stream."""
 
     def __init__(self, what: str, outputs: list[torch.Tensor], done: concurrent.futures.Future[Any]) -> None:
         super().__init__()
@@ -103,8 +97,6 @@ class ReceiveWork(LaneWork):
     """A receive: fails where no message comes.
 
     Args:
-        what: the receive, for errors.
-        output: tensor that is filled.
         receive: what waits in the mailbox.
         finish: puts what came into ``output``.
     """

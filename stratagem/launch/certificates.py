@@ -93,8 +93,6 @@ class Authority:
         Args:
             identity: a task id, or "operator".
             hosts: names and addresses under which tools other than ours will reach it.
-            folder: where to; made if needed.
-            days: how long it is valid.
             renew: replace what is there, each file at once.
 
         Raises:

@@ -37,12 +37,8 @@ def run_local(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> int:
-    """Runs the job until every process has ended.
-
-    Args:
-        launch_for: other command lines than the job's own.
-        stdout: gets the lead's standard output; None is ours.
-        stderr: gets everything else; None is ours.
+    """Runs the job until every process has ended. ``launch_for``: other command lines than the job's own; ``stdout``
+    gets the lead's standard output, ``stderr`` everything else, if not ours.
 
     Returns:
         The exit code: 0, that of the first failure (1 if a signal killed it), or 128 plus the signal that

@@ -198,11 +198,8 @@ class LocalJob:
 
 def check_size(num_workers: int, num_ps: int, num_threads: int = 0, num_cores: int = 0) -> None:
     """Refuses more processes, or threads of one, than a host bears: on a shared core processes miss heartbeats
-    (``session_timeout_s``), and each has 50 MB of its own before the script makes anything.
-
-    Args:
-        num_cores: 0: those of this host that we may use.
-    """
+    (``session_timeout_s``), and each has 50 MB of its own before the script makes anything. ``num_cores``: 0: those of
+    this host that we may use."""
     num_cores = num_cores or len(os.sched_getaffinity(0))
     most = max(FEWEST, PER_CORE * num_cores)
     if num_workers + num_ps > most:
@@ -260,7 +257,6 @@ def plan_launch(
     Args:
         task: one of ``job.servers`` or ``job.workers``, or a further one that was asked for while training ran.
         environ: the launcher's own environment; its description of another cluster is left out.
-        num_cores: cores of this machine.
         chief_address: where the chief listens; for the chief itself, where it should (again) listen. Of two chiefs each
             listens where it likes, and says so in a file.
         master_port: a free port, for scripts of ``torch.distributed``; 0: there is none.

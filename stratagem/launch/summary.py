@@ -59,10 +59,8 @@ def build_summary(
     """The summary that ``--summary`` writes.
 
     Args:
-        supervisor: after the end.
         status: see :func:`last_status`.
         reports: of the workers that finished, in the order of their indices.
-        exit_code: of the launcher.
         duration_s: from the first start to the last exit, in seconds.
         tail: last lines of stderr of the task that failed first.
         checkpoint: path of the newest checkpoint that stays.

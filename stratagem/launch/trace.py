@@ -48,7 +48,6 @@ def record(
     """Traces every live worker and ps of the job until each worker has done ``num_steps`` steps.
 
     Args:
-        num_steps: of every worker.
         timeout_s: seconds after which what has come is enough.
         with_torch: the workers' operators of torch too; the profiler takes a second or more to start.
 

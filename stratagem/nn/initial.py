@@ -45,10 +45,8 @@ Init = Normal | Uniform | Constant
 def initial_rows(
     init: Init, seed: int | None, zero_row: int | None, generator: torch.Generator | None = None
 ) -> InitialRows:
-    """What makes the rows, of which ``zero_row`` is zero.
-
-    Args:
-        seed: of the random numbers; None: drawn from the generator, or torch's own, as torch's layers draw weights.
+    """What makes the rows, of which ``zero_row`` is zero. Without a ``seed`` it is drawn from the generator, or torch's
+    own, as torch's layers draw weights.
 
     Raises:
         ConfigurationError: no distribution of this module, bounds in the wrong order, a seed out of range.

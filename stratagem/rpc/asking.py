@@ -16,12 +16,8 @@ from stratagem.rpc.security import Security
 
 @contextlib.contextmanager
 def asking(address: str, task: str, security: Security, words: str) -> Iterator[grpc.Channel]:
-    """A channel to ``task`` for the ``with`` block; what goes wrong in it is raised as an error of ours.
-
-    Args:
-        address: host:port.
-        task: whom we expect there.
-        words: the task, in the error.
+    """A channel to ``task`` for the ``with`` block; what goes wrong in it is raised as an error of ours. ``address``:
+    host:port; ``words``: the task, in the error.
 
     Raises:
         IdentityError: TLS does not come about, or the task does not know us.

@@ -10,12 +10,8 @@ from stratagem.errors import ConfigurationError
 
 
 def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
-    """Refuses to listen beyond loopback in the clear.
-
-    Args:
-        bind: host:port.
-        insecure: the user said that it is all right.
-        tls: the server speaks TLS only.
+    """Refuses to listen beyond loopback in the clear. With TLS, or if the user says that it is all right
+    (``insecure``), it may be.
 
     Raises:
         ConfigurationError: with the ways out.
@@ -33,11 +29,8 @@ def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
 
 
 def advertised_address(advertise: str, bound: str) -> str:
-    """The host:port that a server tells others.
-
-    Args:
-        advertise: what its configuration says; port 0 is the port bound, empty all of ``bound``.
-        bound: where it listens, with the real port.
+    """The host:port that a server tells others. Port 0 of ``advertise`` is the one bound, an empty ``advertise`` all of
+    ``bound``.
 
     Raises:
         ConfigurationError: nobody could call it there.
@@ -52,11 +45,8 @@ def advertised_address(advertise: str, bound: str) -> str:
 
 
 def listening(host: str, port: int = 0) -> socket.socket:
-    """A TCP socket that listens at ``host``: an IPv4 address, an IPv6 one ("::" is both), or a name, IPv4 first.
-
-    Args:
-        host: name or address, IPv6 without brackets.
-        port: 0: a free one.
+    """A TCP socket that listens at ``host``: an IPv4 address, an IPv6 one ("::" is both), or a name, IPv4 first. IPv6
+    without brackets; port 0 takes a free one.
 
     Raises:
         OSError: the host is not of this machine, or the port is taken.

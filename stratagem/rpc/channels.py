@@ -51,11 +51,7 @@ def channel_options(max_message_bytes: int = -1) -> list[_Option]:
 
 
 def connect(address: str, peer: str = "", security: Security = OPEN) -> grpc.Channel:
-    """A channel of its own connection to ``host:port``.
-
-    Args:
-        address: host:port.
-        peer: task id of the server; with TLS nobody else is accepted there.
+    """A channel of its own connection to ``host:port``. With TLS nobody but ``peer`` is accepted there.
 
     Raises:
         ConfigurationError: the certificates cannot be used, or the token would travel in the clear.

@@ -39,8 +39,6 @@ class GrpcLane(Corkable):
     Args:
         channel: a channel of its own, so that payload and control messages do not share a connection. The lane owns it.
         method: full name of the streaming method.
-        metadata: says who the caller is.
-        peer: task id at the other end, for messages.
         max_inbox_bytes: frames that came before they were asked for may not take more.
         on_wait: called now and then while a read waits; what it raises ends the wait.
         together_bytes: of a message with frames sent inside :meth:`corked`, at most; 0: one each, as the other

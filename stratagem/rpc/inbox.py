@@ -22,7 +22,6 @@ class Inbox:
     """Filled by a lane's reader thread, emptied by the caller of ``receive``.
 
     Args:
-        peer: task id at the other end, for messages.
         max_frames: the reader waits while so many frames lie here; 0: no bound.
         max_bytes: more than that may not lie here.
         on_wait: called now and then while :meth:`take` waits; what it raises ends the wait.

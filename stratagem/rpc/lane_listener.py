@@ -58,7 +58,6 @@ class LaneListener:
     """Listens for one server, on TCP and on an abstract Unix socket, as soon as somebody asks for it.
 
     Args:
-        host: address to listen on with TCP.
         security: of this server: with certificates, TCP is encrypted. Unix sockets never are: the kernel tells who is
             at the other end.
         max_lanes_per_peer: how many lanes of one task may be expected, or have come and wait, at once.

@@ -26,7 +26,6 @@ class Lender:
     """Of one receiver.
 
     Args:
-        pool: shared with other lanes.
         keeps: whether a sender gets a slot again, rather than the pool, when its frame is done with.
         max_bytes: that one sender may have; asked when it matters.
     """

@@ -70,11 +70,8 @@ OPEN_METHODS = frozenset({f"/grpc.health.v1.Health/{method}" for method in ("Che
 
 
 def authorize(identity: str, method: str) -> None:
-    """Refuses a call that the table does not allow.
-
-    Args:
-        identity: proven name of the caller; empty: none.
-        method: full name, for example "/stratagem.Chief/GetStatus".
+    """Refuses a call that the table does not allow. ``identity``: proven; empty: none. ``method``: its full name,
+    "/stratagem.Chief/GetStatus" say.
 
     Raises:
         IdentityError: the method needs an identity, and there is none.

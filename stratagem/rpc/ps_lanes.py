@@ -53,11 +53,7 @@ class PsLaneOpener:
     """Payload bytes of a frame; no message of several is larger."""
 
     def open(self, transport: Transport, place: str) -> Lane:
-        """The lane asked for; ``auto`` takes the fastest that works.
-
-        Args:
-            transport: what was asked for.
-            place: where the ps runs, by its own words.
+        """The lane asked for; ``auto`` takes the fastest that works. ``place``: where the ps runs, by its own words.
 
         Raises:
             ConfigurationError: the lane asked for cannot be had here.

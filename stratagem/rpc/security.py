@@ -67,10 +67,7 @@ class Security:
         return self.tls.client_context() if self.tls is not None else None
 
     def who_calls(self, proven: Mapping[str, Any], metadata: Mapping[str, str | bytes]) -> str:
-        """The caller's identity; empty when it has none.
-
-        Args:
-            proven: ``auth_context()`` of the call: what TLS knows.
+        """The caller's identity; empty when it has none. ``proven``: ``auth_context()`` of the call, what TLS knows.
 
         Raises:
             IdentityError: a wrong token, or a name that nobody has.
@@ -103,12 +100,8 @@ def security_of(config: RoleConfig) -> Security:
 
 
 def make_security(identity: str, tls: str, token_file: str, insecure: bool = False) -> Security:
-    """What these words say.
-
-    Args:
-        tls: folder of the certificates; empty: no TLS.
-        token_file: file with the token; empty: none.
-        insecure: the network may be trusted.
+    """What these words say. ``tls``: folder of the certificates, ``token_file``: file with the token; empty: none.
+    ``insecure``: the network may be trusted.
 
     Raises:
         ConfigurationError: certificates or token cannot be used; says why.

@@ -57,7 +57,6 @@ class SessionClient:
 
     Args:
         chief_address: where the chief is, as :class:`ChiefAddress` takes it.
-        task: task id of the caller.
         address: host:port where the caller serves its peers; empty if it serves nobody.
         progress: fields of ``Progress``; asked at every heartbeat.
         measures: fields of ``Measures``; asked about once a second, for what the task has measured.
@@ -120,7 +119,6 @@ class SessionClient:
         """Joins; returns the incarnation.
 
         Args:
-            timeout_s: seconds for the chief to answer.
             look: asked every :data:`LOOK_S` seconds without an answer for a reason to give up.
 
         Raises:

@@ -43,7 +43,6 @@ class ShmSender(Corkable):
 
     Args:
         sock: a connected Unix socket; the lane owns it.
-        peer: task id at the other end, for messages.
         max_bytes: most bytes that may lie unread; asked when it matters.
         pool: memory to send from, shared with other lanes; None: this lane's own.
         patient: wait for the receiver when that much lies unread; False: break the lane (``LimitError``).

@@ -96,7 +96,6 @@ class SocketReceiver(abc.ABC):
 
     Args:
         sock: connected; the lane owns it.
-        peer: task id at the other end, for messages.
         on_wait: called now and then while a read waits; what it raises ends the wait.
     """
 

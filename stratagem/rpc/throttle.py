@@ -23,11 +23,7 @@ class Throttle:
         """When the period of a kind began, and its lines since then."""
 
     def admit(self, kind: str, now: float) -> int | None:
-        """Whether a line may be written.
-
-        Args:
-            kind: lines are counted by it.
-            now: seconds, monotonic.
+        """Whether a line may be written. ``now``: seconds, monotonic.
 
         Returns:
             None: leave it out. Else how many of its kind were left out in the period before.

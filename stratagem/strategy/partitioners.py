@@ -65,7 +65,6 @@ def place(
     fewest bytes (the first of several); the shards of a cut variable go to the ps in turn, from the emptiest on.
 
     Args:
-        variables: shape and dtype of each.
         partitioner: cuts variables of rank 1 and more; never a scalar.
         load_bytes: bytes that each ps holds; changed in place.
 

@@ -16,10 +16,8 @@ class Prepared:
     """Knows what ``prepare`` was given, as it is on every local replica, and refuses steps of anything else.
 
     Of steps of optimizers, and of parameters that modules of the open scope are given, :func:`.watch_torch` tells it.
-
-    Args:
-        has_nested: whether an optimizer that was not prepared may step with parameters of one that was: then it is a
-            part of that one.
+    With ``has_nested`` an optimizer that was not prepared may step with parameters of one that was: it is a part of
+    that one.
     """
 
     def __init__(self, has_nested: bool = True) -> None:

@@ -89,11 +89,8 @@ def prepare_metric(
     strategy: Strategy,
     make: Callable[[torchmetrics.Metric], PreparedMetric] | None = None,
 ) -> list[PreparedMetric]:
-    """Connects a metric or a collection to a strategy, in place. Returns what was made for it.
-
-    Args:
-        metric: one that is prepared already is left as it is.
-        make: what counts in its stead; None: a :class:`PreparedMetric`.
+    """Connects a metric or a collection to a strategy, in place. Returns what was made for it. One that is prepared
+    already is left as it is. ``make``: what counts in its stead; None: a :class:`PreparedMetric`.
 
     Raises:
         ConfigurationError: another strategy has it.

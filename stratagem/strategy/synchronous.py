@@ -49,7 +49,6 @@ class SynchronousStrategy(SynchronousInput):
     """Each replica has the model, and after ``backward()`` the gradient of the global batch.
 
     Args:
-        devices: of the local replicas, one each.
         workers: collectives with other workers; None: there are none.
         ops: reduces between local replicas; None: the default for the devices.
         bucket_bytes: limit of a bucket of gradients.

@@ -26,7 +26,6 @@ def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: 
     Args:
         given: a class of ``torch.optim`` by name, in any case, with torch's defaults; an optimizer over the module's
             parameters; or what makes one of them.
-        module: not prepared.
 
     Raises:
         ConfigurationError: an unknown name, or an optimizer of other parameters.

@@ -127,8 +127,6 @@ def display(verbose: Verbose, is_lead: bool, pace: Pace, stream: TextIO | None =
 
     Args:
         verbose: 0: nothing; 1: a bar on a terminal; 2: plain lines; "auto": a bar on a terminal, else plain lines.
-        is_lead: nobody else shows any.
-        stream: None: stderr.
     """
     if verbose not in ("auto", 0, 1, 2, True, False):
         raise ConfigurationError(f"expected verbose 'auto', 0, 1 or 2, got {verbose!r}")

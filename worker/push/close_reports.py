@@ -15,10 +15,7 @@ MAX_WAITING = 64  # a ps that takes part in no update is told at the latest afte
 
 class CloseReports:
     """What each ps has yet to hear. Repeating a close is harmless, so a report is dropped only when acknowledged.
-
-    Args:
-        recover: connects to a ps that was lost; waits for one that is away.
-    """
+    ``recover`` connects to a ps that was lost, and waits for one that is away."""
 
     def __init__(self, clients: Sequence[PsClient], recover: Callable[[PsClient], None]) -> None:
         self._clients = clients

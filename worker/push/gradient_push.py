@@ -62,9 +62,7 @@ class GradientPush:
         parameters: what it changes, tables left out.
         variables: the same on the ps, in the same order.
         on_backward: called in each backward that reaches a parameter.
-        policy: clipping and NaN policy.
         closes: closed units to report with the commit.
-        meter: times what is exposed.
         recover: connects to a ps that was lost.
     """
 

@@ -19,10 +19,7 @@ class WeightTargets:
     """Writes frames of weights into tensors, and reads values out of them.
 
     A contiguous CPU tensor is written in place. Any other gets a flat host mirror that :meth:`finish` copies over.
-
-    Args:
-        layout: where the rows live.
-        tensors: the variables' tensors, in the order of ``layout.variables``.
+    ``tensors``: in the order of ``layout.variables``.
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:

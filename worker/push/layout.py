@@ -72,7 +72,6 @@ class Layout:
     """Shards and chunks of a set of variables.
 
     Args:
-        variables: the variables, in order of registration.
         rows: for each variable, ``(ps, first_row, num_rows)`` of each of its shards.
         chunk_bytes: payload bytes of a gradient frame, at most.
     """

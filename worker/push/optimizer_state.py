@@ -48,7 +48,6 @@ class OptimizerState:
 
     Args:
         variables: where the rows of its parameters live; variable i is parameter i.
-        parameters: its parameters, in the order of the layout.
         may_assign: whether this worker's ``load_state_dict`` reaches the ps; others load the same file.
     """
 
@@ -135,11 +134,7 @@ class OptimizerState:
 
 
 class TableState:
-    """Keeps the state of tables out of this process: it may be larger than its memory.
-
-    Args:
-        tables: those that it changes.
-    """
+    """Keeps the state of tables out of this process: it may be larger than its memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, tables: list[RemoteTable]) -> None:
         self._optimizer = optimizer

@@ -105,7 +105,6 @@ class PsClient:
 
     Args:
         session: knows where the ps is, and this worker's identity.
-        meter: counts payload bytes.
         config: how long to wait for a ps that restarts, and what lanes are like.
         num_ps: of how many ps the variables are shared out among; 0: whatever there are.
     """

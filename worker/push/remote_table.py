@@ -50,14 +50,8 @@ class TableLink:
 
 
 class RemoteTable:
-    """A table, from the moment that a module is built; ``prepare`` links it to the ps.
-
-    Args:
-        num_rows: rows.
-        width: elements of a row.
-        initial: initial values of the rows: how the ps make them, or all rows, ``(num_rows, width)``, which may lie in
-            a mapped file: they are read a part at a time.
-    """
+    """A table, from the moment that a module is built; ``prepare`` links it to the ps. ``initial``: how the ps make the
+    rows, or all rows, ``(num_rows, width)``, which may lie in a mapped file: they are read a part at a time."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, initial: InitialRows | torch.Tensor) -> None:
         self.num_rows = num_rows
@@ -130,10 +124,8 @@ class RemoteTable:
     # -- rows --------------------------------------------------------------------------------------------------
 
     def rows(self, numbers: Numbers) -> torch.Tensor:
-        """Some rows as they are on the ps now, ``(len(numbers), width)``, on the CPU.
-
-        Args:
-            numbers: ascending, each once, below ``num_rows``.
+        """Some rows as they are on the ps now, ``(len(numbers), width)``, on the CPU. ``numbers``: ascending, each
+        once, below ``num_rows``.
 
         Raises:
             PeerUnavailableError: a ps did not come back in time.

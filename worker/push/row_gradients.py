@@ -38,21 +38,12 @@ class RowGradient:
 
 def rows_in(max_bytes: int, like: torch.Tensor) -> int:
     """Rows, each with its number, that go into so many bytes. Rows are asked for by as many, so that their numbers are
-    cut once a step.
-
-    Args:
-        max_bytes: of a frame.
-        like: rows of the table, ``(…, width)``.
-    """
+    cut once a step. ``max_bytes``: of a frame; ``like``: rows of the table, ``(…, width)``."""
     return max(1, max_bytes // (NUMBER_BYTES + like.shape[1] * like.itemsize))
 
 
 class PendingRows:
-    """What backward has given a table so far.
-
-    Args:
-        handle: the parameter in the table's stead.
-    """
+    """What backward has given a table so far."""
 
     def __init__(self, handle: torch.nn.Parameter) -> None:
         self._handle = handle

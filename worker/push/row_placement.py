@@ -24,11 +24,7 @@ class RowShard:
 
 
 class RowPlacement:
-    """The shards of one table.
-
-    Args:
-        rows: ``(ps, first_row, num_rows)`` of each.
-    """
+    """The shards of one table. ``rows``: ``(ps, first_row, num_rows)`` of each."""
 
     def __init__(self, rows: Sequence[tuple[int, int, int]]) -> None:
         held: dict[int, int] = {}

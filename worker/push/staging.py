@@ -106,11 +106,7 @@ class GradientStaging:
 
     def complete(self, servers: Sequence[int], rows: tuple[RowGradient | None, ...], is_part: bool = False) -> None:
         """Sends what is missing or has changed, for the given ps; what a commit must name is :meth:`reference`.
-
-        Args:
-            rows: gradient of each table.
-            is_part: whether the update has parts of other workers too.
-        """
+        ``rows``: gradient of each table; ``is_part``: whether the update has parts of other workers too."""
         self._rows = rows
         if self._stage_missing(servers) or self._restaged:
             self._count_restaged()

@@ -97,7 +97,6 @@ class RemoteVariables:
     """Variables that live on the parameter servers, and their copies in this process.
 
     Args:
-        layout: where the rows live.
         tensors: the copies in this process, in the order of ``layout.variables``.
         optimizer: name of its torch.optim class; "" for values that no optimizer changes.
     """

@@ -154,13 +154,8 @@ class CommitMessage:
         hyper: Sequence[struct_pb2.Struct],
         make: Callable[[], Sequence[ps_pb2.GroupCommit]],
     ) -> None:
-        """Groups, their presence and hyper-parameters.
-
-        Args:
-            given: what presence follows from.
-            hyper: of the optimizer; another object when a value has changed.
-            make: makes them, where either has changed.
-        """
+        """Groups, their presence and hyper-parameters. They are made anew (``make``) where what presence follows from
+        (``given``), or ``hyper``, is another object."""
         if self._groups[0] != given or self._groups[1] is not hyper:
             del self._message.groups[:]
             self._message.groups.extend(make())

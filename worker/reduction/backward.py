@@ -71,11 +71,8 @@ class BackwardReducer(Generic[B]):
     """Hears of the gradients of parameters, and has those of each ``backward()`` reduced at its end.
 
     A hook on a parameter puts ``p.grad`` aside before autograd adds to it, so that the post-accumulate hook sees the
-    gradient of this backward alone.
-
-    Args:
-        weight: how much this rank counts; asked once at the start of each backward, in a thread of autograd.
-        new_backward: makes the record of one, of the engine's number of it.
+    gradient of this backward alone. How much this rank counts is asked of ``weight`` once at the start of each
+    backward, in a thread of autograd; ``new_backward`` makes the record of one, of the engine's number of it.
     """
 
     _slots: Sequence[ParameterGradient]

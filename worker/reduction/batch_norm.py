@@ -95,7 +95,6 @@ def convert_batch_norm(
     """Makes every BatchNorm in ``module`` take its statistics from all ranks; the layers stay the same objects.
 
     Args:
-        module: a model, or a BatchNorm itself.
         weight: how much this rank's gradient counts, as the reducer is told; asked in each backward. None: as much as
             its elements are of all ranks' elements, which is right for a loss that is a mean over examples.
 

@@ -49,12 +49,8 @@ class GradientCompression(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, bucket: FullBucket, communicator: Communicator) -> None:
-        """Writes the sum of all ranks' sources into the bucket's result, as well as it can.
-
-        Args:
-            bucket: the same one on every rank.
-            communicator: whose thread this is.
-        """
+        """Writes the sum of all ranks' sources into the bucket's result, as well as it can. The bucket is the same one
+        on every rank; this is a thread of the communicator."""
 
     @abc.abstractmethod
     def commit(self, buckets: Iterable[int]) -> None:

@@ -242,12 +242,8 @@ class SparseSlot(OwnSlot):
 
 
 class WeakHook:
-    """A post-accumulate hook that keeps nothing alive: torch never frees a cycle through one that does.
-
-    Args:
-        method: of a reducer, called with ``slot`` and its parameter as long as both live.
-        slot: of the parameter that the hook is for.
-    """
+    """A post-accumulate hook that keeps nothing alive: torch never frees a cycle through one that does. ``method`` of a
+    reducer is called with ``slot`` and its parameter as long as both live."""
 
     def __init__(self, method: Callable[[Any, torch.Tensor], None], slot: ParameterGradient) -> None:
         self._method = weakref.WeakMethod(method)

@@ -30,8 +30,6 @@ class SameBits:
 
     Args:
         parameters: those of the reducer, in the order of every rank.
-        names: of parameters, for the error.
-        label: who this rank is, for the error.
         optimizers: whose settings have to be the same; of none: those of this rank are somebody else's.
     """
 

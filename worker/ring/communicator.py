@@ -191,11 +191,8 @@ class Communicator:
         return tensor
 
     def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Rank r gets what every rank holds at ``tensors[r]``, in rank order; first dimensions may differ.
-
-        Args:
-            tensors: one for each rank, of one dtype and equal trailing dimensions.
-        """
+        """Rank r gets what every rank holds at ``tensors[r]``, in rank order; first dimensions may differ. One tensor
+        for each rank, of one dtype and equal trailing dimensions."""
         if len(tensors) != self.size:
             raise ConfigurationError(f"expected {self.size} tensors, one for each rank, got {len(tensors)}")
         rest, dtype, device = tensors[0].shape[1:], tensors[0].dtype, tensors[0].device
@@ -253,11 +250,8 @@ class Communicator:
         self.generation += 1
 
     def collective(self, what: str, run: Callable[[Tag], T]) -> T:
-        """Runs ``run``, one operation of the group, as the next collective.
-
-        Args:
-            what: says the same on every rank that means the same collective; in errors.
-            run: gets what travels with every message.
+        """Runs ``run``, one operation of the group, as the next collective. ``what`` says the same on every rank that
+        means the same collective; ``run`` gets what travels with every message.
 
         Raises:
             CollectiveError: see :meth:`all_reduce`.

@@ -29,12 +29,8 @@ LIVES_S = 5.0
 
 
 class FailureDiagnosis:
-    """Why the collectives of a generation are broken; only the first reason counts.
-
-    Args:
-        session: what the chief says about the members.
-        close_group: breaks this rank's lanes, so that a call that waits there ends.
-    """
+    """Why the collectives of a generation are broken; only the first reason counts. ``close_group`` breaks this rank's
+    lanes, so that a call that waits there ends."""
 
     def __init__(self, session: MembershipSource, peers: Peers, close_group: Callable[[str], None]) -> None:
         self.meeting = peers.meeting
@@ -120,11 +116,8 @@ class FailureDiagnosis:
             self.told(self.lost(lost))
 
     def explain(self, error: CollectiveError, position: Position, passes_on: bool = False) -> CollectiveError:
-        """Finds out what is behind an error of the group, tells every rank, and returns the error to raise.
-
-        Args:
-            passes_on: tells every rank what another one found out, too: that may be cut off from some.
-        """
+        """Finds out what is behind an error of the group, tells every rank, and returns the error to raise. With
+        ``passes_on`` also what another rank found out, which may be cut off from some."""
         with self._changed:
             self._explaining = True
             self.suspect = error.rank

@@ -183,11 +183,8 @@ class Healing:
         return next(place for place, name in enumerate(self.members) if name not in self.newcomers)
 
     def take_in(self, ranks: Ranks, give: Callable[[], None]) -> None:
-        """Between two steps: goes on with those who wait, if it is due, or takes this newcomer to the others.
-
-        Args:
-            ranks: whose next group is of all.
-            give: collectives that give the newcomers the state of :attr:`donor`; once more after a loss.
+        """Between two steps: goes on with those who wait, if it is due, or takes this newcomer to the others. ``give``:
+        collectives that give the newcomers the state of :attr:`donor`; once more after a loss.
 
         Raises:
             CollectiveError: it cannot be healed.

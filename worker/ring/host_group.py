@@ -356,11 +356,8 @@ class HostGroup:
     def _rounds(
         self, count: int, write: Callable[[int], None], read: Callable[[int], None], agree: bool = False
     ) -> None:
-        """Writes to the own slot, exchanges, reads the peers' slots; as often as said, at least once.
-
-        Args:
-            agree: ranks may ask for different counts; the largest is used.
-        """
+        """Writes to the own slot, exchanges, reads the peers' slots; as often as said, at least once. Ranks may ask for
+        different counts (``agree``): the largest is used."""
         for k in itertools.count():
             self._scratch.next_round()
             write(k)

@@ -22,12 +22,8 @@ class Reduction:
     """Reduces the same range of every rank's tensor, in rank order: equal bits wherever it is done.
 
     float16 and bfloat16 are rounded once: torch adds and multiplies two of them in float32 and rounds; for more than
-    two the intermediate values stay in float32 here.
-
-    Args:
-        op: SUM, MIN, MAX or PRODUCT.
-        num_sources: how many are reduced.
-        max_elements: the longest range of one call.
+    two the intermediate values stay in float32 here. ``op``: SUM, MIN, MAX or PRODUCT; ``max_elements``: the longest
+    range of one call.
     """
 
     def __init__(self, op: ReduceOp, dtype: torch.dtype, num_sources: int, max_elements: int) -> None:

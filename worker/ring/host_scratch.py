@@ -23,11 +23,7 @@ _NUM_CACHED_VIEWS = 1024
 
 
 class Scratch:
-    """The two slots of every rank.
-
-    Args:
-        segments: flat uint8, one for each rank, of equal length.
-    """
+    """The two slots of every rank. ``segments``: flat uint8, one for each rank, of equal length."""
 
     def __init__(self, segments: Sequence[torch.Tensor]) -> None:
         self.slot_bytes = segments[0].numel() // 2 // ALIGNMENT * ALIGNMENT

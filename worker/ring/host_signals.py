@@ -160,11 +160,7 @@ class Signals:
 
     def use_cells(self, memory: Sequence[torch.Tensor]) -> None:
         """Signals lie in shared memory from now on, where that is possible. Every rank calls it after the same
-        exchange.
-
-        Args:
-            memory: see :class:`stratagem.worker.ring.host_cells.Cells`.
-        """
+        exchange. ``memory``: see :class:`stratagem.worker.ring.host_cells.Cells`."""
         if IS_ORDERED:
             self._cells = Cells(self.rank, memory, _SIZE)
 
@@ -259,11 +255,8 @@ class Signals:
             cells.sleep_for(None)
 
     def _wait(self, peer: int, more: bool, events: Sequence[tuple[int, int]] = ()) -> None:
-        """Returns when something can be read from ``peer``, or its socket is shut.
-
-        Args:
-            events: what was found so far.
-        """
+        """Returns when something can be read from ``peer``, or its socket is shut. ``events``: what was found so
+        far."""
         watch = self._watches[more, peer]
         awaited = self._descriptors[peer]
         while True:

@@ -76,11 +76,7 @@ def may_take_nccl(options: CommunicationOptions) -> bool:
 
 
 def why_not_nccl(gpus: Mapping[str, str]) -> str:
-    """NCCL wants a GPU for each rank alone; empty: each has one.
-
-    Args:
-        gpus: by task, as in :class:`RankInfo`.
-    """
+    """NCCL wants a GPU for each rank alone; empty: each has one. ``gpus``: by task, as in :class:`RankInfo`."""
     if without := [task for task, gpu in gpus.items() if not gpu]:
         return f"{', '.join(without)} computes on no CUDA device"
     for gpu in gpus.values():
@@ -95,8 +91,6 @@ def plan_lanes(
     """Decides.
 
     Args:
-        members: in rank order.
-        options: what was asked for.
         failures: lanes that could not be opened ("nccl", "shm", "tcp"), with the reason: ``auto`` does without them.
 
     Raises:

@@ -27,13 +27,7 @@ LOOK_S = 0.25
 
 
 class Opener:
-    """Lanes of one generation.
-
-    Args:
-        ring_service: lets the others in.
-        peers: lets this worker in at the others.
-        deadline: ``time.monotonic()`` seconds.
-    """
+    """Lanes of one generation. ``deadline``: ``time.monotonic()`` seconds."""
 
     def __init__(self, ring_service: RingService, peers: Peers, meter: BytesMeter, deadline: float) -> None:
         self._ring_service = ring_service

@@ -33,8 +33,6 @@ class Peers:
     """The ``Worker`` services of the other ranks.
 
     Args:
-        session: this worker's identity, and what the chief says.
-        members: the generation.
         num_meetings: meetings of this generation that this rank has been to, the same number on every rank.
         is_over: whether there is no use in meeting any more, for another reason than that the members are others.
     """

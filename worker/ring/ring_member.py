@@ -65,8 +65,6 @@ class RingMember:
 
     Args:
         ring_service: what the others ask of this worker.
-        session: this worker's identity, and what the chief says.
-        meter: counts payload bytes.
         take_in: tells the chief which newcomers (task, incarnation) are ranks from now on, or (none) that this worker
             waits to be one.
     """
@@ -93,12 +91,8 @@ class RingMember:
         session.on_membership(self._membership_changed)
 
     def form(self, options: CommunicationOptions, device: torch.device, timeout_s: float) -> Communicator:
-        """Meets the other workers, opens lanes and returns the communicator.
-
-        Args:
-            options: the same on every worker.
-            device: where this worker computes.
-            timeout_s: seconds for all of it.
+        """Meets the other workers, opens lanes and returns the communicator. ``options``: the same on every worker;
+        ``timeout_s``: seconds for all of it.
 
         Raises:
             ConfigurationError: workers want different things, or a lane that cannot be had.

@@ -76,9 +76,7 @@ class RingService:
     """The ring side of a worker's server; it stands before the ring exists and after it broke.
 
     Args:
-        host: address to listen on for sockets.
         membership: what the chief says now.
-        meter: counts bytes of grpc lanes.
         max_lanes_per_peer: see ``WorkerConfig``.
         max_inbox_bytes: of a lane, see ``WorkerConfig``.
     """
@@ -185,12 +183,8 @@ class RingService:
             return self._lanes.pop(peer_key)
 
     def abort(self, caller: Incarnation, meeting: tuple[int, int], reason: str, is_out_of_step: bool) -> None:
-        """A rank found out that the collectives of a group are broken.
-
-        Args:
-            meeting: generation and number of that in which the group was made.
-            is_out_of_step: see :class:`stratagem.worker.ring.group.OutOfStepError`.
-        """
+        """A rank found out that the collectives of a group are broken. ``meeting``: generation and number of that in
+        which it was made; ``is_out_of_step``: see :class:`stratagem.worker.ring.group.OutOfStepError`."""
         self._check(caller)
         self.given_up = max(self.given_up, meeting)
         if self.diagnosis is not None and meeting == self.diagnosis.meeting:

@@ -106,11 +106,8 @@ class TwoLevelGroup(Breakable):
 
     @contextlib.contextmanager
     def _inside(self, ranks: Sequence[int]) -> Iterator[None]:
-        """An error of one inner group breaks all of them, and names a global rank.
-
-        Args:
-            ranks: global rank of each rank of the inner group.
-        """
+        """An error of one inner group breaks all of them, and names a global rank. ``ranks``: global rank of each rank
+        of the inner group."""
         self.check()
         try:
             yield

@@ -68,11 +68,7 @@ class RandomEvents:
 
 
 def parse(text: str, tasks: Sequence[TaskId], has_copies: bool = False) -> tuple[list[ChaosEvent], list[RandomEvents]]:
-    """The events of ``text`` and those to be drawn.
-
-    Args:
-        text: of ``--chaos``.
-        has_copies: whether a ps follows another.
+    """The events of ``text`` and those to be drawn. ``has_copies``: whether a ps follows another.
 
     Raises:
         ConfigurationError: a word that is none of the language, a task that the job does not have, or two that have

@@ -52,11 +52,7 @@ class Fired:
 
 
 class ChaosInjector:
-    """The faults of one run: :meth:`tick` fires those that are due.
-
-    Args:
-        text: of ``--chaos``.
-        has_copies: whether a ps follows another.
+    """The faults of one run: :meth:`tick` fires those that are due. ``has_copies``: whether a ps follows another.
 
     Raises:
         ConfigurationError: the text is wrong; or connections are to suffer where nobody can tell whose they are.
@@ -100,12 +96,8 @@ class ChaosInjector:
             self._relays[_CHIEF].target = address
 
     def tick(self, now: float, status: StatusView | None, processes: Mapping[TaskId, TaskProcess]) -> float:
-        """Fires what is due, and ends what has lasted; returns in how many seconds to come again.
-
-        Args:
-            now: seconds, monotonic.
-            processes: of the tasks; of two chiefs the one that serves is chief:0.
-        """
+        """Fires what is due, and ends what has lasted; returns in how many seconds to come again. Of two chiefs among
+        ``processes`` the one that serves is chief:0."""
         self._pids = {str(task): process.pid for task, process in processes.items()}
         if status is not None:
             self._watch(status, now)

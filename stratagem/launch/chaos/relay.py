@@ -18,12 +18,9 @@ _LOOK_S = 0.02
 
 
 class Relay:
-    """Passes bytes between its own port and a task's, in a thread of its own.
-
-    Args:
-        target: host:port of the task; whoever connects while nobody listens there is refused.
-        client_of: says who connects from a port of this machine; "" is nobody known.
-    """
+    """Passes bytes between its own port and a task's, in a thread of its own. Whoever connects while nobody listens at
+    ``target`` (host:port) is refused; ``client_of`` says who connects from a port of this machine, "" where it is not
+    known."""
 
     def __init__(self, target: str, client_of: Callable[[int], str]) -> None:
         self.target = target

@@ -108,12 +108,7 @@ def run(
 def submit_and_follow(
     request: JobRequest, entry_point: str, *, stream_logs: bool = False, dry_run: bool = False
 ) -> tuple[Job, int]:
-    """What `run()` and `stratagem submit` have in common.
-
-    Args:
-        entry_point: as the user wrote it; empty: whoever calls.
-        stream_logs: show the job's log until it ends.
-        dry_run: print what would be done, and do nothing.
+    """What `run()` and `stratagem submit` have in common. ``entry_point``: as the user wrote it; empty: whoever calls.
 
     Returns:
         The job, and an exit code: the job's under ``stream_logs``, else 0.

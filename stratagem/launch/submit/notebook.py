@@ -43,11 +43,8 @@ def _source(cell: dict[str, Any]) -> str:
 def to_script(cells: list[str], name: str) -> str:
     """One script from the cells.
 
-    The cell that calls `run()` stays: in the job that call returns at once.
-
-    Args:
-        cells: their sources; empty ones are left out.
-        name: of the notebook, for messages and the first line.
+    The cell that calls `run()` stays: in the job that call returns at once. Empty cells are left out; the first line
+    says the ``name`` of the notebook.
 
     Raises:
         ConfigurationError: a cell cannot be converted, or is not valid Python; names cell and line.

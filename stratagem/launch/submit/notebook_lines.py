@@ -30,11 +30,8 @@ def convert_cell(source: str, cell: int, bound: frozenset[str] = frozenset()) ->
     """The cell as plain Python, line for line (a command that goes on over several lines is followed by blank ones).
 
     A command that fails ends the script with ``CalledProcessError``: nobody watches a job. It runs without a shell,
-    unless it is written for one.
-
-    Args:
-        cell: its number, for messages; the first is 1.
-        bound: names that the notebook's Python code binds.
+    unless it is written for one. ``cell``: its number, from 1, for messages; ``bound``: names that the notebook's
+    Python code binds.
 
     Raises:
         ConfigurationError: a magic, help or something that only IPython can do; names cell and line.

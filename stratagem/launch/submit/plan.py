@@ -119,10 +119,8 @@ def render_dockerfile(
     The archive that is sent has it at the top, beside ``requirements.txt`` and the project in ``project/``.
 
     Args:
-        job_id: becomes a label.
         base_image: has Python and stratagem, of the version of whoever submits.
         script: path in the project; what the image runs when nothing else is said.
-        has_requirements: install requirements.txt.
     """
     missing = (
         f"the base image {base_image} has no stratagem {__version__}: build one with deploy/Dockerfile and name it "

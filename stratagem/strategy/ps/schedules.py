@@ -52,10 +52,8 @@ def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], 
 
     The place in the schedule is then the number of updates that the job has applied, as TensorFlow's schedules read
     ``optimizer.iterations``, which the parameter servers hold. A step after the loop over the data, or after several
-    updates of this worker, is an epoch's and counts once; one with arguments does what these say.
-
-    Args:
-        is_in_loop: whether the script goes through a dataset now, or has none.
+    updates of this worker, is an epoch's and counts once; one with arguments does what these say. ``is_in_loop``:
+    whether the script goes through a dataset now, or has none.
     """
     kind: Any = type(scheduler)
     pace = _SchedulePace(push)
@@ -95,11 +93,8 @@ def keep_up(
     """Staleness 0: has a scheduler that is stepped with each update take part in those that this worker missed; changes
     it in place.
 
-    A small last batch has no slice for some workers; all must have the same settings in the next step.
-
-    Args:
-        is_in_loop: see :func:`follow`.
-        dataset: number of the dataset whose batch this worker had last.
+    A small last batch has no slice for some workers; all must have the same settings in the next step. ``is_in_loop``:
+    see :func:`follow`; ``dataset``: number of the one whose batch this worker had last.
 
     Returns:
         what to call with a number of steps of the job that were made without this worker, after its last one. They are

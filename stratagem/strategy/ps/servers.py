@@ -151,11 +151,7 @@ class Servers:
     ) -> tuple[DistributedDataset, EvaluatedUnits]:
         """Evaluation data of which every example is evaluated by one worker, whatever dies, and all with one version of
         the weights: while a pass goes on, the chief holds training. Every worker has to call it, and to go through it,
-        in the same order.
-
-        Args:
-            loader: of batches; they are the units, in the order of the examples.
-            num_batches: no more than these; None: all.
+        in the same order. Batches of the loader are the units, in the order of the examples, ``num_batches`` at most.
 
         Returns:
             the batches of this worker, and whom to tell what was counted on them.

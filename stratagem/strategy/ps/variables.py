@@ -80,11 +80,7 @@ class VariableGroups:
         on_backward: Callable[[], None],
     ) -> list[GradientPush]:
         """Creates or attaches to the variables of ``models``; returns what pushes the gradients of each optimizer.
-
-        Args:
-            policy: how gradients are treated before they are applied.
-            on_backward: called in a backward whenever a gradient was accumulated.
-        """
+        ``on_backward`` is called in a backward whenever a gradient was accumulated."""
         self._refuse_trained(optimizers)
         names = self._names(models)
         there = {id(table.handle) for table in self._tables}  # of an earlier call: they keep their rows

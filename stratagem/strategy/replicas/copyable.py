@@ -147,10 +147,8 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.Tensor], bool]) -> None:
-    """Refuses an optimizer whose copies would not train the copies of the models.
-
-    Args:
-        is_known: whether a tensor has copies on the other replicas.
+    """Refuses an optimizer whose copies would not train the copies of the models. ``is_known``: whether a tensor has
+    copies on the other replicas.
 
     Raises:
         ConfigurationError: says what to do.
@@ -165,10 +163,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.Tensor], bool]) -> None:
-    """Refuses an optimizer that would change what no model computes with.
-
-    Args:
-        is_known: whether a tensor is a parameter of a prepared model, or a variable of the strategy.
+    """Refuses an optimizer that would change what no model computes with. ``is_known``: whether a tensor is a parameter
+    of a prepared model, or a variable of the strategy.
 
     Raises:
         ConfigurationError: names what is not.

@@ -39,7 +39,6 @@ class Mirrors:
     replicas have to make the same steps.
 
     Args:
-        devices: one a replica.
         which: the local replica that asks; None: the code outside of replicas.
         keep: puts into a memo of ``copy.deepcopy`` what is not to be copied, and what stands for it on a replica.
     """

@@ -138,11 +138,6 @@ class ModelChanges:
     Seen in every run: attributes and buffers that were given another value, parameters that were frozen or lost their
     gradient, tensors that were written to. Carried fully when asked to: parameters, also if written to through
     ``.data``, and hooks. Not carried: what was put into a list or a dictionary, which is each replica's own.
-
-    Args:
-        models: one a replica.
-        copies: of the replicas after the first.
-        device: of replica 0.
     """
 
     def __init__(self, models: Sequence[nn.Module], copies: Sequence[Copies], device: torch.device) -> None:
@@ -173,10 +168,7 @@ class ModelChanges:
         self._versions = _versions(self._tensors)
 
     def spread(self, fully: bool) -> None:
-        """Carries what has changed since :meth:`record`.
-
-        Args:
-            fully: whether parameters and hooks may have changed unseen.
+        """Carries what has changed since :meth:`record`. ``fully``: parameters and hooks may have changed unseen.
 
         Raises:
             ConfigurationError: a parameter or a submodule was added or replaced, or the model was moved.
@@ -266,10 +258,7 @@ class OptimizerChanges:
         self._hooks.record()
 
     def spread(self, fully: bool) -> None:
-        """Carries what has changed since :meth:`record`.
-
-        Args:
-            fully: whether the state and hooks may have changed unseen.
+        """Carries what has changed since :meth:`record`. ``fully``: the state and hooks may have changed unseen.
 
         Raises:
             ConfigurationError: a group has got parameters that no prepared model has.

@@ -97,13 +97,9 @@ class ReplicaThreads:
 
     Replicas on the CPU run in turn: one has the turn, and the next one gets it when that one waits for the others or
     has ended. Each has its own stream of torch's CPU generator
-    (:class:`~stratagem.strategy.replicas.turn_lock.TurnLock`), so that runs can be repeated bit for bit. Replicas
-    on GPUs run all at once; what they draw on a GPU of their own is their own too, what they draw from the CPU
-    generator is not.
-
-    Args:
-        devices: one a replica. "cpu" may come several times.
-        first_replica: number of the first one among the replicas of all workers, for messages.
+    (:class:`~stratagem.strategy.replicas.turn_lock.TurnLock`), so that runs can be repeated bit for bit. Replicas on
+    GPUs run all at once; what they draw on a GPU of their own is their own too, what they draw from the CPU generator
+    is not. ``first_replica``: number of the first one among the replicas of all workers, for messages.
     """
 
     def __init__(self, devices: Sequence[torch.device], first_replica: int = 0) -> None:

@@ -15,12 +15,9 @@ class TurnLock:
     """One of several threads has it; each finds torch's CPU generator as it left it, whoever drew in between.
 
     The caller and replica 0 draw from one stream: what replica 0 draws moves the caller's generator on, as a step of
-    one process does. The streams of the others are seeded from the state of the caller's generator, again whenever
-    the caller has seeded or used it between two runs. So ``torch.manual_seed`` before a run determines all of them.
-
-    Args:
-        changed: guards the turn, and wakes those who wait for it.
-        takers: replicas that take turns; for all others every call does nothing.
+    one process does. The streams of the others are seeded from the state of the caller's generator, again whenever the
+    caller has seeded or used it between two runs. So ``torch.manual_seed`` before a run determines all of them.
+    ``changed`` guards the turn, and wakes those who wait for it; for all but the ``takers`` every call does nothing.
     """
 
     def __init__(self, changed: threading.Condition, takers: Collection[int]) -> None:

@@ -163,7 +163,6 @@ class EvaluatorSchedule:
         max_steps: the step after which there is no other checkpoint; None: the job's end says so.
         start_delay_s: seconds before the first evaluation.
         throttle_s: seconds from the start of one evaluation to that of the next.
-        now: seconds.
     """
 
     def __init__(self, max_steps: int | None, start_delay_s: float, throttle_s: float, now: float) -> None:
@@ -173,13 +172,8 @@ class EvaluatorSchedule:
         self._done = -1
 
     def decide(self, now: float, newest: int | None, is_over: bool) -> Literal["evaluate", "wait", "stop"]:
-        """What to do.
-
-        Args:
-            now: seconds.
-            newest: step of the newest checkpoint; None: there is none.
-            is_over: whether the job has ended. Told before the newest checkpoint was looked for.
-        """
+        """What to do. ``newest``: step of the newest checkpoint, if there is one; whether the job has ended
+        (``is_over``) is told before that was looked for."""
         if newest is not None and newest > self._done:
             is_due = self.is_last(newest, is_over) or now >= self._not_before
             return "evaluate" if is_due else "wait"

@@ -61,7 +61,6 @@ class InStepFeed:
         """Says how far to go, before the batches are asked for.
 
         Args:
-            step: updates that have been made.
             target: updates after which to stop: the data is gone through again and again. None: one pass.
 
         Returns:

@@ -36,7 +36,6 @@ def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> Dat
     leaves out what does not fill a batch, and none does.
 
     Args:
-        source: a DataLoader over a map-style dataset.
         num_batches: of the pass; None: one epoch, whose last batch may be smaller.
         start: batches that were before it: the order goes on there.
 
@@ -58,12 +57,8 @@ def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> Dat
 
 
 class _Examples(Dataset[Any]):
-    """Examples by their place in the pass.
-
-    Args:
-        kept: examples of an epoch that are gone through.
-        start: examples before the pass, counted over all epochs.
-    """
+    """Examples by their place in the pass. ``kept``: examples of an epoch that are gone through; ``start``: examples
+    before the pass, counted over all epochs."""
 
     def __init__(self, dataset: Any, plan: Plan, seed: int, kept: int, start: int, length: int) -> None:
         self._dataset = dataset

@@ -219,8 +219,6 @@ class SaveSchedule:
         every_steps: steps between two checkpoints; None: go by the clock.
         every_s: seconds between two.
         workers: that run in step, and all ask after each step; None: this process decides for itself.
-        step: at which training starts.
-        clock: seconds, monotonic.
     """
 
     def __init__(

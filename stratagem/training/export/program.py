@@ -34,12 +34,10 @@ def _by_itself() -> Iterator[None]:
 
 @_by_itself()
 def bare_copy(module: nn.Module) -> nn.Module:
-    """A copy of one replica's model as plain PyTorch knows it: on the CPU, in eval mode, tables dense.
+    """A copy of one replica's model as plain PyTorch knows it: on the CPU, in eval mode, tables dense. ``module``,
+    prepared or not, compiled or not, is not changed.
 
     A layer whose weights live elsewhere has a method ``export_form()`` that gives the plain layer to put in its place.
-
-    Args:
-        module: as the user has it, prepared or not, compiled or not. It is not changed.
 
     Raises:
         ConfigurationError: a lazy layer has no weights yet.

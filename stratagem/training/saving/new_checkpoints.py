@@ -38,10 +38,8 @@ class NewCheckpoint:
 
 
 class JobWatch:
-    """In an evaluator: the job that it belongs to, for as long as the ``with`` block lasts.
-
-    Args:
-        checkpoint_dir: where checkpoints appear; None: what the configuration of this evaluator says.
+    """In an evaluator: the job that it belongs to, for as long as the ``with`` block lasts. Checkpoints appear in
+    ``checkpoint_dir``, or where the configuration of this evaluator says.
 
     Raises:
         ConfigurationError: this process is no evaluator, or does not know the chief or the checkpoint directory.

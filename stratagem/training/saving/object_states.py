@@ -60,11 +60,8 @@ def kind_of(name: str, item: Any) -> str:
 def take(
     objects: Mapping[str, Any], strategy: Strategy, servers: Servers | None, *, copy: bool, keep: bool
 ) -> dict[str, EncodedState]:
-    """The states of objects. Under a synchronous strategy every worker has to call it.
-
-    Args:
-        copy: whether later changes must not show.
-        keep: whether this process is the one that writes; the others only do their part.
+    """The states of objects. Under a synchronous strategy every worker has to call it. ``copy``: later changes must not
+    show; ``keep``: this process is the one that writes, the others only do their part.
 
     Raises:
         ConfigurationError: a state cannot be written.
