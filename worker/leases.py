@@ -135,13 +135,11 @@ class LeaseClient:
             self._unreported[unit] = lease
 
     def start_step(self, step: int, staleness: float) -> tuple[int, bool]:
-        """Waits for the staleness bound. ``step``: steps that this worker has completed.
+        """Waits for the staleness bound. ``step``: steps that this worker has completed. Gives the number from which
+        this worker counts its steps, and whether the chief was asked.
 
         The chief is asked when the bound may be reached, and soon enough that others, which wait for this worker's
         steps, need not wait for its report: half the bound at the latest.
-
-        Returns:
-            The number from which this worker counts its steps, and whether the chief was asked.
         """
         lag = step - self._reported_step
         is_late = self._clock() - self._answered_at >= REPORT_S

@@ -97,10 +97,7 @@ class Sessions(Roster):
     def join(
         self, task: str, address: str, pid: int, resume_incarnation: int, stream: int, now: float
     ) -> tuple[Session, list[Action]]:
-        """A task opened a session.
-
-        Returns:
-            Its session, with the incarnation it has from now on, and what follows.
+        """A task opened a session. Gives its session, with the incarnation it has from now on, and what follows.
 
         Raises:
             ConfigurationError: the cluster has no such task.

@@ -35,10 +35,8 @@ DTYPES = {
 
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Writes contiguous CPU tensors durably (fsync). In the order given, to a file that does not exist yet.
-
-    Returns:
-        Size in bytes, and SHA-256 in hex.
+    """Writes contiguous CPU tensors durably (fsync). In the order given, to a file that does not exist yet. Gives size
+    in bytes, and SHA-256 in hex.
 
     Raises:
         OSError: the file exists or cannot be written.

@@ -23,11 +23,8 @@ class Throttle:
         """When the period of a kind began, and its lines since then."""
 
     def admit(self, kind: str, now: float) -> int | None:
-        """Whether a line may be written. ``now``: seconds, monotonic.
-
-        Returns:
-            None: leave it out. Else how many of its kind were left out in the period before.
-        """
+        """Whether a line may be written. ``now``: seconds, monotonic. Gives how many of its kind were left out in the
+        period before; None: leave it out."""
         with self._guard:
             began, count = self._kinds.get(kind, (now, 0))
             left_out = 0

@@ -59,7 +59,7 @@ class MaxSizePartitioner:
 def place(
     variables: Sequence[tuple[Sequence[int], torch.dtype]], partitioner: Partitioner | None, load_bytes: list[int]
 ) -> list[list[tuple[int, int, int]]]:
-    """Which rows of which variable live on which ps.
+    """Which rows of which variable live on which ps. By variable: ``(ps, first_row, num_rows)`` of each shard.
 
     Without a partitioner a variable lies whole on one ps. The largest are placed first, each on the ps that holds the
     fewest bytes (the first of several); the shards of a cut variable go to the ps in turn, from the emptiest on.
@@ -67,9 +67,6 @@ def place(
     Args:
         partitioner: cuts variables of rank 1 and more; never a scalar.
         load_bytes: bytes that each ps holds; changed in place.
-
-    Returns:
-        for each variable ``(ps, first_row, num_rows)`` of each shard.
 
     Raises:
         ConfigurationError: the partitioner cuts another axis than 0, or into no shards at all.

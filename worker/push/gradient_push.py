@@ -128,10 +128,8 @@ class GradientPush:
         self.reattached()
 
     def push(self, update: Update, step_slice: StepSlice | None) -> bool:
-        """Commits the gradients as ``update`` and takes the new weights.
-
-        Returns:
-            False when there was no gradient at all, and nothing happened.
+        """Commits the gradients as ``update`` and takes the new weights. False: there was no gradient at all, and
+        nothing happened.
 
         Raises:
             NonFiniteGradientError: NaN or Inf under the policy "error".

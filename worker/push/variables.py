@@ -52,10 +52,8 @@ class Attachable(Protocol):
 def attach(every: Sequence[Attachable], client: PsClient, can_initialize: bool) -> tuple[int, int]:
     """Tells one ps what it holds, and then gives it the values that it asks this process for.
 
-    It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of.
-
-    Returns:
-        variables that got their values from this process, and groups that have none yet: another worker's to give.
+    It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of. Gives how
+    many variables got their values from this process, and how many groups have none yet: another worker's to give.
     """
     specs = {one: one.specs(client.index) for one in every}
     told = [spec for own in specs.values() for spec in own]
@@ -176,11 +174,8 @@ class RemoteVariables:
             versions.clear()
 
     def pull(self, clients: Iterable[PsClient] | None = None, wait_s: float = 0.0) -> bool:
-        """Takes weights newer than the copies here; unchanged ones cost no payload.
-
-        Returns:
-            False when a ps has no initial values yet.
-        """
+        """Takes weights newer than the copies here; unchanged ones cost no payload. False: a ps has no initial values
+        yet."""
         calls: list[tuple[PsClient, PendingCall]] = []
         for client in self.clients if clients is None else clients:
             groups = [group for group, ps in self.layout.shards if ps == client.index]

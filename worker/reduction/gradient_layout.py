@@ -118,11 +118,8 @@ def check_reducible(parameter: torch.nn.Parameter) -> None:
 
 
 def _check_same(slots: Sequence[ParameterGradient], groups: Sequence[int], communicator: Communicator) -> bool:
-    """Makes sure that all ranks have the same parameters, and says which one differs.
-
-    Returns:
-        Whether any rank has some on a CUDA device.
-    """
+    """Makes sure that all ranks have the same parameters, and says which one differs. Returns whether any rank has
+    some on a CUDA device."""
     cuda = any(slot.parameter.is_cuda for slot in slots)
     mine = [_describe(slot, group) for slot, group in zip(slots, groups, strict=True)]
     sums = torch.tensor([zlib.crc32(text.encode()) for text in mine], dtype=torch.int64)

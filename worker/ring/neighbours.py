@@ -46,11 +46,8 @@ class Neighbours(Breakable):
             raise self._blame(self.right, tag, error) from None
 
     def receive(self, into: torch.Tensor, offset: int, tag: Tag) -> torch.Tensor:
-        """Waits for the next message, which has to be the elements from ``offset`` on that fill ``into``.
-
-        Returns:
-            Where they are: ``into``, or memory of the lane, which must not be written to.
-        """
+        """Waits for the next message, which has to be the elements from ``offset`` on that fill ``into``. They are
+        there, or in memory of the lane, which must not be written to."""
         assert self._left_lane is not None
         self.awaits = self.left
         deadline = time.monotonic() + self.timeout_s

@@ -50,11 +50,8 @@ Schedule = tuple[RingStep, ...]
 
 
 def cut(num_elements: int, num_parts: int) -> list[tuple[int, int]]:
-    """Cuts a flat tensor into contiguous slices, as even as can be; the first ones have one element more.
-
-    Returns:
-        (start, stop) of each part; parts may be empty.
-    """
+    """Cuts a flat tensor into contiguous slices, as even as can be; the first ones have one element more. The
+    (start, stop) of each; parts may be empty."""
     base, extra = divmod(num_elements, num_parts)
     starts = [part * base + min(part, extra) for part in range(num_parts + 1)]
     return list(itertools.pairwise(starts))

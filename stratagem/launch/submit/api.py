@@ -109,10 +109,7 @@ def submit_and_follow(
     request: JobRequest, entry_point: str, *, stream_logs: bool = False, dry_run: bool = False
 ) -> tuple[Job, int]:
     """What `run()` and `stratagem submit` have in common. ``entry_point``: as the user wrote it; empty: whoever calls.
-
-    Returns:
-        The job, and an exit code: the job's under ``stream_logs``, else 0.
-    """
+    Gives the job, and an exit code: the job's under ``stream_logs``, else 0."""
     plan = make_plan(request, find_entry_point(entry_point or None), Path.cwd())
     about_context = plan.image.context.warning() if plan.image is not None else ""
     for note in filter(None, (plan.entry_point.note, request.warning(), about_context)):

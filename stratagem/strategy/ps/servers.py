@@ -152,9 +152,7 @@ class Servers:
         """Evaluation data of which every example is evaluated by one worker, whatever dies, and all with one version of
         the weights: while a pass goes on, the chief holds training. Every worker has to call it, and to go through it,
         in the same order. Batches of the loader are the units, in the order of the examples, ``num_batches`` at most.
-
-        Returns:
-            the batches of this worker, and whom to tell what was counted on them.
+        Gives the batches of this worker, and whom to tell what was counted on them.
 
         Raises:
             ConfigurationError: the loader's batches have no numbers.

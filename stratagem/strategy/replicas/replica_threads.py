@@ -258,9 +258,6 @@ class ReplicaThreads:
             what: for messages; replicas that come with different ones do not meet.
             decide: from all replicas' values to one result each. That of the first replica is used.
 
-        Returns:
-            this replica's result.
-
         Raises:
             CollectiveError: another replica is somewhere else, or has failed.
         """
