@@ -126,7 +126,6 @@ _REFUSALS = {
 }
 
 SUPPORTED = tuple(_RULES)
-"""Names of the optimizers a ps can run."""
 
 
 def rule_for(name: str, by_rows: bool = False) -> OptimizerRule:

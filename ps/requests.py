@@ -35,9 +35,7 @@ class FrameKind(enum.Enum):
 
 class Sender(NamedTuple):
     task: str
-    """Task id, for example "worker:1"."""
     incarnation: int
-    """Incarnation, issued by the chief."""
     sequence: int = 0
     """Position among the sender's state-changing requests to this ps, from 1; 0 for the others."""
 

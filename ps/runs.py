@@ -17,7 +17,6 @@ class Run:
     """Contiguous elements of one piece whose shards are alike."""
 
     piece: int
-    """Index of the piece."""
     start: int
     """First element, in the flat tensor."""
     stop: int

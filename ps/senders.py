@@ -11,7 +11,6 @@ from stratagem.ps.requests import Sender
 from stratagem.ps.sequences import WINDOW, SequenceWindow
 
 Incarnation = tuple[str, int]
-"""Task and incarnation."""
 
 
 MAX_SEQUENCE = 1 << 62

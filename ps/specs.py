@@ -15,7 +15,6 @@ from stratagem.ps import optimizers
 
 _SPARE_BYTES = 64 << 20
 MAX_RANK = 32
-"""Largest number of dimensions of a variable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,6 @@ class ShardSpec:
     offset: int
     """First element in the group's flat tensor."""
     param_group: int = 0
-    """Index of the optimizer's param_group."""
 
     @functools.cached_property
     def num_elements(self) -> int:
@@ -68,7 +66,6 @@ class GroupSpec:
     optimizer: str
     """Name of the torch.optim class; empty for values that no optimizer changes."""
     dtype: torch.dtype
-    """Element type of the flat tensor."""
     shards: tuple[ShardSpec, ...]
     """In the order of the flat tensor."""
     rows: InitialRows | None = dataclasses.field(default=None, compare=False)

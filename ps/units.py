@@ -16,12 +16,10 @@ from stratagem.errors import LimitError, ProtocolError
 MAX_UNITS = 1 << 26
 """Largest index of a unit in an epoch: its bitmap is 8 MiB."""
 MAX_LEDGER_BYTES = 1 << 30
-"""Bytes of the bitmaps of all epochs."""
 _EPOCH_BYTES = 256
 """What an epoch takes beyond its bitmap."""
 
 Epoch = tuple[int, int]
-"""Dataset and epoch."""
 
 
 class UnitClose(NamedTuple):

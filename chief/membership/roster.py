@@ -8,7 +8,6 @@ from stratagem.cluster.task import TaskId
 from stratagem.errors import FencedError
 
 MAX_PS = 1024
-"""Parameter servers that may come."""
 
 
 class Roster:
@@ -25,7 +24,6 @@ class Roster:
     min_workers: int
     """Workers of a ring with which the others go on; 0: with none missing."""
     _max_workers: int
-    """Workers that may come."""
     stopping: StopJob | None
     """How the job ends; None: it goes on."""
     _pending: dict[Incarnation, set[Incarnation]]

@@ -88,7 +88,6 @@ class HttpServer:
         self.address = f"{bind.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
         """host:port really bound."""
         self.url = f"{'https' if security.tls is not None else 'http'}://{self.address}"
-        """Where to ask."""
         self._security = security
         self._names = None if names is None else {"localhost", *names}
         self._silent: set[Any] = set()

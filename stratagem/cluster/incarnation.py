@@ -10,7 +10,6 @@ class Incarnation:
     """The task, and the number that the chief issued for this process of it."""
 
     task: str
-    """Task id, for example "worker:1"."""
     number: int
     """Grows with every process the chief welcomes, of any task."""
 

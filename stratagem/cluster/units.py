@@ -83,7 +83,6 @@ class Plan:
     staleness: float = math.inf
     """Staleness bound: 0 synchronous, inf asynchronous."""
     seed: int = 0
-    """Seed of the permutation."""
 
     def __post_init__(self) -> None:
         if self.num_examples < 0 or self.batch_size < 1 or self.num_slices < 1 or not self.staleness >= 0:

@@ -45,11 +45,8 @@ class LocalCluster:
     supervisor: Supervisor
     launch_for: LaunchFor
     output: OutputRouter
-    """Shows and logs lines."""
     on_status: Callable[[StatusView, float], None]
-    """Called with each new status of the chief."""
     signals: SignalPipe
-    """SIGINT and SIGTERM of the launcher."""
     security: Security
     folders: RunFolders
     preload: bool

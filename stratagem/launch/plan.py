@@ -222,11 +222,8 @@ class RunFolders:
         self.chief_file = f"{FILE_PREFIX}{self.journal / FILE_NAME}"
         """Where that one of several chiefs says its address which serves, as ``--chief`` takes it."""
         self.checkpoints = root / "checkpoints"
-        """Default place of checkpoints."""
         self.logs = root / "logs"
-        """Default place of the tasks' logs."""
         self.certificates = root / "certificates"
-        """Place of throw-away certificates."""
         self.resume_mark = root / "resumes"
         """A script that goes on where it was, when the whole job is started again, leaves this file."""
 

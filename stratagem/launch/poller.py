@@ -11,9 +11,7 @@ from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.status_view import StatusView, from_reply
 
 INTERVAL_S = 0.5
-"""Seconds between questions."""
 TIMEOUT_S = 2.0
-"""Seconds to wait for an answer."""
 
 
 class StatusPoller:

@@ -25,9 +25,7 @@ from stratagem.rpc.status_view import StatusView, from_reply
 logger = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply")
 ASK_S = 5.0
-"""Seconds for one answer."""
 AGAIN_S = 0.5
-"""Seconds between two tries."""
 
 
 def chief_from_environment(named: str | None, otherwise: str = "") -> str:

@@ -25,7 +25,6 @@ ALIGNMENT = 64
 MAX_HEADER_BYTES = 1024
 """Bytes before the payload, at most: whoever keeps the payload keeps the whole message."""
 MAX_RANK = 32
-"""Dimensions of a frame, at most."""
 TOGETHER_BYTES = 1 << 20
 """Of frames that leave in one message."""
 TOGETHER_OVERHEAD_BYTES = 256

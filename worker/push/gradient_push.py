@@ -114,7 +114,6 @@ class GradientPush:
         self._applied: dict[int, tuple[int, int]] = {}
         """Of each ps: updates by its count, and how many it has forgotten."""
         self.num_pushed = 0
-        """Updates of this worker."""
         self.rerouted()
 
     def rerouted(self) -> None:

@@ -22,7 +22,6 @@ class VariableSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     group: int
-    """Shard group it belongs to."""
     param_group: int = 0
     """Index of the optimizer's param_group; 0 without an optimizer."""
 

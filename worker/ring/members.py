@@ -17,7 +17,6 @@ class MembershipSource(Protocol):
     store (:class:`stratagem.distributed.store_members.StoreMembers`)."""
 
     task: str
-    """Task id of this process."""
     incarnation: int
     membership: Membership
     """What is known now."""

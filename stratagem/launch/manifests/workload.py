@@ -40,7 +40,6 @@ class Workload:
     evaluator: bool = False
     strategy: str = "auto"
     staleness: float = math.inf
-    """Staleness bound, for parameter servers."""
     chief: MachineConfig = TASK_MACHINES["chief"]
     worker: MachineConfig = TASK_MACHINES["worker"]
     ps: MachineConfig = TASK_MACHINES["ps"]
@@ -59,7 +58,6 @@ class Workload:
     """Port of the chief's page; 0: none. On Kubernetes on the loopback of its pod, and with ``tls_secret`` at every
     address."""
     volume_gib: int = 10
-    """Size of the job's volume on Kubernetes."""
     access_mode: str = ACCESS_MODES[0]
     """Of the volume: one of ``ACCESS_MODES``."""
     storage_class: str = ""

@@ -43,7 +43,6 @@ class BuildContext:
     """Regular files and links, relative to ``root`` with "/", sorted."""
     folders: tuple[str, ...]
     num_bytes: int
-    """Of the files."""
     biggest: tuple[tuple[str, int], ...]
     """The largest files and their sizes in bytes, largest first."""
 

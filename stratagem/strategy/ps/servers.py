@@ -127,7 +127,6 @@ class Servers:
     staleness: float
     """Of the job; see ``ParameterServerStrategy``."""
     _device: torch.device
-    """Where this worker computes."""
     _pull: Callable[[], None]
 
     def __post_init__(self) -> None:

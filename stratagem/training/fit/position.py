@@ -34,7 +34,6 @@ class FitPosition:
         self.num_waiting = 0
         """Steps whose gradients wait for those of further ones, to make one update. No checkpoint has them."""
         self.is_resumed = False
-        """Whether it was loaded."""
 
     def end_epoch(self) -> None:
         """The epoch is over, its callbacks have been called."""
