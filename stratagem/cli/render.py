@@ -12,7 +12,7 @@ import yaml
 from stratagem.cli.options import Number, pairs_of
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import refuse_unknown
-from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
+from stratagem.launch.machines import TASK_MACHINES, parse_machine
 from stratagem.launch.manifests import jobset, kubernetes, trainjob
 from stratagem.launch.manifests.pod import Object
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
@@ -23,12 +23,6 @@ RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
     "trainjob": trainjob.render,
 }
 _DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, one in TASK_MACHINES.items())
-
-
-def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
-    named = pairs_of("--machine NAME=VALUE", texts)
-    refuse_unknown("role", named, TASK_MACHINES, " in --machine")
-    return {role: parse_machine(name) for role, name in named.items()}
 
 
 @click.command("render", context_settings={"allow_interspersed_args": False, "show_default": True})
@@ -74,10 +68,9 @@ def render_command(
     target: str, environment: tuple[str, ...], labels: tuple[str, ...], machines: tuple[str, ...], **options: Any
 ) -> None:
     """Print the YAML that trains SCRIPT (a path in the image) with ARGS; `… | kubectl apply -f -` starts it."""
-    options |= {
-        "environment": pairs_of("--env NAME=VALUE", environment),
-        "labels": pairs_of("--label NAME=VALUE", labels),
-        **_machines(machines),
-    }
-    workload = Workload(**options)
+    named = pairs_of("--machine NAME=VALUE", machines)
+    refuse_unknown("role", named, TASK_MACHINES, " in --machine")
+    options |= {role: parse_machine(name) for role, name in named.items()}
+    told = pairs_of("--env NAME=VALUE", environment)
+    workload = Workload(**options, environment=told, labels=pairs_of("--label NAME=VALUE", labels))
     click.echo(yaml.safe_dump_all(RENDERERS[target](workload), sort_keys=False), nl=False)

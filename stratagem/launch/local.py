@@ -162,8 +162,14 @@ def _make_folders(job: LocalJob) -> RunFolders:
         ("--log-dir", job.log_dir),
         ("--summary", summaries),
     ):
-        if folder is not None:
-            _make_writable(folder, option)
+        if folder is None:
+            continue
+        try:  # that nothing can be written there is said before a job, not after it
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            words = f"{option}: nothing can be written to the folder {folder}: {error.strerror}"
+            raise ConfigurationError(words) from None
     try:
         folders = RunFolders(Path(tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)).resolve())
     except OSError as error:
@@ -174,13 +180,3 @@ def _make_folders(job: LocalJob) -> RunFolders:
     for folder in (folders.journal, job.checkpoint_dir or folders.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)
     return folders
-
-
-def _make_writable(folder: Path, option: str) -> None:
-    """Makes a folder that was asked for. That nothing can be written there is said before a job, not after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigurationError(f"{option}: nothing can be written to the folder {folder}: {error.strerror}") from None

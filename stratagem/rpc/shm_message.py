@@ -1,7 +1,5 @@
 """What goes through the Unix socket of a shm lane, in both directions."""
 
-from __future__ import annotations
-
 import struct
 
 FRAME, SEGMENT, INLINE, BORROWED, WANT = b"SGFR", b"SGSG", b"SGIN", b"SGBR", b"SGWT"

@@ -20,19 +20,15 @@ _NAMES = {"worker": _NODE}
 
 
 def render(workload: Workload) -> list[Object]:
-    spec = {"mlPolicy": {"numNodes": workload.num_workers}, "template": {"spec": _jobset(workload)}}
+    jobset = jobset_spec(workload, _NAMES)
+    for job in jobset["replicatedJobs"]:
+        if job["name"] == _NODE:
+            job["template"]["metadata"]["labels"][_STEP] = "trainer"
+            job["template"]["spec"]["template"]["spec"]["containers"][0]["name"] = _NODE
+    spec = {"mlPolicy": {"numNodes": workload.num_workers}, "template": {"spec": jobset}}
     runtime = object_of(workload, _API, "TrainingRuntime", spec=spec)
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     trainer = {"numNodes": workload.num_workers, "image": workload.image, "command": command_of(workload, "worker")}
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": workload.name}
     trainjob = object_of(workload, _API, "TrainJob", spec={"runtimeRef": reference, "trainer": trainer})
     return [*shared_objects(workload, jobset_cluster(workload, _NAMES)), runtime, trainjob]
-
-
-def _jobset(workload: Workload) -> Object:
-    spec = jobset_spec(workload, _NAMES)
-    for job in spec["replicatedJobs"]:
-        if job["name"] == _NODE:
-            job["template"]["metadata"]["labels"][_STEP] = "trainer"
-            job["template"]["spec"]["template"]["spec"]["containers"][0]["name"] = _NODE
-    return spec

@@ -55,7 +55,11 @@ class JobRequest:
 
     def __post_init__(self) -> None:
         refuse_unknown("target", [self.target], TARGETS)
-        self._check_arguments()
+        args = () if self.entry_point_args is None else self.entry_point_args
+        if not isinstance(args, list | tuple) or any(not isinstance(arg, str) for arg in args):
+            raise ConfigurationError(
+                f"expected entry_point_args to be a list of texts like ['--epochs', '3'], got {args!r}"
+            )
         whole_number("worker_count", self.worker_count, 0)
         whole_number("ps_count", self.ps_count, 0)
         if not (isinstance(self.staleness, int | float) and self.staleness >= 0):
@@ -147,15 +151,6 @@ class JobRequest:
             f"the chief beside workers coordinates and computes nothing: its {count} accelerators are not asked for "
             "(in TensorFlow Cloud the chief trains too: there worker_count is one less than here)"
         )
-
-    def _check_arguments(self) -> None:
-        args = self.entry_point_args
-        if args is None:
-            return
-        if not isinstance(args, list | tuple) or any(not isinstance(arg, str) for arg in args):
-            raise ConfigurationError(
-                f"expected entry_point_args to be a list of texts like ['--epochs', '3'], got {args!r}"
-            )
 
     def _check_strategy(self) -> None:
         name = self.distribution_strategy
