@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import safetensors
@@ -104,18 +104,34 @@ class ServerState:
             self._slots[slot] = consolidate(self._path, slot)
         return self._slots[slot]
 
+    def forms(self) -> dict[str, torch.Tensor]:
+        """Every variable by name, without values: a tensor of device "meta". Nothing but descriptions is read.
+
+        Raises:
+            CheckpointError: one is missing or damaged.
+        """
+        return {
+            shard["variable"]: torch.empty(shard["shape"], dtype=getattr(torch, group["dtype"]), device="meta")
+            for group, _, shard in self._shards()
+        }
+
     def _facts(self) -> dict[str, tuple[dict[str, Any], int]]:
         """The group of each variable that an optimizer changes, and its place in there; of a cut one its first."""
         facts: dict[str, tuple[dict[str, Any], int]] = {}
+        for group, position, shard in self._shards():
+            if group["optimizer"]:
+                facts.setdefault(shard["variable"], (group, position))
+        return facts
+
+    def _shards(self) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:
+        """Of every ps: each shard, after its group and its place in there."""
         for part in sorted(self._path.glob("ps-*.json")):
             try:
                 for group in json.loads(part.read_text())["groups"]:
                     for position, shard in enumerate(group["shards"]):
-                        if group["optimizer"]:
-                            facts.setdefault(shard["variable"], (group, position))
+                        yield group, position, shard
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{part} cannot be read: {error!r}") from None
-        return facts
 
 
 def has_server_state(path: pathlib.Path) -> bool:

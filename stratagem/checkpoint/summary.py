@@ -41,7 +41,7 @@ def summarize(path: pathlib.Path) -> dict[str, Any]:
         facts |= {key: value for key, value in host.facts.items() if key in _MADE_BY[:-1]}
     tensors = [entry for file in files if file["name"].endswith(".safetensors") for entry in _tensors(saved.path, file)]
     if saved.has_servers:
-        tensors += [_entry(name, value, "ps-*") for name, value in ServerState(saved.path).variables.items()]
+        tensors += [_entry(name, value, "ps-*") for name, value in ServerState(saved.path).forms().items()]
     return {
         "path": str(saved.path),
         "step": saved.step,
