@@ -173,7 +173,8 @@ class RemoteRows(nn.Module):
         array = ids.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
         if len(array) and not (array.min() >= 0 and array.max() < self.num_embeddings):
             raise IndexError(
-                f"expected ids from 0 to {self.num_embeddings - 1}, got {int(array.min())} to {int(array.max())}"
+                f"{table.title}: expected ids from 0 to {self.num_embeddings - 1}, got {int(array.min())} to "
+                f"{int(array.max())}"
             )
         numbers, found = found_in(array, self.num_embeddings)
         rows = table.rows(numbers).to(ids.device)

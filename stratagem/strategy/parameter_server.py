@@ -34,7 +34,7 @@ from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps.checks import check_prepared, check_step
-from stratagem.strategy.ps.schedules import follow, keep_up
+from stratagem.strategy.ps.schedules import follow, keep_up, warn_of_unprepared
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
@@ -207,18 +207,17 @@ class ParameterServerStrategy(Strategy):
         """The ps step in the stead of the optimizer, which goes on with a copy of itself that has no parameters."""
         idle = object.__new__(type(push.optimizer))
         idle.__dict__.update(push.optimizer.__dict__, param_groups=[])
-
         vars(push.optimizer)["_step_supports_amp_scaling"] = True  # so a GradScaler leaves the mark that is looked for
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # The hook's args begin with the optimizer itself.
-            check_step(optimizer, (*args[1:], kwargs.get("closure")))
+            check_step(optimizer, (*args[1:], kwargs.get("closure")))  # args begin with the optimizer itself
             self._runtime.meter.computes(measures.OPTIMIZER)
             self._commit(push)
             self._runtime.meter.computes(measures.SCRIPT, after=measures.OPTIMIZER)
             return (idle, *args[1:]), kwargs
 
         push.optimizer.register_step_pre_hook(before)
+        warn_of_unprepared(push)
 
     def _commit(self, push: GradientPush) -> None:
         if self._is_undone or self._runs_undone:

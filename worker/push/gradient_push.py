@@ -114,6 +114,8 @@ class GradientPush:
         self._applied: dict[int, tuple[int, int]] = {}
         """Of each ps: updates by its count, and how many it has forgotten."""
         self.num_pushed = 0
+        self.is_paced = False
+        """Whether a scheduler of its optimizer is prepared."""
         self.rerouted()
 
     def rerouted(self) -> None:

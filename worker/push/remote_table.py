@@ -105,7 +105,7 @@ class RemoteTable:
     @property
     def title(self) -> str:
         """What it is, for messages."""
-        return f"table {self.link.name}"
+        return f"table {self._link.name}" if self._link is not None else "a table"
 
     def specs(self, ps: int) -> list[GroupSpec]:
         """The rows on one ps, and how it makes them unless this worker gives them."""

@@ -6,11 +6,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem.worker.push.gradient_push import GradientPush
 
 logger = logging.getLogger(__name__)
+
+UPDATES_IN_A_ROW = 3
+"""After so many that each found other learning rates, a scheduler is stepped with every update, not every epoch."""
 
 
 class _SchedulePace:
@@ -55,6 +59,7 @@ def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], 
     updates of this worker, is an epoch's and counts once; one with arguments does what these say. ``is_in_loop``:
     whether the script goes through a dataset now, or has none.
     """
+    push.is_paced = True
     kind: Any = type(scheduler)
     pace = _SchedulePace(push)
     has_warned = False
@@ -100,6 +105,7 @@ def keep_up(
         what to call with a number of steps of the job that were made without this worker, after its last one. They are
         of the same dataset; a scheduler that was stepped over another one has no part in them.
     """
+    push.is_paced = True
     kind: Any = type(scheduler)
     num_pushed, follows = push.num_pushed, -1
 
@@ -116,6 +122,32 @@ def keep_up(
 
     _replace(scheduler, step=step)
     return missed
+
+
+def warn_of_unprepared(push: GradientPush) -> None:
+    """Says once that a scheduler which was not prepared is stepped with every update, and does not hear of those of
+    other workers."""
+    before: list[float] = []
+    in_a_row, first_others, has_warned = 0, 0, False
+
+    def updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal before, in_a_row, first_others, has_warned
+        if push.is_paced or has_warned or "initial_lr" not in optimizer.param_groups[0]:
+            return
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        in_a_row = in_a_row + 1 if rates != before else 0
+        others, before = push.num_applied - push.num_pushed, rates
+        if in_a_row <= 1:
+            first_others = others
+        elif in_a_row > UPDATES_IN_A_ROW and others > first_others:
+            has_warned = True
+            logger.warning(
+                "a scheduler of %s is stepped with every update, and was not prepared: it counts those of this worker "
+                "alone, not the job's. Give it to strategy.prepare, with its optimizer or later",
+                type(optimizer).__name__,
+            )
+
+    push.optimizer.register_step_post_hook(updated)
 
 
 def _replace(scheduler: LRScheduler, **methods: Callable[..., None]) -> None:
