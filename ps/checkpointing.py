@@ -15,7 +15,7 @@ from stratagem.ps import snapshot
 from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.origin import Origin
 from stratagem.ps.requests import Sender
-from stratagem.ps.specs import check_group, check_new_groups
+from stratagem.ps.specs import GroupSpec, check_group, check_new_groups
 from stratagem.ps.state import StoreState, new_epoch
 from stratagem.ps.units import AppliedUnits, Epoch
 from stratagem.ps.waiting import Call, wait
@@ -153,10 +153,11 @@ class Checkpointing:
             number = self._num_restores
         is_own = snapshot.check(path, self._index, num_ps, is_fresh)
         origin = None if is_own else Origin(path)
+        elsewhere: Sequence[GroupSpec] = ()
         if origin is not None:
             content = snapshot.Content([], origin.units, origin.store_epoch)
         else:
-            content = snapshot.load(path, self._index)
+            content, elsewhere = snapshot.load(path, self._index), snapshot.held_elsewhere(path, self._index)
         specs = [group.spec for group in content.groups]
         for spec in specs:
             check_group(spec)
@@ -169,6 +170,7 @@ class Checkpointing:
             epoch = new_epoch(max(state.store_epoch, content.store_epoch))
             self.become(content, epoch)
             state.origin, state.num_ps, state.is_told = origin, num_ps, origin is None
+            state.elsewhere = elsewhere
         state.copy_is_outdated()
         if origin is not None:
             logger.info("Begins from %s as one of %d ps, which others made", path, num_ps)
@@ -186,7 +188,7 @@ class Checkpointing:
         state.units = content.units
         state.steps.clear()
         state.staging.clear()
-        state.origin, state.is_told = None, True
+        state.origin, state.is_told, state.elsewhere = None, True, ()
         state.senders.forget_windows()
         state.close_lanes(StaleStoreError(f"ps:{self._index} holds other values now; say Hello again"))
         state.changed.notify_all()

@@ -17,7 +17,7 @@ import torch
 from stratagem.errors import CheckpointError, VariableError
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.snapshot import CANNOT_BE_READ, checked, spec_from_json
-from stratagem.ps.specs import GroupSpec, ShardSpec
+from stratagem.ps.specs import SAME_MODEL, GroupSpec, ShardSpec
 from stratagem.ps.table_group import new_group
 from stratagem.ps.units import UnitLedger
 
@@ -129,7 +129,7 @@ class Origin:
         if found != (group.spec.optimizer, group.spec.dtype, shard.shape):
             raise VariableError(
                 f"variable {shard.variable}: the checkpoint has it as {found}, and it is to be "
-                f"{(group.spec.optimizer, group.spec.dtype, shard.shape)}"
+                f"{(group.spec.optimizer, group.spec.dtype, shard.shape)}. {SAME_MODEL}"
             )
 
         def copy(flat: torch.Tensor, file: Any, key: str) -> None:

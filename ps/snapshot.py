@@ -123,6 +123,20 @@ def load(directory: pathlib.Path, index: int) -> Content:
         raise CheckpointError(f"the part of ps:{index} in checkpoint {directory} cannot be read: {error!r}") from None
 
 
+def held_elsewhere(directory: pathlib.Path, index: int) -> list[GroupSpec]:
+    """What the other ps hold that made a checkpoint, of what has values.
+
+    Raises:
+        CheckpointError: a description cannot be read.
+    """
+    try:
+        parts = [path for path in directory.glob("ps-*.json") if path.name != f"ps-{index}.json"]
+        groups = [entry for path in parts for entry in checked(json.loads(path.read_text()))["groups"]]
+        return [spec_from_json(entry) for entry in groups if entry["initialized"]]
+    except CANNOT_BE_READ as error:
+        raise CheckpointError(f"the other parts of checkpoint {directory} cannot be read: {error!r}") from None
+
+
 def without_values(data: Mapping[str, Any]) -> Content:
     """What :func:`describe` told of; the tensors are there, and their elements have to be read.
 

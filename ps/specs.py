@@ -15,6 +15,10 @@ from stratagem.ps import optimizers
 
 _SPARE_BYTES = 64 << 20
 MAX_RANK = 32
+SAME_MODEL = (
+    "Every worker must build the same model with the same partitioner, as in the run that made the values; another "
+    "model begins in a checkpoint directory of its own, with what it takes of sg.load_checkpoint before prepare"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +180,10 @@ def _check_table(spec: GroupSpec, rows: InitialRows) -> None:
         raise VariableError(f"table {spec.shards[0].variable}: expected finite initial values")
 
 
-def check_new_groups(new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits: Limits) -> None:
-    """Refuses groups that clash with each other or with those held, or that are over a limit.
+def check_new_groups(
+    new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits: Limits, elsewhere: Sequence[GroupSpec] = ()
+) -> None:
+    """Refuses groups that clash with each other, with those held or those of other ps, or that are over a limit.
 
     Raises:
         VariableError: a variable's rows come twice, or with two shapes.
@@ -197,17 +203,18 @@ def check_new_groups(new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits
             f"{limits.max_store_bytes:,}; use more parameter servers or raise it"
         )
     rows: dict[str, list[ShardSpec]] = {}
-    for shard in (shard for spec in every for shard in spec.shards):
+    for shard in (shard for spec in (*elsewhere, *every) for shard in spec.shards):
         for other in rows.setdefault(shard.variable, []):
             if other.shape != shard.shape:
                 raise VariableError(
-                    f"variable {shard.variable}: expected shape {list(other.shape)}, got {list(shard.shape)}"
+                    f"variable {shard.variable}: expected shape {list(other.shape)}, got {list(shard.shape)}. "
+                    f"{SAME_MODEL}"
                 )
             if (
                 shard.first_row < other.first_row + other.num_rows
                 and other.first_row < shard.first_row + shard.num_rows
             ):
-                raise VariableError(f"variable {shard.variable}: row {shard.first_row} is placed here twice")
+                raise VariableError(f"variable {shard.variable}: row {shard.first_row} is placed twice. {SAME_MODEL}")
         rows[shard.variable].append(shard)
 
 
@@ -222,22 +229,23 @@ def check_same(held: GroupSpec, came: GroupSpec) -> None:
     for attribute in ("optimizer", "dtype", "is_table"):
         expected, got = getattr(held, attribute), getattr(came, attribute)
         if expected != got:
-            raise VariableError(f"group {held.group}: expected {attribute} {expected or 'none'}, got {got or 'none'}")
+            raise VariableError(
+                f"group {held.group}: expected {attribute} {expected or 'none'}, got {got or 'none'}. {SAME_MODEL}"
+            )
     by_key = {(shard.variable, shard.first_row): shard for shard in held.shards}
     for shard in came.shards:
         other = by_key.get((shard.variable, shard.first_row))
         if other is None:
             raise VariableError(
                 f"group {held.group}: rows {shard.first_row} and on of variable {shard.variable} are not held here. "
-                "Every worker must build the same model with the same partitioner, as in the run that made the values"
+                f"{SAME_MODEL}"
             )
         if other != shard:
             raise VariableError(
-                f"variable {shard.variable}: expected {_describe(other)}, got {_describe(shard)}. "
-                "Every worker must build the same model with the same partitioner, as in the run that made the values"
+                f"variable {shard.variable}: expected {_describe(other)}, got {_describe(shard)}. {SAME_MODEL}"
             )
     missing = next(shard for shard in held.shards if shard not in came.shards)
-    raise VariableError(f"group {held.group}: expected variable {missing.variable} too, it did not come")
+    raise VariableError(f"group {held.group}: expected variable {missing.variable} too, it did not come. {SAME_MODEL}")
 
 
 def _describe(shard: ShardSpec) -> str:

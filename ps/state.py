@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import StratagemError, VariableError
@@ -17,7 +18,7 @@ from stratagem.ps.origin import Origin
 from stratagem.ps.requests import Sender
 from stratagem.ps.senders import Senders
 from stratagem.ps.shard_group import ShardGroup
-from stratagem.ps.specs import Limits
+from stratagem.ps.specs import GroupSpec, Limits
 from stratagem.ps.staging import Staging
 from stratagem.ps.sync_steps import SyncSteps
 from stratagem.ps.table_group import TableGroup
@@ -70,6 +71,8 @@ class StoreState:
         """Of how many ps this is one; 0: as many as the job began with."""
         self.origin: Origin | None = None
         """Set where this ps began from a checkpoint that another number of ps made."""
+        self.elsewhere: Sequence[GroupSpec] = ()
+        """What other ps hold of the checkpoint that this one began from."""
         self.backup: Backup | None = None
         """Set where the job keeps copies of what a ps holds."""
         self.is_told = False

@@ -62,7 +62,8 @@ class Variables:
                         check_same(state.locked_groups[spec.group].spec, spec)
                     else:
                         check_group(spec)
-                check_new_groups(new, [locked.spec for locked in state.locked_groups.values()], state.limits)
+                held = [locked.spec for locked in state.locked_groups.values()]
+                check_new_groups(new, held, state.limits, state.elsewhere)
                 for spec in new:
                     state.locked_groups[spec.group] = LockedGroup(new_group(spec))
                 empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]

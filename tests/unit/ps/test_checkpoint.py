@@ -17,7 +17,7 @@ import torch
 from stratagem.checkpoint import manifest
 from stratagem.checkpoint.server_state import consolidate
 from stratagem.cluster.units import Unit, UnitBitmap, Update
-from stratagem.errors import CheckpointError, ProtocolError, StaleStoreError
+from stratagem.errors import CheckpointError, ProtocolError, StaleStoreError, VariableError
 from stratagem.ps.commit_gate import CommitGate
 from stratagem.ps.requests import TransferRef
 from stratagem.ps.specs import GroupSpec, ShardSpec
@@ -316,3 +316,17 @@ def test_a_call_to_go_back_that_is_late_does_not_go_back_a_second_time(tmp_path:
         epoch = store.checkpoints.restore_shards(str(late))
         answer.write(content)
     assert first.result() == store.state.store_epoch == epoch
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_a_checkpoint_has_in_another_group_or_ps_does_not_begin_anew(tmp_path: pathlib.Path, index: int) -> None:
+    """A model with one table more numbers its groups otherwise, and places its variables elsewhere."""
+    stores = [new_store(at) for at in range(2)]
+    for store, name in zip(stores, ("weight", "bias"), strict=True):
+        DirectWorker(store, "worker:0", make_spec([(4,)], prefix=name)).create(torch.ones(4))
+    path = checkpoint(tmp_path, stores, 1)
+    store = new_store(index)
+    store.checkpoints.restore_shards(str(path))
+    with pytest.raises(VariableError, match=r"weight0: row 0 is placed twice\. .* a checkpoint directory of its own"):
+        DirectWorker(store, "worker:0", make_spec([(4,)], group=2, prefix="weight")).create()
+    assert DirectWorker(store, "worker:0", make_spec([(4,)], group=2, prefix="new")).create(torch.ones(4))

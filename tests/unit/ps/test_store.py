@@ -125,7 +125,7 @@ def test_attaching_as_something_else_is_refused(spec: GroupSpec, match: str) -> 
         (ShardSpec("w", (10,), 0, 10, 3), "SGD", VariableError, "expected offset 0, got 3"),
         (ShardSpec("", (10,), 0, 10, 0), "SGD", VariableError, "expected a name"),
         (ShardSpec("w", (1,) * 1000, 0, 1, 0), "SGD", VariableError, "at most 32 dimensions"),
-        (ShardSpec("v0", (3, 2), 1, 1, 0), "SGD", VariableError, "row 1 is placed here twice"),
+        (ShardSpec("v0", (3, 2), 1, 1, 0), "SGD", VariableError, "row 1 is placed twice"),
         (ShardSpec("v0", (9, 2), 4, 1, 0), "SGD", VariableError, "expected shape"),
         (ShardSpec("w", (10,), 0, 10, 0), "LBFGS", UnsupportedOptimizerError, "closure"),
     ],
