@@ -83,10 +83,10 @@ def _run(config: PsConfig) -> int:
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
     share_one_heap()
-    free = config.max_store_bytes or free_bytes() or Limits.max_store_bytes
+    free = config.max_store_bytes or free_bytes()
     limits = Limits(
         config.max_variables,
-        free,
+        Limits.max_store_bytes if free is None else free,
         config.max_peer_bytes,
         config.max_peers,
         config.max_message_bytes,

@@ -151,8 +151,8 @@ class PsConfig(LaneConfig):
     max_variables: int = pydantic.Field(default=100_000, ge=1)
     """Largest number of shards held."""
     max_store_bytes: int = pydantic.Field(default=0, ge=0)
-    """Largest size of variables and slots, in bytes; 0: what this machine and its control group have free when the ps
-    starts."""
+    """Largest size of variables and slots, in bytes; 0: what this machine, its control group and ``ulimit -v`` have
+    free when the ps starts."""
     max_peer_bytes: int = pydantic.Field(default=0, ge=0)
     """Bytes that one worker may have staged here, and as many that may wait for it unread; 0: 64 MiB and four times
     what is held."""

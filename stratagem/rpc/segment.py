@@ -134,11 +134,12 @@ def receive_descriptor_into(link: socket.socket, view: memoryview, flags: int = 
 
 
 def free_bytes() -> int | None:
-    """Memory that can still be taken: on this machine and in this process's control group. None: nobody says.
+    """Memory that can still be taken: on this machine, in this process's control group, and under its own limit
+    (``ulimit -v``). None: nobody says.
 
     Asked before memory is taken, because taking too much wakes the kernel's killer instead of giving an error.
     """
-    known = [*_free_in_machine(), *_free_in_cgroup()]
+    known = [*_free_in_machine(), *_free_in_cgroup(), *_free_in_process()]
     return min(known) if known else None
 
 
@@ -173,6 +174,17 @@ def _free_in_cgroup() -> Iterator[int]:
             continue
         if limit != "max":
             yield max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+
+
+def _free_in_process() -> Iterator[int]:
+    try:
+        lines = (_PROC / "self/limits").read_text().splitlines()
+        used = int((_PROC / "self/statm").read_text().split()[0]) * _PAGE_BYTES
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        if line.startswith("Max address space") and (limit := line.split()[3]) != "unlimited":
+            yield max(0, int(limit) - used)
 
 
 def _map(descriptor: int, num_bytes: int) -> torch.Tensor:

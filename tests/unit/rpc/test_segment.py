@@ -207,5 +207,10 @@ def test_the_tightest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (folder / "memory.current").write_text("1500\n")
         (folder / "memory.stat").write_text("anon 7\ninactive_file 100\n")
     assert free_bytes() == 3000 - 1500 + 100
+    title = "Max address space         "
+    for soft, expected in (("unlimited", 1600), ("42000", 42000 - 10 * 4096)):
+        (tmp_path / "proc/self/limits").write_text(f"Limit  Soft Limit\n{title}{soft:21}unlimited            bytes\n")
+        (tmp_path / "proc/self/statm").write_text("10 7 5 1 0 4 0\n")
+        assert free_bytes() == expected
     (own / "memory.max").write_text("1000\n")
     assert free_bytes() == 0
