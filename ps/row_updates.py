@@ -75,7 +75,8 @@ def check_for_rows(optimizer: str, hyper_parameters: Hyper) -> None:
     if rule is None:
         raise UnsupportedOptimizerError(
             f"the rows of a table cannot be changed by {optimizer}: it changes every row in every update, also those "
-            f"that a batch does not use. Give the tables an optimizer of their own: {', '.join(ROW_RULES)}"
+            f"that a batch does not use. Give the tables an optimizer of their own, of {', '.join(ROW_RULES)}, or all "
+            "parameters one of the first two"
         )
     on = [name for name in rule.must_be_off if hyper_parameters.get(name)]
     if on:
