@@ -136,29 +136,29 @@ def decode(tree: Json, tensor: Callable[[str], torch.Tensor], variable: Callable
         CheckpointError: a tag that this version does not know.
     """
 
-    def of(value: Json) -> Any:
-        if isinstance(value, list):
-            return [of(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        tag = next((key for key in value if key.startswith("$")), None)
-        if tag is None:
-            return {key: of(item) for key, item in value.items()}
-        content = value[tag]
-        if tag == "$tensor":
-            found = tensor(content)
-            return found.view(_dtype(value["dtype"])).view(value["shape"]) if "dtype" in value else found
-        if tag == "$variable":
-            return variable(content)
-        if tag == "$module":
-            state = collections.OrderedDict(of(content))
-            state._metadata = of(value["metadata"])  # type: ignore[attr-defined]  # torch keeps it there
-            return state
-        if tag in _TAGS:
-            return _TAGS[tag](of(content))
-        raise CheckpointError(f"the checkpoint holds a value of kind {tag}; a newer version of Stratagem wrote it")
+    def of(value: Json) -> Any:  # calls no closure of itself, whose circle would keep every tensor
+        return decode(value, tensor, variable)
 
-    return of(tree)
+    if isinstance(tree, list):
+        return [of(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = next((key for key in tree if key.startswith("$")), None)
+    if tag is None:
+        return {key: of(item) for key, item in tree.items()}
+    content = tree[tag]
+    if tag == "$tensor":
+        found = tensor(content)
+        return found.view(_dtype(tree["dtype"])).view(tree["shape"]) if "dtype" in tree else found
+    if tag == "$variable":
+        return variable(content)
+    if tag == "$module":
+        state = collections.OrderedDict(of(content))
+        state._metadata = of(tree["metadata"])  # type: ignore[attr-defined]  # torch keeps it there
+        return state
+    if tag in _TAGS:
+        return _TAGS[tag](of(content))
+    raise CheckpointError(f"the checkpoint holds a value of kind {tag}; a newer version of Stratagem wrote it")
 
 
 def _dtype(name: str) -> torch.dtype:

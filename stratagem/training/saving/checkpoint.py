@@ -36,6 +36,7 @@ from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.measuring import measures
+from stratagem.rpc.heap import give_back_freed_memory
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.ps.servers import Servers
@@ -264,6 +265,8 @@ class Checkpoint:
             generators = kind_and_state(states[RANDOM])[1]
             if self._members.rank < len(generators):
                 set_all_random_states(generators[self._members.rank], self._strategy)
+        del states, values  # with tables of parameter servers they are larger than all that this process needs
+        give_back_freed_memory()
         return Restored(place["path"], place["step"])
 
     def _fits(self, path: pathlib.Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch import nn
 
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.rpc.heap import ENVIRONMENT
 from stratagem.strategy.one_device import OneDeviceStrategy
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.training.saving.checkpoint import Checkpoint
@@ -214,6 +216,21 @@ def test_a_script_saves_at_its_end(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "step")], capture_output=True, text=True)
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
     assert latest_checkpoint(tmp_path) is not None
+
+
+def test_what_was_read_is_given_back(tmp_path: Path) -> None:
+    """Workers keep freed memory; a table of parameter servers is more than they need to train."""
+    script = (
+        "import psutil, sys, torch, stratagem as sg\n"
+        "model = torch.nn.Linear(4096, 8192, bias=False)\n"  # 128 MiB
+        "path = sg.Checkpoint(model=model).save(sys.argv[1] + '/step')\n"
+        "before = psutil.Process().memory_info().rss\n"
+        "sg.Checkpoint(model=model).restore(path)\n"
+        "print(psutil.Process().memory_info().rss - before)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, check=True, timeout=240)
+    assert int(done.stdout) < 32 << 20
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
