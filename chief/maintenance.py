@@ -52,7 +52,7 @@ class Maintenance(ChiefPart):
         self._lacking: list[str] = []
         """ps without values where others have theirs: they came back, and a worker that attaches gives them those."""
         self._next_save_at: float | None = None
-        self._delay = ""
+        self._delay = "", False
 
     def tick(self) -> None:
         """Starts what is due, one thing at a time."""
@@ -180,9 +180,10 @@ class Maintenance(ChiefPart):
         async with self._first:
             if self._has_first:
                 return
-            newest = self._found()
+            newest, is_trained = self._found(), False
             try:
                 described = await self._described()
+                is_trained = content_of(described)[0] > (newest.manifest.step if newest is not None else 0)
                 if newest is not None:
                     is_kept = not newest.manifest.automatic and newest.step == content_of(described)[0]
                     if is_kept or not newest.lacks(described):
@@ -191,9 +192,10 @@ class Maintenance(ChiefPart):
             except CheckpointError as error:
                 self._stop(2, str(error))
             except StratagemError as error:
-                if str(error) != self._delay:
-                    self._delay = str(error)
-                    logger.info("The first checkpoint has to wait: %s", error)
+                if self._delay != (delay := (str(error), is_trained)):
+                    self._delay = delay
+                    level = logging.WARNING if is_trained else logging.INFO
+                    logger.log(level, "The first checkpoint has to wait: %s", error)
 
     def _found(self) -> CommittedCheckpoint | None:
         """The newest that is there, of an earlier chief or job perhaps."""

@@ -92,7 +92,9 @@ class Saving(ChiefPart):
         if num_untaken := untaken(described):
             raise PeerUnavailableError(
                 f"a checkpoint needs all variables, and {num_untaken:,} elements of the one that the ps began from are "
-                "on none of them yet: no worker has said which is to hold them. It is repeated"
+                "on none of them yet: no worker has said which is to hold them. It is repeated. A model that lacks "
+                "a variable of that checkpoint begins in a checkpoint directory of its own, with what it takes of "
+                "sg.load_checkpoint"
             )
         accepted = self._lease_book.positions()  # all ps have closed these; of later ones a ps may lack some
         draft = await asyncio.to_thread(checkpoints.begin, directory)

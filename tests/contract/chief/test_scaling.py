@@ -257,6 +257,24 @@ async def test_a_ps_that_was_told_of_nothing_yet_goes_back_to_the_checkpoint_it_
             assert (reborn.restored_from, reborn.num_ps) == (first.restored_from, 2)
 
 
+async def test_a_checkpoint_that_waits_while_training_goes_on_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model lacks a variable of the checkpoint that the ps began from: no worker will ever take its rows."""
+    server = Told(0)
+    server.num_taken = 4
+    caplog.set_level("INFO")
+    async with chief(**folders(tmp_path)) as running, ps(running.address, server):
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        await until(lambda: "4 elements of the one that the ps began from" in caplog.text)
+        levels = {record.levelname for record in caplog.records if "has to wait" in record.getMessage()}
+        assert levels == {"INFO"}, "a worker may be at its prepare"
+        server.step = 1
+        await until(lambda: any(r.levelname == "WARNING" and "has to wait" in r.getMessage() for r in caplog.records))
+        await worker.die()
+
+
 class Late(FakePs):
     """Its answer to one question takes a while."""
 
