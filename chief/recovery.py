@@ -184,10 +184,13 @@ class Recovery(ChiefPart):
 
     async def _open_books(self) -> None:
         history = self._journal.history
+        survivors = [s for s in self._sessions.tasks.values() if s.resumed and s.task.type in ("worker", "ps")]
+        is_start = not survivors and not self._sessions.work_is_done
+        if is_start and len(self._sessions.live("ps")) < self._sessions.num_ps:
+            return  # where the job stands is in the checkpoint that all of them begin from
         descriptions = await self._ps_pool.describe()
         holding = [each for each in descriptions.values() if each.initialized]
-        survivors = [s for s in self._sessions.tasks.values() if s.resumed and s.task.type in ("worker", "ps")]
-        if not survivors and not self._sessions.work_is_done:
+        if is_start:
             await self._start_from_checkpoint(holding)
         else:
             # On disk, too: workers leave an epoch that ends with these, and the next chief may find no ps that knows.
