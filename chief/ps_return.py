@@ -127,7 +127,15 @@ class PsReturn(ChiefPart):
             return True
         servers = self._ps_pool.servers
         if len(servers) < len(sessions) or any(each.state is SessionState.AWAITED for each in sessions):
-            return False
+            told = self._config.num_ps
+            everybody = self._sessions.tasks.values()
+            if told != len(servers) or any(each.resumed or each.state is SessionState.AWAITED for each in everybody):
+                return False
+            if not all(each.open for each in sessions[:told]):
+                return False
+            # Nobody has a memory, and those that the job had beyond these need not come: whoever does is taken in.
+            self._journal.write("routed", num_ps=told)
+            self._sessions.route(told)  # what follows for each is under way: it is being prepared
         origin = await self._restoring.newest(servers)
         if self._ps_pool.servers != servers:
             return False  # one of them died: it has not said whether its part is whole

@@ -79,6 +79,7 @@ class Sessions(Roster):
         self._config = config
         self._newest_incarnation = history.newest_incarnation
         self._start_deadline = now + config.start_timeout_s
+        self._starts_cold = history.ready and not history.live
         self._pending: dict[Incarnation, set[Incarnation]] = {}
         if history.wanted_workers:
             self.want_workers(history.wanted_workers)
@@ -275,9 +276,10 @@ class Sessions(Roster):
             actions += self.stop(
                 1, f"the cluster did not come up within {config.start_timeout_s:.0f} s; still missing: {missing}"
             )
-        for task in self.required:
+        is_start = self._starts_cold and now <= self._start_deadline  # all had left: they come as to a new job
+        for task in self.required if self.ready and not is_start else ():
             session = self.tasks[task]
-            away = self.ready and session.state is SessionState.LOST
+            away = session.state is SessionState.LOST
             if away and now - session.lost_at > config.worker_timeout_s and not self._goes_on:
                 actions += self._give_up(session, now)
         for task, session in self.tasks.items():

@@ -186,32 +186,38 @@ def test_another_number_of_ps_goes_on_from_it(saved: tuple[Path, dict[str, Any]]
     assert start(tmp_path / "c", saved[1], num_ps)[::2] == ([3] * num_ps, 0)
 
 
+@pytest.mark.parametrize("left", [1, 2])
 def test_a_chief_whose_tasks_have_all_left_waits_for_the_ps_to_say_what_is_trained(
-    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, left: int
 ) -> None:
-    """All were told to end, as when a node is drained: the next chief forgot every epoch, and had all trained again."""
-    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path / "state")}
+    """All were told to end, as when a node is drained: the next chief forgot every epoch, and had all trained again.
+    Of two ps one need not come again: it was waited for in vain."""
+    config: dict[str, Any] = {"num_workers": 1, "state_dir": str(tmp_path / "state")}
     config["checkpoint_dir"] = str(tmp_path / "c")
 
     async def scenario() -> None:
-        async with chief(**config) as first, real_ps(first.address, 0) as store:
+        async with contextlib.AsyncExitStack() as stack:
+            first = await stack.enter_async_context(chief(**config, num_ps=left))
+            stores = [await stack.enter_async_context(real_ps(first.address, index)) for index in range(left)]
             worker = Task(first.address, "worker:0")
             await worker.ready()
-            await train(worker, [store], saved[1], tmp_path / "c")
+            await train(worker, stores, saved[1], tmp_path / "c")
             worker.goodbye(143)
             await until(lambda: not first.job.sessions.live("worker"))
             await worker.die()
             port = first.address
-            first.job.sessions.tasks["ps:0"].leaving = True
+            for session in first.job.sessions.ps:
+                session.leaving = True
             await until(lambda: not first.job.sessions.live("ps"))
-        async with chief(bind=port, **config) as second:
+        async with chief(bind=port, **config, num_ps=1) as second:
             worker = Task(port, "worker:0")
             await worker.welcomed()
             await second.job.recovery.open_books()
             assert not second.job.is_open
-            async with real_ps(port, 0):
+            async with real_ps(port, 0) as store:
                 await worker.open(**saved[1])
                 assert indices(await worker.next(want=9)) == [3]
+                assert (store.state.step, second.job.sessions.num_ps) == (3, 1)
             await worker.die()
 
     run(scenario)

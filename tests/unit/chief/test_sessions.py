@@ -584,3 +584,13 @@ def test_a_worker_that_came_when_it_was_wanted_no_more_is_not_waited_for() -> No
         join(sessions, "worker:2", 4)
     sessions.goodbye("worker:1", 2, 0, "", 1.0)
     assert sessions.goodbye("worker:0", 1, 0, "", 1.0)[-1] == StopJob(0, "every worker has finished")
+
+
+def test_a_job_that_all_have_left_has_the_time_of_a_start_to_come_again() -> None:
+    """A worker that needed longer than ``worker_timeout_s`` ended it: started after the ps were healthy, say."""
+    left = {"worker:0": 1, "worker:1": 2}
+    sessions = make(newest_incarnation=3, fenced=left, ready=True)
+    assert sessions.tick(299.0) == []
+    assert StopJob(1, "worker:0 was lost 301 s ago and did not come back") in sessions.tick(301.0)
+    sessions = make(newest_incarnation=3, fenced=left, awaited={"ps:0": 3}, ready=True)
+    assert StopJob(1, "worker:0 was lost 61 s ago and did not come back") in sessions.tick(61.0)
