@@ -65,10 +65,14 @@ class ChiefState:
         self.connect = connect(self.epoch)
         """Makes the connection to a ps, also to one that does not serve yet."""
         self.ps_pool = PsPool(self.connect, self.sessions)
-        self.commit_hold = CommitHold(self.ps_pool, chief_epoch=self.epoch)
         self.waits = Waits(clock)
+        self.commit_hold = CommitHold(self.ps_pool, chief_epoch=self.epoch, nobody_sends=self._everybody_waits)
         self.is_open = False
         """Units may be leased: nothing is unknown any more about who holds what."""
+
+    def _everybody_waits(self) -> bool:
+        """Every worker waits for something of the chief: none has an update under way."""
+        return all(worker.incarnation in self.waits.noted for worker in self.sessions.live("worker"))
 
     async def admit(self, incarnation: Incarnation) -> None:
         """Waits until the cluster is complete and the books are open; everybody else may go on at once.

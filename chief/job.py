@@ -107,14 +107,16 @@ class ChiefJob(ChiefState):
             raise ConfigurationError(
                 "expected a directory for the checkpoint; name one, or start the chief with --checkpoint-dir"
             )
-        return await self.saving.save(target, automatic=False)
+        with self.waits.of(incarnation, "a checkpoint"):
+            return await self.saving.save(target, automatic=False)
 
     async def save_loaded(self, incarnation: Incarnation) -> CommittedCheckpoint | None:
         """Takes a checkpoint of values that a worker has just loaded; see :meth:`Maintenance.save_loaded`."""
         await self.admit(incarnation)
         await self.recovery.count_torn(incarnation)
         self.scaling.forget_checkpoint()
-        return await self._maintenance.save_loaded()
+        with self.waits.of(incarnation, "a checkpoint"):
+            return await self._maintenance.save_loaded()
 
     def get_status(self) -> status.JobStatus:
         standby = standing_by(self.config.state_dir)

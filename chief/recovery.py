@@ -186,7 +186,7 @@ class Recovery(ChiefPart):
         history = self._journal.history
         survivors = [s for s in self._sessions.tasks.values() if s.resumed and s.task.type in ("worker", "ps")]
         is_start = not survivors and not self._sessions.work_is_done
-        if is_start and history.chief_epoch > 1 and len(self._sessions.live("ps")) < self._sessions.num_ps:
+        if is_start and not self._state.is_new and len(self._sessions.live("ps")) < self._sessions.num_ps:
             return  # where the job stands is in the checkpoint that all of them begin from
         descriptions = await self._ps_pool.describe()
         holding = [each for each in descriptions.values() if each.initialized]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.chief.servers.servers import Server, ServerDescription
@@ -44,14 +44,15 @@ def torn_updates(held: Mapping[Incarnation, ServerDescription]) -> dict[Incarnat
 class CommitHold:
     """One hold on the commits of all ps, shared by everybody who needs it at the time."""
 
-    def __init__(self, ps_pool: PsPool, *, chief_epoch: int) -> None:
+    def __init__(self, ps_pool: PsPool, *, chief_epoch: int, nobody_sends: Callable[[], bool]) -> None:
         self._ps_pool = ps_pool
+        self._nobody_sends = nobody_sends
         self._chief_epoch = chief_epoch
         self._hold_s = HOLD_S
         self._lock = asyncio.Lock()
         self._num_tokens = 0
         self._num_inside = 0
-        self._is_complete = False
+        self.is_complete = False
         """Every update is on all of its ps, in the hold that is on."""
         self._prolonging: asyncio.Task[None] | None = None
 
@@ -61,20 +62,21 @@ class CommitHold:
         return self._chief_epoch << 32 | self._num_tokens
 
     @contextlib.asynccontextmanager
-    async def held(self, what: str, *, complete: bool = True) -> AsyncIterator[int]:
+    async def held(self, what: str, *, complete: bool = True, or_as_sent: bool = False) -> AsyncIterator[int]:
         """Inside, commits are held; gives the token. See :meth:`enter`."""
-        token = await self.enter(what, complete=complete)
+        token = await self.enter(what, complete=complete, or_as_sent=or_as_sent)
         try:
             yield token
         finally:
             await self.leave()
 
-    async def enter(self, what: str, *, complete: bool = True) -> int:
+    async def enter(self, what: str, *, complete: bool = True, or_as_sent: bool = False) -> int:
         """Holds commits, unless they are; returns the token. Ends with :meth:`leave`. Whoever needs every update on all
         of its ps does not share the hold of somebody who does not.
 
         Args:
             complete: wait for updates that only some of their ps have; False when nobody is left to send them.
+            or_as_sent: not when every worker waits for the chief, and one that is dead has sent them.
 
         Raises:
             PeerUnavailableError: a ps is away, updates under way did not arrive, or the hold is another one's that does
@@ -82,10 +84,9 @@ class CommitHold:
         """
         async with self._lock:
             if not self._num_inside:
-                await self._begin(what, complete)
-                self._is_complete = complete
+                self.is_complete = await self._begin(what, complete, or_as_sent) and complete
                 self._prolonging = asyncio.create_task(self._prolong())
-            elif complete and not self._is_complete:
+            elif complete and not (self.is_complete or (or_as_sent and self._nobody_sends())):
                 raise PeerUnavailableError(
                     f"{what} needs every update on all of its ps, and commits are held as they came. It is repeated"
                 )
@@ -137,7 +138,8 @@ class CommitHold:
             )
         return servers
 
-    async def _begin(self, what: str, complete: bool) -> None:
+    async def _begin(self, what: str, complete: bool, or_as_sent: bool) -> bool:
+        """Returns whether nothing is torn."""
         torn: dict[Incarnation, list[Update]] = {}
         for attempt in range(1, ATTEMPTS + 1):
             servers = self.check_all(what)
@@ -145,12 +147,12 @@ class CommitHold:
             is_held = False
             try:
                 torn = await self._hold(servers, complete)
-                is_held = not torn
+                is_held = not torn or (or_as_sent and self._nobody_sends())
             finally:
                 if not is_held:
                     await self._release(servers)
             if is_held:
-                return
+                return not torn
             logger.info("Attempt %d for %s: updates are still under way to %s", attempt, what, _names(torn))
             await asyncio.sleep(PAUSE_S)
         raise PeerUnavailableError(

@@ -74,8 +74,11 @@ class Saving(ChiefPart):
             PeerUnavailableError: a ps is away, or updates under way did not arrive.
         """
         async with self.lock:
+            hold = self._commit_hold.held(
+                "a checkpoint", complete=complete, or_as_sent=not self._lease_book.synchronous
+            )
             with self.totals.timed(measures.CHECKPOINT):
-                async with self._commit_hold.held("a checkpoint", complete=complete) as token, self.writing:
+                async with hold as token, self.writing:
                     await self._count_lost()
                     servers = self._commit_hold.check_all("a checkpoint")
                     return await self._write(servers, token, directory, automatic, complete, replaces)

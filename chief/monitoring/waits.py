@@ -21,8 +21,10 @@ class Waits:
         self._left: dict[Incarnation, tuple[str, float, float]] = {}
 
     @contextlib.contextmanager
-    def of(self, incarnation: Incarnation) -> Iterator[None]:
-        """Around a call of ``incarnation``, which waits for nothing after it."""
+    def of(self, incarnation: Incarnation, what: str = "") -> Iterator[None]:
+        """Around a call of ``incarnation``, which waits for nothing after it; all the time for ``what``, if given."""
+        if what:
+            self.noted[incarnation] = what, self._clock()
         try:
             yield
         finally:

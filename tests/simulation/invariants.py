@@ -452,7 +452,8 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
     def on_save(real: Any) -> Any:
         async def write(self: Any, *arguments: Any) -> Any:
-            *_, checks().saved_complete, _ = arguments
+            *_, is_complete, _ = arguments
+            checks().saved_complete = is_complete and self._commit_hold.is_complete
             return await real(self, *arguments)
 
         return write

@@ -99,6 +99,18 @@ async def test_an_update_whose_worker_is_gone_makes_the_chief_release_and_try_ag
         assert servers[1].calls == ["hold", "admit", "release", "hold", "admit", "save", "release"]
 
 
+async def test_what_a_worker_that_is_gone_has_sent_is_saved_as_it_is_when_the_others_wait(tmp_path: Path) -> None:
+    """Both save, or one waits for the other by the staleness bound: none would take the dead one's unit meanwhile."""
+    async with cluster() as (_, workers, servers):
+        await workers[0].open()
+        servers[0].apply(Unit(1, 0, 0))
+        saves = [asyncio.create_task(save(worker, tmp_path / worker.task)) for worker in workers]
+        await asyncio.wait(saves, return_when=asyncio.FIRST_COMPLETED)
+        assert servers[1].calls[:4] == ["hold", "admit", "save", "release"]
+        servers[1].apply(Unit(1, 0, 0))  # one of the two goes on
+        await asyncio.gather(*saves)
+
+
 async def test_who_needs_one_cut_does_not_share_the_hold_of_one_who_does_not(tmp_path: Path) -> None:
     """A ps was told to end as the chief left: its checkpoint had a part of an update, under the hold of the chief's."""
     async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
