@@ -120,6 +120,7 @@ def test_it_shows_what_status_says_and_survives_its_chief(tmp_path: Path, monkey
     run(scenario)
 
 
+@pytest.mark.thorough
 def test_a_hundred_tasks_are_shown_without_lag_and_nothing_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

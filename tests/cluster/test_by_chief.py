@@ -154,6 +154,7 @@ def test_a_chief_that_lost_its_lock_acknowledges_nothing(start: Start, tmp_path:
     check_counts(tmp_path / "out.pt", 3)
 
 
+@pytest.mark.thorough
 def test_ps_come_and_go_by_themselves(start: Start, tmp_path: Path) -> None:
     out, stop, saved = tmp_path / "out.pt", tmp_path / "stop", ("--checkpoint-dir", tmp_path / "checkpoints")
     numbers = ("--num-workers", 2, "--num-ps", 1, "--max-ps", 3)

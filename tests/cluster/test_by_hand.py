@@ -206,6 +206,7 @@ def test_a_port_in_use_is_said_in_one_paragraph(tasks: list[subprocess.Popen[str
     assert "Traceback" not in errors
 
 
+@pytest.mark.thorough
 def test_closed_standard_streams_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os\nimport stratagem as sg\nsg.strategy_from_environment()\nprint('said to nobody')\n"

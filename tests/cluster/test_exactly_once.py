@@ -94,6 +94,7 @@ def test_a_lead_that_starts_again_does_not_take_the_job_back(cluster: Start, tmp
     check_counts(out, 11)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_starts_again_finds_checkpoints_where_the_others_had_none(cluster: Start, tmp_path: Path) -> None:
     # It waited for the others to restore, too.
     out, kept = tmp_path / "out.pt", tmp_path / "kept"

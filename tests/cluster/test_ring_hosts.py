@@ -60,6 +60,7 @@ def test_two_hosts_with_two_workers_each_equal_one_process(
     assert min(host.sent_bytes() for host in hosts) > 10_000
 
 
+@pytest.mark.thorough
 def test_a_host_that_falls_off_the_network_is_named(
     hosts: list[Host], tasks: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:

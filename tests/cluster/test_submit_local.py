@@ -105,6 +105,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
             desk.run(*STRATAGEM, "jobs", "cancel", job["id"])
 
 
+@pytest.mark.thorough
 def test_a_script_that_calls_run_on_itself_trains_in_the_job_only(desk: Desk) -> None:
     call = 'job = sg.run(worker_count=2, entry_point_args=["--epochs", "1"], job_labels={"team": "vision"})'
     desk.write("train.py", TRAIN.format(call=call))
@@ -227,6 +228,7 @@ def test_what_cannot_work_is_refused_with_exit_code_2(desk: Desk, options: list[
     assert desk.jobs() == []
 
 
+@pytest.mark.thorough
 def test_from_a_cell_of_a_running_kernel(desk: Desk) -> None:
     executed = desk.run(sys.executable, "-c", EXECUTE, str(ROOT / "examples" / "submit.ipynb"), "90")
     assert executed.returncode == 0, executed.stderr

@@ -54,6 +54,7 @@ class Chiefs:
         return next(task.pid for task in last.tasks if task.task == "chief:0"), int(last.standby.split()[1])
 
 
+@pytest.mark.thorough
 def test_chiefs_come_and_go(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     out, stop = tmp_path / "out.pt", tmp_path / "stop"
     arguments = ["--examples", 200, "--pause-s", 0.02, "--until", stop, "--out", out]

@@ -51,6 +51,7 @@ def steps_of(pods: Pods, task: str, certificates: Path) -> int:
     return next((each["step"] for each in tasks if each["task"] == task), 0)
 
 
+@pytest.mark.thorough
 def test_a_job_lives_through_a_drain_one_more_worker_and_the_death_of_its_chief(pods: Pods, tmp_path: Path) -> None:
     def until_said(pod: str, words: str, times: int = 1) -> None:
         pods.until(lambda: pods[pod].text().count(words) >= times, f"{pod} says {words!r} {times} times")

@@ -70,6 +70,7 @@ def test_the_wheel_holds_every_package(wheel: Path) -> None:
     assert static <= names
 
 
+@pytest.mark.thorough
 def test_every_module_imports_from_the_wheel(python: Path, tmp_path: Path) -> None:
     program = (
         "import importlib, pkgutil, stratagem\n"
