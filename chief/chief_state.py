@@ -71,8 +71,9 @@ class ChiefState:
         """Units may be leased: nothing is unknown any more about who holds what."""
 
     def _everybody_waits(self) -> bool:
-        """Every worker waits for something of the chief: none has an update under way."""
-        return all(worker.incarnation in self.waits.noted for worker in self.sessions.live("worker"))
+        """There are workers, and each waits for something of the chief: none has an update under way."""
+        workers = self.sessions.live("worker")
+        return bool(workers) and all(worker.incarnation in self.waits.noted for worker in workers)
 
     async def admit(self, incarnation: Incarnation) -> None:
         """Waits until the cluster is complete and the books are open; everybody else may go on at once.
