@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from stratagem.chief.checkpointing.commit_hold import torn_updates
-from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.checkpointing.saving import Saving, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions, encode_units
 from stratagem.chief.leasing.positions import Positions, common, has, plus, positions_of
@@ -138,7 +138,11 @@ class Recovery(ChiefPart):
             await self.ps_return.lost_after_restarts(positions_of(doubtful))
             return list(indices)
         async with self.ps_return.lock:
-            missing = await self._ps_pool.missing(doubtful)
+            described = [each for each in (await self._ps_pool.describe()).values() if each.initialized]
+            halves = unfinished_units(described, self._lease_book.steps.per_unit)
+            missing = [
+                unit for unit in doubtful if has(halves, unit) or not all(each.ordinals(unit) for each in described)
+            ]
             own = [unit for unit in missing if unit in self._lease_book.held(incarnation)]
             await self.carry_out(incarnation, self._lease_book.remove(own, {}))
         if missing:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -97,11 +96,6 @@ class PsPool:
         if len(described) < (num_ps := self.num_ps):
             raise PeerUnavailableError(f"{num_ps - len(described)} of {num_ps} ps are away")
         return described
-
-    async def missing(self, units: Iterable[Unit]) -> list[Unit]:
-        """Units that some ps with values has no update of."""
-        descriptions = [each for each in (await self.describe()).values() if each.initialized]
-        return [unit for unit in units if not all(each.ordinals(unit) for each in descriptions)]
 
     def _is_open(self, incarnation: Incarnation) -> bool:
         return incarnation in self._sessions.servers

@@ -85,6 +85,10 @@ def plan(seed: int, form: str = "") -> Schedule:
         num_examples = random.Random(-7 * seed - 1).choice((8, 12, 16))
         job = dataclasses.replace(job, fits=True, has_table=False, num_optimizers=1, prepares_apart=False)
         job = dataclasses.replace(job, num_examples=num_examples, batch_size=2)
+    if (drains := random.Random(-17 * seed - 1)).random() < 0.06:
+        faults.append(Fault(0.3 + 2.5 * drains.random(), "drain", for_s=GRACE_S))
+        # A script that begins anew with all others restores what it saved itself, and loads once more; it is warned.
+        job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)
     faults.sort(key=lambda fault: fault.at_s)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
 

@@ -104,6 +104,7 @@ class _Faults:
             "flip": self._flip,
             "scale": self._scale,
             "end": self._end,
+            "drain": self._drain,
             "come": lambda fault: self._cluster.start_task(fault.task),
         }
         kinds[fault.kind](fault)
@@ -149,6 +150,15 @@ class _Faults:
         if ps is not None and ps.alive:
             self._world.after(0.0, ps, self._cluster.signal, ps)
             self._world.after(fault.for_s, ps, ps.kill)
+
+    def _drain(self, fault: Fault) -> None:
+        """Everything is told to end, as on a node that is drained, and comes back."""
+        for name in [*self._cluster.tasks]:
+            later = {"ps": self._end, "chief": self._leave}.get(
+                name.partition(":")[0], lambda one: self._kill(one.task)
+            )
+            one = dataclasses.replace(fault, task=name)
+            self._world.after(0.3 * self._world.random.random(), None, later, one)
 
     def _scale(self, fault: Fault) -> None:
         """Asks the chief, as `stratagem scale` does, and starts the tasks, as the launcher does."""
@@ -231,7 +241,8 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
             rings.ended()
         else:
             checks.ended()
-            fits.check_histories(cluster, any(fault.task == "chief:0" for fault in schedule.faults))
+            is_chief = (fault.task == "chief:0" or fault.kind == "drain" for fault in schedule.faults)
+            fits.check_histories(cluster, any(is_chief))
             _check_ends(schedule, cluster)
             _check_copies(schedule, cluster)
         failure = world.failures[0] if world.failures else ""

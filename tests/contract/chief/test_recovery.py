@@ -326,6 +326,28 @@ async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_lat
                 await task.die()
 
 
+async def test_at_staleness_0_what_went_back_to_the_middle_of_a_batch_is_computed_again(tmp_path: Path) -> None:
+    """Of two optimizers the checkpoint had the first one's update; what a worker had reported late was believed."""
+    async with contextlib.AsyncExitStack() as stack:
+        config = {"checkpoint_dir": str(tmp_path), "num_workers": 1, "num_ps": 1}
+        running, [worker], [server] = await stack.enter_async_context(cluster(**config))
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open(staleness=0.0)
+        await worker.next(steps_per_unit=2)
+        assert server.session is not None
+        await server.session.die()
+        await until(lambda: not running.job.sessions.servers)
+        reborn = FakePs(0)
+        await stack.enter_async_context(ps(running.address, reborn))
+        await until(lambda: running.job.sessions.live("ps"))
+        reborn.apply(Unit(1, 0, 0), num_servers=1)
+        await worker.next([0], wait=False)
+        assert 0 not in running.job.lease_book.epoch(1, 0).accepted
+        reborn.apply(Unit(1, 0, 0), ordinal=1, num_servers=1)
+        await worker.next([0], wait=False)
+        assert 0 in running.job.lease_book.epoch(1, 0).accepted
+
+
 async def test_a_ps_that_dies_while_a_checkpoint_is_written_goes_back_to_that(tmp_path: Path) -> None:
     """What it had given to it was counted as lost, and is not."""
     async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
