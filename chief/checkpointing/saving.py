@@ -74,9 +74,8 @@ class Saving(ChiefPart):
             PeerUnavailableError: a ps is away, or updates under way did not arrive.
         """
         async with self.lock:
-            hold = self._commit_hold.held(
-                "a checkpoint", complete=complete, or_as_sent=not self._lease_book.synchronous
-            )
+            is_asked_for = (replaces or not automatic) and not self._lease_book.synchronous  # by a worker, which waits
+            hold = self._commit_hold.held("a checkpoint", complete=complete, or_as_sent=is_asked_for)
             with self.totals.timed(measures.CHECKPOINT):
                 async with hold as token, self.writing:
                     await self._count_lost()
