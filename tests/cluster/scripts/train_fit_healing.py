@@ -12,7 +12,7 @@ from torch import nn
 
 import stratagem as sg
 from tests.cluster.scripts import faults
-from tests.cluster.scripts.train_healing import wait_for_newcomer
+from tests.cluster.scripts.train_healing import let_others_come_to_the_meeting, wait_for_newcomer
 
 EPOCHS = 6
 BATCH = 12
@@ -23,10 +23,11 @@ class Watch(sg.callbacks.Callback):
 
     Args:
         meet: number of the step, of those of the whole training.
+        out: beginning of the names of files that workers write.
     """
 
-    def __init__(self, meet: int) -> None:
-        self.meet = meet
+    def __init__(self, meet: int, out: Path) -> None:
+        self.meet, self.out = meet, out
         self.steps: list[tuple[int, int]] = []
         self.rates: list[float] = []
 
@@ -35,7 +36,7 @@ class Watch(sg.callbacks.Callback):
         assert isinstance(strategy, sg.MultiWorkerMirroredStrategy)
         faults.at_step(str(strategy.task), self.model.num_steps)
         if self.model.num_steps == self.meet:
-            wait_for_newcomer(strategy)
+            wait_for_newcomer(strategy, self.out)
         self.steps.append((self.model.position.epoch, batch))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -54,8 +55,9 @@ def main() -> None:
     with strategy.scope():
         model = sg.Model(nn.Sequential(nn.Linear(7, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 3)))
     model.compile(lambda parameters: torch.optim.Adam(parameters, 1e-2), "cross_entropy", ["accuracy"])
-    watch = Watch(options.meet)
+    watch = Watch(options.meet, options.out)
     plateau = sg.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10.0)
+    let_others_come_to_the_meeting(strategy, options.out)
     history = model.fit(
         x, y, batch_size=BATCH, epochs=EPOCHS, validation_data=(x[:9], y[:9]), callbacks=[watch, plateau], verbose=0
     )

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,25 @@ class Counted(nn.Module):
         return out
 
 
-def wait_for_newcomer(strategy: sg.MultiWorkerMirroredStrategy) -> None:
+def wait_for_newcomer(strategy: sg.MultiWorkerMirroredStrategy, out: Path) -> None:
     healing = strategy.communicator.healing
     assert healing is not None
+    out.with_suffix(".meets").touch()
+    _until(lambda: healing.sees_newcomer, "nobody came")
+
+
+def let_others_come_to_the_meeting(strategy: sg.MultiWorkerMirroredStrategy, out: Path) -> None:
+    """In a worker that was started again, before its first batch: it may start more quickly than they get there."""
+    started = out.with_suffix(f".started-{strategy.task.index}")
+    if started.exists():
+        _until(out.with_suffix(".meets").exists, "nobody waits")
+    started.touch()
+
+
+def _until(condition: Callable[[], bool], otherwise: str) -> None:
     deadline = time.monotonic() + 60
-    while not healing.sees_newcomer:
-        assert time.monotonic() < deadline, "nobody came"
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
         time.sleep(0.01)
 
 
@@ -82,6 +96,8 @@ def main() -> None:
         optimizer.step()
         return loss.detach()
 
+    if options.meet:
+        let_others_come_to_the_meeting(strategy, options.out)
     seen: list[list[int]] = []
     totals: list[float] = []
     sizes, losses, times = [], [], []
@@ -91,7 +107,7 @@ def main() -> None:
             number = strategy.communicator.step - 1
             first = number - len(seen)
             if number in options.meet:
-                wait_for_newcomer(strategy)
+                wait_for_newcomer(strategy, options.out)
             faults.at_step(str(strategy.task), number)
             losses.append(float(strategy.reduce_mean(strategy.run(step, args=(batch,)))))
             sizes.append(strategy.num_replicas_in_sync)
