@@ -22,8 +22,10 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.thorough  # of the seeds below each form has some
-@pytest.mark.parametrize("form", ["table", "fit", "ring"])
+_IS_BELOW = pytest.mark.thorough  # of the seeds below, 5 is a ring that fits, and 7 fits beside ps
+
+
+@pytest.mark.parametrize("form", ["table", pytest.param("fit", marks=_IS_BELOW), pytest.param("ring", marks=_IS_BELOW)])
 def test_schedules_of_each_form_hold_every_invariant(form: str) -> None:
     done = simulate("--first", "1", "--seeds", "3", "--form", form)
     assert done.returncode == 0 and "3 schedules, none failed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
