@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from stratagem.distributed.reductions import Run, reducing
 from stratagem.distributed.tensors import flat, movable, put, room_for, told
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.worker.ring.communicator import name_of
+from stratagem.worker.ring.communicator import Communicator, name_of
 from stratagem.worker.ring.group import Group, Tag
 
 Step = tuple[str, Run]
@@ -30,8 +31,11 @@ class Operation:
     values: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """The flat elements of ``outputs``."""
 
-    def finish(self) -> None:
-        """Puts the values where they belong, if they are not there already."""
+    def run(self, communicator: Communicator, is_inference: bool) -> None:
+        """Takes all steps, puts the values where they belong. ``is_inference``: outputs can be written in that mode."""
+        for what, step in self.steps:
+            run = functools.partial(step, communicator.group)
+            communicator.collective(what, functools.partial(_in_inference_mode, run) if is_inference else run)
         put(self.outputs, self.values)
 
     def limit(self, timeout_s: float) -> None:
@@ -282,6 +286,11 @@ class Operations:
             raise ConfigurationError(
                 f"expected {self.size} × {told(part)} in a {what} of {self.size} ranks, got {told(whole)}"
             )
+
+
+def _in_inference_mode(run: Callable[[Tag], None], tag: Tag) -> None:
+    with torch.inference_mode():
+        run(tag)
 
 
 def _check_like(tensor: torch.Tensor, other: torch.Tensor) -> None:

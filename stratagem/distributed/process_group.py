@@ -22,13 +22,11 @@ from stratagem.distributed.nccl import Nccl, or_nccl
 from stratagem.distributed.operations import Operation, Operations
 from stratagem.distributed.reductions import AllReducePlan, all_reduce_plan, op_of
 from stratagem.distributed.tensors import check_writable, flat, listed, movable, plain, put, room_for, told
-from stratagem.distributed.work import DONE, LaneWork, ReceiveWork
+from stratagem.distributed.work import DONE, NO_TIMEOUT, LaneWork, ReceiveWork, recorded
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.group import Tag
 
 Tensors = list[torch.Tensor]
-_NO_TIMEOUT = datetime.timedelta()
 _open: weakref.WeakSet[LaneProcessGroup] = weakref.WeakSet()
 
 
@@ -115,8 +113,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         return self
 
     supports_splitting = True
-    supports_coalescing = False
-    supports_time_estimate = False
+    supports_coalescing = supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """On CPUs."""
@@ -156,8 +153,7 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     splitGroup = split_group
 
-    options: Any = None
-    """What ``torch.distributed.split_group`` copies for the new group."""
+    options: Any = None  # torch.distributed.split_group copies them
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Of ``init_process_group(device_id=…)``: there is nothing to connect, and ``split_group`` wants to know it."""
@@ -178,7 +174,7 @@ class LaneProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Reduces each in place."""
         tensors, op = listed(tensors), op_of(opts)
-        if len(tensors) == 1 and timeout is None and _is_awaited(opts) and not torch.is_inference_mode_enabled():
+        if len(tensors) == 1 and timeout is None and _is_plain(opts):
             values, plan = plain(tensors[0]), all_reduce_plan(op, tensors[0].dtype, tensors[0].shape)
             if values is not None and plan is not None:
                 return self._all_reduce_plain(tensors, values, plan)
@@ -306,8 +302,8 @@ class LaneProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> LaneWork:
         """Sends a tensor to one rank; is done when the tensor may be changed."""
         self.check_open("send")
-        done = self._messages.send(movable(flat(tensors[0])), self._other(dstRank), tag)
-        return LaneWork(f"send to rank {dstRank}", [], done)
+        send = functools.partial(self._messages.send, movable(flat(tensors[0])), self._other(dstRank), tag)
+        return recorded("send", lambda: LaneWork(f"send to rank {dstRank}", [], send()))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> LaneWork:
         """Receives a tensor from one rank; those with the same tag come in the order in which they were sent."""
@@ -330,11 +326,11 @@ class LaneProcessGroup(dist.ProcessGroup):
     def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> LaneWork:
         self.check_open("recv")
         check_writable(tensor)
-        room = room_for(tensor)
-        receive = self._messages.receive(movable(room), source, tag)
+        room, messages = room_for(tensor), self._messages
         what = f"recv of {told(tensor)} from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
+        receive = functools.partial(messages.receive, movable(room), source, tag)
         finish = functools.partial(put, [tensor], [room])
-        return ReceiveWork(what, tensor, receive, finish, self._messages)
+        return recorded("recv", lambda: ReceiveWork(what, tensor, receive(), finish, messages))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -360,40 +356,37 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def _run(self, operation: Operation, opts: Any, timeout: datetime.timedelta | None = None) -> LaneWork:
         timeout = timeout or getattr(opts, "timeout", None)
-        if timeout is not None and timeout > _NO_TIMEOUT:
+        if timeout is not None and timeout > NO_TIMEOUT:
             operation.limit(timeout.total_seconds())
         self.check_open(operation.what)
         is_inference = torch.is_inference_mode_enabled()  # what was made in that mode can be written in it alone
         for tensor in operation.outputs:
             check_writable(tensor)
             is_inference = is_inference or tensor.is_inference()
-        if not getattr(opts, "asyncOp", True):  # the caller waits: here and now is one change of threads less
-            self._perform(operation, is_inference)
+        is_async = getattr(opts, "asyncOp", True)
+        return recorded(operation.what, lambda: self._begin(operation, is_async, is_inference))
+
+    def _begin(self, operation: Operation, is_async: bool, is_inference: bool) -> LaneWork:
+        run = functools.partial(operation.run, self.communicator, is_inference)
+        if not is_async:  # the caller waits: here and now is one change of threads less
+            run()
             return LaneWork(operation.what, operation.outputs, DONE)
-        run = functools.partial(self._perform_queued, operation, is_inference)
-        return LaneWork(operation.what, operation.outputs, self.communicator.submit(run))
-
-    def _perform_queued(self, operation: Operation, is_inference: bool) -> None:
-        """In another thread than the call, and when an output may have become one of an autograd function."""
-        with torch.no_grad():
-            self._perform(operation, is_inference)
-
-    def _perform(self, operation: Operation, is_inference: bool) -> None:
-        group = self.communicator.group
-        for what, step in operation.steps:
-            run = functools.partial(step, group)
-            self.communicator.collective(what, functools.partial(_in_inference_mode, run) if is_inference else run)
-        operation.finish()
+        return LaneWork(
+            operation.what, operation.outputs, self.communicator.submit(functools.partial(_without_gradients, run))
+        )
 
 
 keep_dynamo_out(LaneProcessGroup)
 
 
-def _in_inference_mode(run: Callable[[Tag], None], tag: Tag) -> None:
-    with torch.inference_mode():
-        run(tag)
+def _without_gradients(run: Callable[[], None]) -> None:
+    """In another thread than the call, and when an output may have become one of an autograd function."""
+    with torch.no_grad():
+        run()
 
 
-def _is_awaited(opts: Any) -> bool:
-    """Whether the caller waits for the result, as long as the group's own timeout allows."""
-    return not getattr(opts, "asyncOp", True) and opts.timeout <= _NO_TIMEOUT  # opts may be the reduction itself
+def _is_plain(opts: Any) -> bool:
+    """Whether the caller waits for the result, as long as the group's own timeout allows, and no profiler looks on."""
+    if getattr(opts, "asyncOp", True) or opts.timeout > NO_TIMEOUT:  # opts may be the reduction itself
+        return False
+    return not (torch.is_inference_mode_enabled() or torch._C._autograd._profiler_enabled())

@@ -16,7 +16,7 @@ from stratagem.distributed.mailbox import PostedReceive
 from stratagem.distributed.messages import Messages
 from stratagem.errors import ClusterTimeoutError, CollectiveError
 
-_NO_TIMEOUT = datetime.timedelta()
+NO_TIMEOUT = datetime.timedelta()
 DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
 """What a call waits for that is over when it returns."""
 DONE.set_result(None)
@@ -32,7 +32,7 @@ class LaneWork(dist.Work):
         self._done = done
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
         """Returns True when the outputs are complete.
 
         Args:
@@ -125,8 +125,8 @@ class ReceiveWork(LaneWork):
         self._messages = messages
         receive.done.add_done_callback(conclude)
 
-    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
-        if timeout > _NO_TIMEOUT:
+    def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
+        if timeout > NO_TIMEOUT:
             return super().wait(timeout)
         if not self._done.done() or self._done.exception() is not None:
             with self._messages.waiting_for(self._receive.source, self._what):
@@ -142,6 +142,16 @@ class ReceiveWork(LaneWork):
                 text = f"no message for {self._what} came within {patience_s:g} s"
                 self._receive.done.set_exception(CollectiveError(text, self._receive.source))
             self._done.result()
+
+
+def recorded(name: str, begin: Callable[[], LaneWork]) -> LaneWork:
+    """Begins an operation: under ``torch.profiler`` as an event that ends with it, as torch's own backends do."""
+    if not torch._C._autograd._profiler_enabled():
+        return begin()
+    with torch.profiler.record_function(f"stratagem:{name}") as event:
+        work = begin()
+        event._call_end_callbacks_on_future(work.get_future())
+        return work
 
 
 _given: weakref.WeakKeyDictionary[Reducer, dist.Work] = weakref.WeakKeyDictionary()

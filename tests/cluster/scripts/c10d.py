@@ -1,7 +1,7 @@
 """torch's own tests of its backends (``torch.testing._internal.distributed.distributed_test``) on ours, all on the same
 processes: a group for each test. Prints one line a test: outcome, name, and why.
 
-python tests/cluster/scripts/c10d.py [--ranks 3] [--backend stratagem] [NAME …]
+python tests/cluster/scripts/c10d.py [--ranks 3] [--backend stratagem] [--gpu-tests-on cuda:0] [NAME …]
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import contextlib
 import datetime
 import faulthandler
 import importlib
+import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +26,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import DebugLevel, PrefixStore, TCPStore, set_debug_level
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_distributed import TEST_SKIPS
@@ -48,6 +50,34 @@ class TooLongError(Exception):
 
 def _too_long(*_: object) -> None:
     raise TooLongError(f"not done after {TEST_S} s")
+
+
+def put_all_on(device: str) -> None:
+    """Loads torch's tests with this device in the place of each rank's GPU."""
+    is_gpu, rank = device != "cpu", r"(?:self\.)?rank"
+    others = {
+        r"torch\.cuda\.device_count\(\)": "8",
+        r"torch\.cuda\.is_available\(\)|TEST_CUDA(?= or | and |:)": "True",
+        rf"\.cuda\([^()]*\)|\.to\({rank}\)": f".to({device!r})",
+        rf"torch\.device\((?:{rank}|f?\"cuda:[^()]*(?:\(.\))?)\)": f"torch.device({device!r})",
+        rf"\b(device|device_id)( ?= ?){rank}\b": rf"\1\2{device!r}",
+        rf"torch\.cuda\.set_device\({rank}\)": "None",
+        rf"device_ids=(?:\[[^]]*\]|gpu_subset)|device_ids={rank}": "device_ids=" + ("[0]" if is_gpu else "None"),
+        rf"output_device={rank}\b": "output_device=" + ("0" if is_gpu else "None"),
+        rf"gpus = \[{rank}\]": "gpus = [0]",
+        rf"device\.index, {rank}\b": "device.index, " + ("0" if is_gpu else "None"),
+    }
+    for name in ("common_distributed", "distributed.distributed_test"):
+        spec = importlib.util.find_spec(f"torch.testing._internal.{name}")
+        assert spec is not None
+        assert spec.origin is not None
+        with open(spec.origin) as file:
+            text = file.read()
+        for theirs, ours in others.items():
+            text = re.sub(theirs, ours, text)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        exec(compile(text, spec.origin, "exec", dont_inherit=True), module.__dict__)
+        vars(module)["init_multigpu_helper"] = lambda size, _: {rank: [0 if is_gpu else device] for rank in range(size)}
 
 
 def load(backend: str) -> Any:
@@ -81,7 +111,8 @@ def run_one(suite: Any, name: str, rank: int) -> tuple[str, str]:
     signal.alarm(TEST_S)
     under_name = [patch for start, patch in suite.under_name.items() if name.startswith(start)]
     try:
-        with under_name[0] if under_name else contextlib.nullcontext():
+        set_debug_level(DebugLevel.OFF)  # some tests leave another
+        with mock.patch.dict(os.environ), under_name[0] if under_name else contextlib.nullcontext():
             test(case)  # not the instance's, around which MultiProcessTestCase has put what starts processes
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
@@ -133,9 +164,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--backend", default="stratagem")
     parser.add_argument("--like", default="gloo", help="run what is for this backend: gloo, or mpi for CPU all_to_all")
+    parser.add_argument(
+        "--gpu-tests-on", metavar="DEVICE", help="run those for GPUs too, all ranks on cuda:0, or on cpu"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
+        if arguments.gpu_tests_on:
+            put_all_on(arguments.gpu_tests_on)
         rank_main(int(os.environ["RANK"]), arguments.ranks, arguments.backend, int(os.environ["PORT"]), arguments.names)
         return 0
     with socket.create_server(("127.0.0.1", 0)) as free, tempfile.TemporaryDirectory() as folder:

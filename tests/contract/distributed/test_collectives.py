@@ -594,3 +594,25 @@ def test_a_part_of_a_group(groups: Groups) -> None:
         assert (part is None) == (group.rank() == 1) and float(tensor[0]) == 3.0
 
     on_every_rank(groups, run)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_profile_shows_every_operation_of_its_thread(groups: Groups, is_async: bool) -> None:
+    def run(group: LaneProcessGroup) -> None:
+        group.allreduce([torch.ones(10)], reducing(dist.ReduceOp.SUM, is_async)).wait()
+        group.allgather([[torch.ones(2) for _ in range(group.size())]], [torch.ones(2)]).wait()
+        if group.size() > 1:
+            sent = group.send([torch.ones(3)], (group.rank() + 1) % group.size(), 5)
+            group.recv([torch.ones(3)], (group.rank() - 1) % group.size(), 5).wait()
+            sent.wait()
+
+    def observed(group: LaneProcessGroup) -> list[str]:
+        if group.rank() != 0:  # one profiler at a time in a process
+            run(group)
+            return []
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run(group)
+        return sorted(event.name for event in profile.events() if event.name.startswith("stratagem:"))
+
+    names = ["all_gather", "all_reduce", "recv", "send"][: 4 if len(groups) > 1 else 2]
+    assert on_every_rank(groups, observed)[0] == [f"stratagem:{name}" for name in names]

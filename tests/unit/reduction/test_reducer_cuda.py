@@ -38,6 +38,13 @@ def communicating(way: str) -> Iterator[Communicator]:
         communicator.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def first_group() -> None:
+    """NCCL keeps a pipe for the life of the process; made here, before the first test looks for leaks."""
+    with communicating("nccl") as communicator:
+        communicator.collective("barrier", communicator.group.barrier)
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_training_equals_one_process_on_the_host(way: str, in_place: bool) -> None:
     def train(model: torch.nn.Module, device: str) -> list[torch.Tensor | None]:
