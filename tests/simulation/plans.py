@@ -89,8 +89,32 @@ def plan(seed: int, form: str = "") -> Schedule:
         faults.append(Fault(0.3 + 2.5 * drains.random(), "drain", for_s=GRACE_S))
         # A script that begins anew with all others restores what it saved itself, and loads once more; it is warned.
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)
+    if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
+        faults += _of_a_host(hosts, job)
+        job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # all may begin anew, as above
     faults.sort(key=lambda fault: fault.at_s)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
+
+
+def _of_a_host(rng: random.Random, job: Job) -> Iterator[Fault]:
+    """What processes that share a host, or a switch, suffer together: the power goes, for one host or for all, the host
+    is cut off from all others, or all connections of the chief break some times in a row."""
+    workers = [f"worker:{index}" for index in range(job.num_workers)]
+    ps = [f"ps:{index}" for index in range(job.num_ps)]
+    kind, at_s = rng.choice(("outage", "outage", "lost", "lost", "apart", "apart", "resets")), 0.3 + 2.5 * rng.random()
+    host = [rng.choice(workers), *([rng.choice(ps)] if ps else []), *(["chief:0"] if rng.random() < 0.2 else [])]
+    others = [task for task in ("chief:0", *workers, *ps) if task not in host]
+    if kind in ("outage", "lost"):
+        spread_s = rng.choice((0.0, 0.3))
+        for task in [*host, *others] if kind == "outage" else host:
+            yield Fault(at_s + spread_s * rng.random(), "crash" if task == "chief:0" else "kill", task)
+    elif kind == "apart":
+        for_s = rng.choice((0.5, 3.0, 8.0)) * rng.random()
+        yield from (Fault(at_s, "cut", one, other, for_s) for one in host for other in others)
+    else:
+        for _ in range(rng.choice((1, 3))):
+            yield from (Fault(at_s, "reset", "chief:0", task) for task in (*workers, *ps))
+            at_s += 0.5 * rng.random()
 
 
 def _plan_ring(seed: int) -> Schedule:
