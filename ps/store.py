@@ -92,10 +92,12 @@ class Store:
 
         Raises:
             FencedError: the incarnation was declared dead.
+            StaleStoreError: this ps went back to a checkpoint since the sender said Hello.
         """
         state = self.state
         with state.changed:
             state.senders.check(sender)
+            state.senders.window(sender)
             replaced = state.senders.lanes.get(sender.key)
             state.senders.lanes[sender.key] = lane
             if replaced is not None:

@@ -236,6 +236,8 @@ def test_restore_sends_everybody_back_to_hello(tmp_path: pathlib.Path) -> None:
     assert isinstance(worker.lane.closed, StaleStoreError)
     with pytest.raises(StaleStoreError, match="say Hello first"):
         worker.commit(torch.ones(11), unit(1))
+    with pytest.raises(StaleStoreError, match="say Hello first"):  # by a stream that was on its way since before
+        store.open_lane(worker.sender, worker.lane)
     worker.connect()
     assert worker.pull(first).versions[0].num_frames == 1  # same counter, another epoch: not "unchanged"
     torch.testing.assert_close(worker.received(), torch.full((11,), -0.1))
