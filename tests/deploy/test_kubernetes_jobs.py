@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import subprocess
 from typing import Any
 
 import pytest
@@ -87,6 +88,27 @@ def test_helm_upgrade_gives_a_running_job_another_number_of_ps(image: str) -> No
         assert status()["updates_lost"] == 0
         pods = space.find("pods", "app.kubernetes.io/component=worker")
         assert [pod["status"]["containerStatuses"][0]["restartCount"] for pod in pods] == [0, 0]
+
+
+def test_helm_upgrade_with_another_image_changes_nothing_and_says_what_to_do() -> None:
+    need_cluster()
+    with namespace(f"image-{os.getpid()}") as space, unpacked() as tools:
+
+        def release(verb: str, image: str, num_ps: int) -> None:
+            options = ("--namespace", space.name, "--server-side=false")
+            tools.helm(verb, "digits", str(CHART), *options, values={"image": image, "ps": {"count": num_ps}})
+
+        release("install", "nowhere:1", 1)
+        before = space.names()
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            release("upgrade", "nowhere:2", 2)
+        advice = f"kubectl --namespace {space.name} delete job -l app.kubernetes.io/instance=digits"
+        assert advice in refused.value.stderr
+        assert {name for name in space.names() if not name.startswith("pod/")} <= before
+        space.kubectl(*advice.split()[3:])
+        release("upgrade", "nowhere:2", 2)
+        release("upgrade", "nowhere:2", 3)
+        assert "job.batch/digits-ps-2" in space.names()
 
 
 @pytest.mark.thorough

@@ -71,24 +71,23 @@ exec:
   command: [stratagem, health{{ range . }}, {{ . }}{{ end }}]
 {{- end }}
 
-{{/* The Job of one task. Takes root, role, index and machine. */}}
+{{/* The Job of one task. Takes root, role, index and machine. Its pod cannot be changed, which Helm would notice halfway. */}}
 {{- define "stratagem.job" -}}
 {{- $values := .root.Values -}}
-{{- $name := .root.Release.Name -}}
-{{- $stem := printf "%s-%d" .role .index -}}
-{{- $memory := printf "%dMi" (round (mulf .machine.memoryGib 1024) 0 | int) -}}
-{{- $cores := max 1 (floor .machine.cpuCores | int) -}}
-{{- $gpus := int .machine.acceleratorCount -}}
-{{- $tolerations := ternary (list (dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule")) list (gt $gpus 0) -}}
-{{- $nodes := ternary (dict "accelerator" .machine.acceleratorType) dict (not (empty .machine.acceleratorType)) -}}
-{{- $pod := ternary $values.workerPod dict (eq .role "worker") -}}
-{{- $labels := include "stratagem.labels" (dict "root" .root "role" .role) -}}
+{{- $job := printf "%s-%s-%d" .root.Release.Name .role .index -}}
+{{- $pod := include "stratagem.pod" . -}}
+{{- $made := sha256sum $pod -}}
+{{- if ne $made (dig "metadata" "annotations" "stratagem/pod" $made (lookup "batch/v1" "Job" .root.Release.Namespace $job)) -}}
+{{- fail (printf "the Job %s is there with another image, script, argument or machine, which Kubernetes lets nobody change. Delete the Jobs (kubectl --namespace %s delete job -l app.kubernetes.io/instance=%s) and say this again: the tasks save and end, and the new ones go on from there" $job .root.Release.Namespace .root.Release.Name) -}}
+{{- end -}}
 ---
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: {{ $name }}-{{ $stem }}
-  labels: {{- $labels | nindent 4 }}
+  name: {{ $job }}
+  annotations:
+    stratagem/pod: {{ $made }}
+  labels: {{- include "stratagem.labels" (dict "root" .root "role" .role) | nindent 4 }}
 spec:
   backoffLimit: 20
   {{- if $values.kubernetes126 }}
@@ -111,8 +110,22 @@ spec:
         onPodConditions: []
   {{- end }}
   template:
+    {{- $pod }}
+{{- end }}
+
+{{/* Its pod, likewise. */}}
+{{- define "stratagem.pod" -}}
+{{- $values := .root.Values -}}
+{{- $name := .root.Release.Name -}}
+{{- $stem := printf "%s-%d" .role .index -}}
+{{- $memory := printf "%dMi" (round (mulf .machine.memoryGib 1024) 0 | int) -}}
+{{- $cores := max 1 (floor .machine.cpuCores | int) -}}
+{{- $gpus := int .machine.acceleratorCount -}}
+{{- $tolerations := ternary (list (dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule")) list (gt $gpus 0) -}}
+{{- $nodes := ternary (dict "accelerator" .machine.acceleratorType) dict (not (empty .machine.acceleratorType)) -}}
+{{- $pod := ternary $values.workerPod dict (eq .role "worker") }}
     metadata:
-      labels: {{- $labels | nindent 8 }}
+      labels: {{- include "stratagem.labels" (dict "root" .root "role" .role) | nindent 8 }}
     spec:
       hostname: {{ $stem }}
       subdomain: {{ $name }}
