@@ -59,12 +59,16 @@ class KubernetesTarget:
                 code, why = _end_of(cluster.pods(f"job-name={name}"))
                 words = f"{name.removeprefix(f'{record.id}-')} has failed{why}"
                 return JobState("cancelled" if record.cancelled else "failed", code, words)
-            if all(_has(job, "Complete") for job in jobs if _role(job) == "worker"):
+            workers = [job for job in jobs if _role(job) == "worker"]
+            if len(workers) == record.num_workers and all(_has(job, "Complete") for job in workers):
                 return JobState("succeeded", 0)
+            there = {job["metadata"]["name"] for job in jobs}
+            made = (str(one["metadata"]["name"]) for one in _objects(folder) if one["kind"] == "Job")
+            gone = (f"the Job {name} is gone: cancel the job" for name in made if name not in there)
             pods = cluster.pods(_selector(record))
             phases = sorted(f"{task_of(pod)} {pod['status'].get('phase')}" for pod in pods)
             running = any(pod["status"].get("phase") == "Running" for pod in pods)
-            detail = "; ".join([", ".join(phases), *reasons_of(cluster, _selector(record), jobs, pods)])
+            detail = "; ".join([", ".join(phases), *gone, *reasons_of(cluster, _selector(record), jobs, pods)])
             return JobState("running" if running else "pending", None, detail)
 
     def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:

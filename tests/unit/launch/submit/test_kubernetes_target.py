@@ -89,6 +89,17 @@ def test_the_state_is_that_of_the_jobs(server: ApiServer, record: JobRecord, tmp
     assert (target.state(record, tmp_path).phase, target.state(record, tmp_path).exit_code) == ("succeeded", 0)
 
 
+def test_a_job_whose_worker_was_deleted_has_not_succeeded(
+    server: ApiServer, cluster: Cluster, record: JobRecord, tmp_path: Path
+) -> None:
+    cluster.delete([each for each in OBJECTS if each["metadata"]["name"] == "digits-1-worker-0"])
+    server.set_status(JOBS, "digits-1-worker-1", active=0, conditions=[{"type": "Complete", "status": "True"}])
+    server.add_pod("digits-1-ps-0", "digits-1-ps-0-abc", "ps", "digits-1", {"phase": "Running"})
+    state = KubernetesTarget().state(record, tmp_path)
+    assert (state.phase, state.exit_code) == ("running", None)
+    assert state.detail.endswith("; the Job digits-1-worker-0 is gone: cancel the job")
+
+
 def test_a_failed_job_has_the_exit_code_of_the_task_that_failed_first(
     server: ApiServer, record: JobRecord, tmp_path: Path
 ) -> None:
