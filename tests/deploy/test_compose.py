@@ -120,6 +120,10 @@ def test_with_certificates_and_a_token(project: Make, tmp_path: Path) -> None:
     without = ["-e", "STRATAGEM_TLS=", "-e", "STRATAGEM_TOKEN_FILE="]
     refused = job.compose("exec", "-T", *without, "chief", "stratagem", "status", "--chief", "chief:2222", code=1)
     assert "speaks TLS" in refused
+    shown = ["--tls", "/operator", "--token-file", "/operator/token"]
+    operator = f"{tmp_path}/secrets/operator:/operator"
+    ask = ["run", "--rm", "--no-deps", "-v", operator, "chief", "status", "--chief", "chief:2222", *shown]
+    assert "lead worker:0" in job.compose(*ask)
     mounted = {mount["Destination"] for mount in job.container("worker")["Mounts"]}
     assert "/run/secrets/worker" in mounted and not {"/run/secrets/chief", "/run/secrets/ps"} & mounted
     check_result(job)
