@@ -106,7 +106,10 @@ class Sessions(Roster):
         """
         session = self._session(task)
         if session is not None and self.is_dismissed(session) and not resume_incarnation:
-            raise ConfigurationError(f"{task} is not wanted: the job goes on with {self.wanted_workers} workers")
+            raise ConfigurationError(
+                f"{task} is not wanted: the job goes on with {self.wanted_workers} workers, until "
+                f"`stratagem scale --workers {session.task.index + 1}` asks for it"
+            )
         if session is None:
             known = ", ".join(self.tasks)
             fixed = "" if "ps:0" in self.tasks else ". A ring is as large as it started"

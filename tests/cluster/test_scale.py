@@ -84,6 +84,7 @@ def test_workers_come_and_go(cluster: Start, tmp_path: Path) -> None:
     address = address_of(job)
     more = scale(address, "--workers", 3)
     assert (more.returncode, more.stdout) == (0, "3 workers, 1 ps\n"), more.stderr
+    assert "There are to be 3 workers and 1 ps" in job.stderr
     newest = steps_of(job, address, "worker:2")
     job.wait_for(lambda: newest(5), "steps of worker:2")
     fewer = scale(address, "--workers", 2)
