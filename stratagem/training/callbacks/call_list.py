@@ -50,7 +50,7 @@ class CallbackList:
     def call_batch(self, hook: str, batch: int, logs: Any = None) -> None:
         """Calls a hook of batches of those callbacks that have it."""
         for method in self._per_batch[hook]:
-            method(batch, logs)
+            method(batch, {} if logs is None else logs)
 
 
 def _has(callback: Callback, hook: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +27,4 @@ class LambdaCallback(Callback):
             if hook is not None:
                 if not callable(hook):
                     raise ConfigurationError(f"expected a function for {name}, got {type(hook).__name__}")
-                setattr(self, name, _called(hook, len(inspect.signature(getattr(Callback, name)).parameters) - 1))
-
-
-def _called(hook: Callable[..., Any], num_arguments: int) -> Callable[..., None]:
-    """Logs that a hook is called without are None."""
-
-    def call(*args: Any) -> None:
-        hook(*args, *[None] * (num_arguments - len(args)))
-
-    return call
+                setattr(self, name, hook)

@@ -43,7 +43,7 @@ class Training:
         """Trains until ``epochs`` epochs are done, or somebody says stop."""
         logs: dict[str, float] = {}
         with self._agreement.listening(self._flush), self._passes:
-            self._callbacks.call("on_train_begin")
+            self._callbacks.call("on_train_begin", {})
             self._agreement.arrive()
             try:
                 while self._position.epoch < epochs:
@@ -77,7 +77,7 @@ class Training:
             if not first and (logs := self._agreement.logs(number, running)) is None:
                 return None  # nobody has lived it since the job was resumed
             batches = itertools.chain(first, batches)
-        callbacks.call("on_epoch_begin", number)
+        callbacks.call("on_epoch_begin", number, {})
         self._model.check_attributes()
         self._train(batches)
         if not position.step and not position.is_trained and not self._agreement.shares_epochs:
@@ -130,14 +130,14 @@ class Training:
 def predict(steps: FitSteps, dataset: Iterable[Any], callbacks: CallbackList, num_steps: int | None) -> Any:
     """The outputs for a dataset, of ``num_steps`` batches at most, in its order, joined along their first dimension."""
     parts: list[Any] = []
-    callbacks.call("on_predict_begin")
+    callbacks.call("on_predict_begin", {})
     with in_eval_mode(steps.module), torch.no_grad():
         for number, batch in first_batches(dataset, num_steps):
             callbacks.call_batch("on_predict_batch_begin", number)
             results = steps.strategy.local_results(steps.strategy.run(steps.predict, args=(batch,)))
             parts += [result for result in results if result is not None]
             callbacks.call_batch("on_predict_batch_end", number)
-    callbacks.call("on_predict_end")
+    callbacks.call("on_predict_end", {})
     if not parts:
         raise ConfigurationError("predict expects at least one example, got none")
     columns = zip(*map(leaves, parts), strict=True)

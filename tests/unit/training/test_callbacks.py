@@ -6,7 +6,7 @@ import csv
 import io
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,19 @@ def test_hooks_come_in_the_order_of_keras() -> None:
     heard.clear()
     model.predict(X, callbacks=[told])
     assert [name for name in heard if "batch" not in name] == ["on_predict_begin", "on_predict_end"]
+
+
+def test_every_hook_of_keras_is_given_logs() -> None:
+    def hook(self: Callback, *args: Any) -> None:
+        heard.append(args[-1])
+
+    heard: list[Any] = []
+    names = [name for name in vars(Callback) if name.startswith("on_") and name != "on_train_interrupted"]
+    hears = type("Hears", (Callback,), dict.fromkeys(names, hook))()
+    model = make_model()
+    fit(model, [hears], epochs=1, validation_data=(X, Y))
+    model.predict(X, callbacks=[hears])
+    assert len(heard) > 10 and all(isinstance(logs, Mapping) for logs in heard)
 
 
 def test_logs_of_batches_are_computed_only_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_a_lambda_callback_hears_with_logs_as_in_keras() -> None:
         on_train_end=None,
     )
     make_model(one()).fit(X, Y, batch_size=6, verbose=0, callbacks=[callback])
-    assert heard == [None, 0, 1, (0, ["loss"])]
+    assert heard == [{}, 0, 1, (0, ["loss"])]
     with pytest.raises(ConfigurationError, match=r"expected hooks of .*on_epoch_end.*, got 'on_epoch_ends'"):
         sg.callbacks.LambdaCallback(on_epoch_ends=print)
     with pytest.raises(ConfigurationError, match="expected a function for on_epoch_end, got int"):
