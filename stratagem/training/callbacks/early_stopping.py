@@ -82,7 +82,7 @@ class EarlyStopping(Callback):
                 }
             if self._baseline is None or self._monitor.improves(value, self._baseline):
                 self.wait = 0
-        if self.wait >= self._patience and epoch > 0 and self.wait:
+        elif self.wait >= self._patience and epoch > 0:
             self.stopped_epoch = epoch
             self.model.stop_training = True
 

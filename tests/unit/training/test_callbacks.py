@@ -187,6 +187,11 @@ def test_early_stopping_restores_the_best_weights() -> None:
         torch.testing.assert_close(kept[1], kept[3])
 
 
+def test_what_becomes_better_but_not_than_the_baseline_goes_on() -> None:
+    stopping = EarlyStopping("loss", patience=2, baseline=0.5)
+    assert len(fit(make_model(), [Tampering("loss", [4.0, 3.0, 2.0, 1.0, 1.5, 1.5]), stopping], epochs=6)["loss"]) == 5
+
+
 def test_best_weights_of_what_is_in_no_process_are_refused_before_the_first_epoch() -> None:
     stopping = EarlyStopping("loss", restore_best_weights=True)
     stopping.set_model(sg.Model(torch.nn.Linear(2, 1, device="meta")))  # as a table on parameter servers is
