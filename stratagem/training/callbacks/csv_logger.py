@@ -13,7 +13,8 @@ from stratagem.training.callbacks.base import Callback, LogsArgument
 
 @checked
 class CSVLogger(Callback):
-    """Writes a line for each epoch, on the lead. Columns are those of the first epoch's logs.
+    """Writes a line for each epoch, on the lead. Columns are those of the logs; one that comes
+    later, as of a first validation, is added to the lines before.
 
     Args:
         filename: of the file; its folder must exist.
@@ -40,8 +41,10 @@ class CSVLogger(Callback):
         values = {"epoch": epoch, **(logs or {})}
         if self._columns is None:
             self._columns = self._begin(list(values))
+        if new := [name for name in values if name not in self._columns]:
+            self._columns = self._add(new)
         with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns, "NA", extrasaction="ignore", delimiter=self._separator).writerow(values)
+            csv.DictWriter(file, self._columns, "NA", delimiter=self._separator).writerow(values)
 
     def _begin(self, columns: list[str]) -> list[str]:
         """The columns: those of the file that is gone on with, else ``columns``, in a new file."""
@@ -53,3 +56,14 @@ class CSVLogger(Callback):
         with self._path.open("w", newline="") as file:
             csv.writer(file, delimiter=self._separator).writerow(columns)
         return columns
+
+    def _add(self, names: list[str]) -> list[str]:
+        """The columns, of which these are new."""
+        with self._path.open(newline="") as file:
+            header, *rows = csv.reader(file, delimiter=self._separator)
+        rows = [header + names, *(row + ["NA"] * len(names) for row in rows)]
+        draft = self._path.with_name(f".{self._path.name}")
+        with draft.open("w", newline="") as file:
+            csv.writer(file, delimiter=self._separator).writerows(rows)
+        draft.replace(self._path)
+        return rows[0]

@@ -249,6 +249,16 @@ def test_csv_has_a_line_an_epoch(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
+def test_csv_has_the_values_of_a_validation_that_comes_later(tmp_path: Path) -> None:
+    path, data = tmp_path / "log.csv", (X, Y)
+    model = make_model()
+    history = fit(model, [CSVLogger(path, ";")], validation_data=data, validation_freq=2)
+    fit(model, [Tampering("warmth", [0, 0, 0, 7]), CSVLogger(path, ";", append=True)], epochs=4, initial_epoch=3)
+    rows = list(csv.DictReader(path.read_text().splitlines(), delimiter=";"))
+    assert [row["val_loss"] for row in rows] == ["NA", str(history["val_loss"][0]), "NA", "NA"]
+    assert [row["warmth"] for row in rows] == ["NA", "NA", "NA", "7"] and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
