@@ -20,14 +20,15 @@ class LearningRateScheduler(Callback):
     """Sets the learning rate before each epoch, and puts it into the epoch's logs as "learning_rate".
 
     Args:
-        schedule: ``f(epoch)`` or ``f(epoch, learning_rate)`` gives the learning rate of an epoch.
+        schedule: ``f(epoch, learning_rate)``, or ``f(epoch)`` where it takes no second argument, gives the learning
+            rate of an epoch.
         verbose: 1: says each new one.
     """
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         self._schedule = schedule
         self._verbose = verbose
-        self._takes_rate = _num_arguments(schedule) > 1
+        self._takes_rate = _takes_two(schedule)
 
     def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
         rate = self._schedule(epoch, self.model.learning_rate) if self._takes_rate else self._schedule(epoch)
@@ -111,10 +112,9 @@ class ReduceLROnPlateau(Callback):
         self._monitor.best, self._wait, self._cooling = state["best"], state["wait"], state["cooling"]
 
 
-def _num_arguments(function: Callable[..., Any]) -> int:
+def _takes_two(function: Callable[..., Any]) -> bool:
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # written in C
-        return 1
-    required = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return sum(one.default is one.empty for one in required) or len(required)
+        inspect.signature(function).bind(0, 0.0)
+    except (TypeError, ValueError):  # it takes one, or is written in C
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import logging
 import math
@@ -151,10 +152,18 @@ def test_stop_training_ends_it_at_once() -> None:
     assert len(fit(model, epochs=2)["loss"]) == 2  # a new fit is not stopped
 
 
-@pytest.mark.parametrize("takes_rate", [False, True])
-def test_a_schedule_sets_the_rate_of_each_epoch(takes_rate: bool) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda epoch: 0.5 ** (epoch + 1),
+        lambda epoch, rate: rate / 2,
+        lambda epoch, rate=1.0: rate / 2,
+        lambda *epoch_and_rate: epoch_and_rate[1] / 2,
+        functools.partial(lambda rate, epoch: rate ** (epoch + 1), 0.5),
+    ],
+)
+def test_a_schedule_sets_the_rate_of_each_epoch(schedule: Any) -> None:
     model = make_model(lr=1.0)
-    schedule: Any = (lambda epoch, rate: rate / 2) if takes_rate else (lambda epoch: 0.5 ** (epoch + 1))
     assert fit(model, [LearningRateScheduler(schedule)])["learning_rate"] == [0.5, 0.25, 0.125]
     with pytest.raises(ConfigurationError, match="expected a schedule"):
         fit(model, [LearningRateScheduler(lambda epoch: None)])  # type: ignore[arg-type, return-value]
