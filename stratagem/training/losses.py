@@ -186,13 +186,19 @@ class Loss:
             )
         if self._given not in (functional.cross_entropy, _of_probabilities) or outputs.dim() < 2:
             return
+        if outputs.shape[1] == 1:
+            raise ConfigurationError(
+                f'loss="{self._name}" of a module with one output is 0, whatever the targets are: give the module an '
+                'output for each class, or, of two classes, use "bce_with_logits" ("binary_crossentropy" after a '
+                "sigmoid)"
+            )
         are_probabilities = low >= 0 and high <= 1 and bool(((outputs.float().sum(1) - 1).abs() < _NEAR).all())
         if self._given is _of_probabilities and not are_probabilities and math.isfinite(low + high):
             raise ConfigurationError(
                 f'loss="{self._name}" is Keras\'s name and expects probabilities that add up to 1, and {seen}: end the '
                 'module with a softmax, or use "cross_entropy" for logits'
             )
-        if self._given is functional.cross_entropy and are_probabilities and outputs.shape[1] > 1:
+        if self._given is functional.cross_entropy and are_probabilities:
             logger.warning(
                 'loss="cross_entropy" expects logits, and the module\'s outputs look like probabilities (a softmax at '
                 'the end?): it takes the softmax of them once more. "sparse_categorical_crossentropy" takes '

@@ -113,6 +113,8 @@ def test_weights_of_classes_and_ignored_targets_count_as_with_logits() -> None:
         ("binary_crossentropy", LOGITS[:, 0], 'with a sigmoid, or use "bce_with_logits"'),
         ("bce", LOGITS[:, 0], 'with a sigmoid, or use "bce_with_logits"'),
         ("nll", PROBABILITIES, 'expects log-probabilities.*"cross_entropy"'),
+        ("cross_entropy", LOGITS[:, :1], 'one output is 0, .* an output for each class, .* "bce_with_logits"'),
+        ("categorical_crossentropy", LOGITS[:, :1], '"binary_crossentropy" after a sigmoid'),
     ],
 )
 def test_outputs_that_are_not_what_the_name_says_are_refused(name: str, outputs: torch.Tensor, way_out: str) -> None:
