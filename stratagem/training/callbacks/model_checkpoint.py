@@ -53,7 +53,7 @@ class ModelCheckpoint(Callback):
         self._best_only = save_best_only
         self._weights_only = save_weights_only
         self._every = save_freq
-        self._monitor = Monitor(monitor, mode)
+        self._monitor = Monitor(monitor, mode if save_best_only or mode != "auto" else "min")
         if initial_value_threshold is not None:
             self._monitor.best = initial_value_threshold
         self._epoch = 0

@@ -14,21 +14,32 @@ logger = logging.getLogger(__name__)
 Mode = Literal["auto", "min", "max"]
 
 _GROWING = ("acc", "auc", "auroc", "precision", "recall", "f1", "fbeta", "dice", "jaccard", "iou", "r2", "correlation")
+_SHRINKING = ("loss", "err", "mse", "mae", "mape", "msle", "distance", "divergence", "entropy", "perplexity", "hinge")
 
 
 class Monitor:
     """Follows one value of the epochs' logs.
 
     Args:
-        mode: whether less or more is better; "auto": more, where the name says accuracy, AUC, precision and the like.
+        mode: whether less or more is better; "auto": more, where the name says accuracy, AUC, precision and the like,
+            less, where it says loss, error and the like.
         min_delta: what counts as better.
+
+    Raises:
+        ConfigurationError: no mode, or "auto" and a name that does not say it.
     """
 
     def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
             raise ConfigurationError(f"expected mode 'auto', 'min' or 'max', got {mode!r}")
         self.name = name
-        growing = any(word in name for word in _GROWING) if mode == "auto" else mode == "max"
+        growing, shrinking = mode == "max", mode == "min"
+        if mode == "auto":
+            growing, shrinking = (any(word in name for word in words) for words in (_GROWING, _SHRINKING))
+        if growing == shrinking:
+            raise ConfigurationError(
+                f"whether more or less is better does not follow from the name {name!r}: give mode='max' or mode='min'"
+            )
         self._sign = 1.0 if growing else -1.0
         self._min_delta = abs(min_delta)
         self.best = math.nan
