@@ -86,8 +86,7 @@ def newest_undamaged(
 
 def next_number(directory: str | os.PathLike[str], at_least: int) -> int:
     """``at_least``, or one more than the highest in a directory: no checkpoint is written over another."""
-    manifests = [Manifest.read(path) for path in scan(pathlib.Path(directory))]
-    return max([at_least, *(manifest.step + 1 for manifest in manifests if manifest is not None)])
+    return max([at_least, *((read_step(path) or 0) + 1 for path in scan(pathlib.Path(directory)))])
 
 
 def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int, str, int], pathlib.Path]]:

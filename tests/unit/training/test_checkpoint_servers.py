@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.checkpoint.catalog import check, find_damage
+from stratagem.checkpoint.catalog import check, find_damage, next_number
 from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.checkpoint.summary import summarize
@@ -202,6 +202,14 @@ def test_the_script_s_number_counts_not_the_servers(tmp_path: Path, served: tupl
     checkpoint.save(tmp_path / "step", step=40)
     later = checkpoint.save(tmp_path / "step")
     assert Path(later).name == "step-00000041" and latest_checkpoint(tmp_path) == later
+
+
+def test_each_checkpoint_of_a_path_replaces_the_one_before(
+    tmp_path: Path, served: tuple[Checkpoint, FakeServers]
+) -> None:
+    checkpoint, servers = served  # which count as many updates each time, as those of a script's second model do
+    written = [checkpoint.write(tmp_path, step=next_number(tmp_path, 1)) for _ in range(3)]
+    assert len(set(written)) == len(servers.saved) == 3 and latest_checkpoint(tmp_path) == written[-1]
 
 
 def test_of_two_workers_the_first_wins(tmp_path: Path, served: tuple[Checkpoint, FakeServers]) -> None:
