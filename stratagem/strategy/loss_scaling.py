@@ -39,13 +39,15 @@ def compute_average_loss(
         a scalar.
 
     Raises:
-        ConfigurationError: weights of another shape, or no global batch size to divide by.
+        ConfigurationError: a number in place of losses, weights of another shape, or no global batch size to divide by.
     """
+    if not per_example_loss.dim():
+        raise ConfigurationError(
+            "compute_average_loss expects a loss for each example, got a number: give the loss reduction='none'"
+        )
     if sample_weight is not None:
         per_example_loss = per_example_loss * _by_example(sample_weight, per_example_loss.shape)
     if global_batch_size is None:
-        if not per_example_loss.dim():
-            raise ConfigurationError("compute_average_loss expects a loss for each example, got a number")
         global_batch_size = per_example_loss.shape[0] * current_strategy().num_replicas_in_sync
     if global_batch_size <= 0:
         raise ConfigurationError(f"expected a global batch size above 0, got {global_batch_size!r}")

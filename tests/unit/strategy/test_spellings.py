@@ -110,3 +110,9 @@ def test_sample_weights_go_by_example(losses: tuple[int, ...], weight: tuple[int
 def test_sample_weights_of_another_shape_are_refused(weight: tuple[int, ...]) -> None:
     with pytest.raises(ConfigurationError, match=r"sample_weight for each of the losses, of shape \[4\], got"):
         sg.compute_average_loss(torch.ones(4), torch.ones(weight), 4)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"global_batch_size": 8}, {"sample_weight": torch.ones(4)}])
+def test_an_average_loss_is_not_made_of_an_average(sizes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"a loss for each example, got a number: .* reduction='none'"):
+        sg.compute_average_loss(torch.tensor(0.5), **sizes)
