@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -14,6 +14,7 @@ from stratagem.data.files import file_based, own_files
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
 from stratagem.data.loaders import has_own_batches, is_plain, plan_of
+from stratagem.data.nested import is_rows
 from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener
 from stratagem.data.readers import IndexReader, ItemBatches, PerReplicaReader, Reader, Reopened, StreamReader
@@ -176,6 +177,12 @@ def _with_batches(source: Any, batch_size: int | None) -> Any:
     if isinstance(source, str | bytes) or not hasattr(source, "__iter__"):
         raise ConfigurationError(
             f"expected a DataLoader, a Dataset with batch_size=, or an iterable of batches, got {type(source).__name__}"
+        )
+    is_pair = isinstance(source, tuple) and is_rows(next(iter(source), None))
+    if is_pair or is_rows(source) or isinstance(source, Mapping):
+        raise ConfigurationError(
+            f"expected batches, got {'arrays in a tuple' if is_pair else f'a {type(source).__name__}'}: wrap them in "
+            "DataLoader(TensorDataset(inputs, targets), batch_size), or give the batches in a list"
         )
     return source
 

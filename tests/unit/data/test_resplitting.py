@@ -221,6 +221,10 @@ def test_sources_that_cannot_be_shared_out() -> None:
         distribute(Numbers(4), placement=placement)
     with pytest.raises(ConfigurationError, match="batches of its own"):
         distribute(batches(4, 2), placement=placement, batch_size=2)
+    array = torch.zeros(3, 4)
+    for arrays in (array, array.numpy(), (array, array), {"x": array}):
+        with pytest.raises(ConfigurationError, match=r"expected batches, got .*DataLoader\(TensorDataset\("):
+            distribute(arrays, placement=placement)
     with pytest.raises(ConfigurationError, match="got int"):
         distribute(3, placement=placement)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="DistributedSampler"):
