@@ -16,10 +16,12 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.central_storage import CentralStorageStrategy
 from stratagem.strategy.devices import default_device, named_devices, parse_devices
+from stratagem.strategy.evaluating import EvaluatorStrategy
 from stratagem.strategy.mirrored import MirroredStrategy
 from stratagem.strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from stratagem.strategy.one_device import OneDeviceStrategy
 from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.strategy.roles import is_evaluator
 
 
 @checked
@@ -49,6 +51,8 @@ def strategy_from_environment(
         chosen = "ring"  # of one worker, perhaps: the chief has somebody to serve, and does not train beside it
     own = named_devices(names) if isinstance(names, str) else names
     strategy = choose_strategy(chosen, num_workers, num_ps, num_devices=len(parse_devices(own)))
+    if is_evaluator():
+        return EvaluatorStrategy()
     if strategy == "mirrored":
         return MirroredStrategy(own)
     if strategy == "central":

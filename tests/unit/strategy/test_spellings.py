@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -52,6 +53,16 @@ def test_a_strategy_built_in_the_evaluator_evaluates_and_does_not_train(kind: An
     assert strategy.local_results(strategy.run(model, args=(torch.ones(3, 2),)))[0].shape == (3, 1)
     with pytest.raises(ConfigurationError, match=r"an evaluator does not train: .* sg.is_evaluator\(\)"):
         strategy.prepare(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_the_evaluator_beside_one_worker_does_not_train_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"cluster": {"worker": ["127.0.0.1:4001"]}, "task": {"type": "evaluator", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    strategy = sg.strategy_from_environment()
+    with strategy.scope():
+        model = sg.Model(torch.nn.Linear(2, 1))
+        with pytest.raises(ConfigurationError, match="an evaluator does not train"):
+            model.compile("SGD", "mse")
 
 
 def test_names_that_begin_with_experimental() -> None:
