@@ -117,8 +117,11 @@ class Loss:
         """The same loss with weights of classes."""
         if class_weight is None:
             return self
-        for number in class_weight:
+        given: Mapping[Any, Any] = class_weight
+        for number, weight in given.items():
             whole_number("class numbers in class_weight", number, 0)
+            if isinstance(weight, str | None) or not 0 <= float(weight) < math.inf:
+                raise ConfigurationError(f"expected class_weight[{number}] of at least 0, got {weight!r}")
         twin = copy.copy(self)
         twin.class_weight = {int(number): float(weight) for number, weight in class_weight.items()} or None
         return twin
@@ -247,7 +250,12 @@ def _weighted(values: torch.Tensor, weights: torch.Tensor) -> LossValue:
     weights = weights.to(values.dtype).view(-1)
     if weights.shape != values.shape:
         raise ConfigurationError(f"expected one weight for each of {len(values)} examples, got {len(weights)}")
-    total = weights.sum()
+    total, least = weights.sum(), weights.amin() if len(weights) else weights.sum()
+    if least < 0:
+        raise ConfigurationError(
+            f"expected weights of at least 0, by whose sum the loss is divided, got {float(least):g}: put what has a "
+            "sign into the targets, and give loss=f, where f(outputs, targets) multiplies by it"
+        )
     return LossValue((values * weights).sum() / torch.where(total > 0, total, 1.0), float(total))
 
 
