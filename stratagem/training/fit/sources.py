@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -24,6 +25,8 @@ from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -169,7 +172,17 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
     needs_examples = any(
         isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm) for layer in module.modules()
     )
-    return strategy.distribute_dataset(source, options=DistributeOptions(on_empty="skip" if needs_examples else "call"))
+    if not needs_examples:
+        return strategy.distribute_dataset(source)
+    dataset = strategy.distribute_dataset(source, options=DistributeOptions(on_empty="skip"))
+    given, made = length_of(source), length_of(dataset)
+    if given is not None and made is not None and made < given and strategy.is_lead:
+        logger.warning(
+            "%d of %d batches are left out in each epoch: they leave one of the %d replicas without examples, which "
+            "BatchNorm needs; compile(sync_batchnorm=True) trains them",
+            *(given - made, given, strategy.num_replicas_in_sync),
+        )
+    return dataset
 
 
 def for_evaluation(strategy: Strategy, source: Any, device: torch.device) -> Any:

@@ -221,3 +221,17 @@ def test_a_tensor_is_not_taken_apart_into_arguments(strategy: sg.Strategy) -> No
 def test_what_is_no_device(device: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected a device like 'cpu', 'cuda:0' or '/gpu:0', got"):
         sg.OneDeviceStrategy(device)
+
+
+@pytest.mark.parametrize(("joint", "num_examples"), [(False, 12), (True, 14)])
+def test_examples_that_batch_norm_leaves_out_are_told(
+    joint: bool, num_examples: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).scope():
+        model = sg.Model(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)))
+        model.compile("sgd", "cross_entropy", sync_batchnorm=joint)
+    seen: list[int] = []
+    count = sg.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(model.examples_in_epoch))
+    model.fit(X[:14], Y[:14], batch_size=6, verbose=0, callbacks=count)
+    assert seen[-1] == num_examples
+    assert ("1 of 3 batches are left out in each epoch" in caplog.text) is not joint
