@@ -50,7 +50,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     interrupts.install()
     num_replicas = _num_replicas(config) if isinstance(config, WorkerConfig) else 1
     if isinstance(config, WorkerConfig):
-        job_script.begin(num_replicas)
+        job_script.begin(num_replicas, _num_workers())
     process = os.getpid()
     before_sudden_exit(lambda code, words: _leave(config, Outcome(code, words)))
     outcome = run_script(script, arguments, is_module)
@@ -106,10 +106,14 @@ def _watch_threads(task: str) -> None:
     watch.start()
 
 
+def _num_workers() -> int:
+    placement = placement_from_environment(os.environ)
+    return 1 if placement is None else placement.cluster.num_workers
+
+
 def _num_replicas(config: WorkerConfig) -> int:
     """Replicas that the job was started for: one a worker, or where the strategy has several of them one a device."""
-    placement = placement_from_environment(os.environ)
-    num_workers = 1 if placement is None else placement.cluster.num_workers
+    num_workers = _num_workers()
     if config.strategy not in ("mirrored", "central", "ring"):
         return num_workers
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -131,7 +135,7 @@ def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:
     """Tells the chief, if there is one: the script has never joined its cluster, which would wait for it."""
     if outcome.exit_code == 0 and not job_script.uses_torch_distributed():
         print(
-            f"{config.task}: the script has ended without making a strategy: it took no part in its cluster's work. "
+            f"{config.task}: the script has ended without making its cluster's strategy: it took no part in the work. "
             "`strategy = sg.strategy_from_environment()` makes the one that the cluster was started for",
             file=sys.stderr,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -10,25 +11,36 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.runtime import active_runtime
 from stratagem.worker.step_meter import active_meter
+
+logger = logging.getLogger(__name__)
 
 _process: int | None = None
 _has_stepped = False
 
 
-def begin(num_replicas: int) -> None:
+def begin(num_replicas: int, num_workers: int) -> None:
     """A task's script is about to run in this process.
 
     In a job of several replicas the first step of an optimizer is an error as long as there is neither a strategy nor
-    a process group of ``torch.distributed``.
+    a process group of ``torch.distributed``; in one of several workers it is warned of with the strategy of a process.
     """
     global _process
     _process = os.getpid()
     if num_replicas > 1:
 
         def check(*_: Any) -> None:
-            if awaits_strategy() and not uses_torch_distributed():
+            if _has_stepped or uses_torch_distributed():
+                return
+            if awaits_strategy():
                 raise ConfigurationError(trains_alone(num_replicas, "and trains"))
+            if num_workers > 1 and active_runtime() is None:
+                logger.warning(
+                    "this job has %d workers, and the strategy that the script has made is of one process: each worker "
+                    "trains a model of its own. `strategy = sg.strategy_from_environment()` makes the job's",
+                    num_workers,
+                )
 
         register_optimizer_step_pre_hook(check)
     register_optimizer_step_post_hook(_note)

@@ -90,8 +90,21 @@ def test_a_script_without_a_strategy_is_told_and_keeps_nobody_waiting(cluster: S
     done = cluster(1, 1, path).finish()
     assert done.code == 0, done.stderr
     check_words(
-        done.stderr, "ended without making a strategy", "sg.strategy_from_environment()", "every worker has fin"
+        done.stderr, "ended without making its cluster", "sg.strategy_from_environment()", "every worker has fin"
     )
+
+
+def test_workers_with_a_strategy_of_one_process_are_told_at_their_first_step(cluster: Start, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import torch, stratagem as sg\n"
+        "strategy, model = sg.OneDeviceStrategy(), torch.nn.Linear(2, 1)\n"
+        "model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))\n"
+        "strategy.run(lambda: (model(torch.ones(1, 2)).sum().backward(), optimizer.step()))\n"
+    )
+    done = cluster(2, 0, path).finish()
+    assert done.code == 0, done.stderr
+    check_words(done.stderr, "this job has 2 workers, and the strategy", "is of one process", "ended without making")
 
 
 @pytest.mark.parametrize("code", [0, 5])
