@@ -123,6 +123,8 @@ class ReplicaThreads:
         for thread in self._threads:
             thread.start()
         self._dismiss = weakref.finalize(self, _dismiss, self._jobs)
+        # A thread that ends beside the interpreter, with what a failed backward has left in it, is torch's abort.
+        self._dismiss.atexit = False
 
     @property
     def size(self) -> int:

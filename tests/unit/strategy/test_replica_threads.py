@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -454,3 +456,16 @@ def test_streams_of_other_replicas_are_left_out() -> None:
             return list(everywhere(three, lambda _: torch.rand(2)))
 
     assert all(map(torch.equal, drawn(streams), drawn(None)))
+
+
+def test_nobody_wakes_replicas_when_the_interpreter_ends() -> None:
+    """Where one ends beside it, with tasks of a failed backward, torch ends the process (SIGABRT)."""
+    program = (
+        "import atexit\n"
+        "atexit.register(lambda: (replicas._threads[0].join(0.5), print(replicas._threads[0].is_alive())))\n"
+        "import torch\n"
+        "from stratagem.strategy.replicas.replica_threads import ReplicaThreads\n"
+        "replicas = ReplicaThreads([torch.device('cpu')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
