@@ -30,6 +30,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.devices import default_device, parse_device
 from stratagem.strategy.evaluating import EvaluatorStrategy
 from stratagem.strategy.loss_scaling import refuse_divided
+from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
@@ -171,8 +172,7 @@ class ParameterServerStrategy(Strategy):
             self._tracker.backward()
 
         for push in self._groups.create(models, optimizers, preparation, on_backward):
-            parameters = [*push.parameters, *(table.handle for table in push.tables)]
-            self.prepared.add_optimizer(push.optimizer, parameters, fixed=True)
+            self.prepared.add_optimizer(push.optimizer, parameters_of(push.optimizer), fixed=True)
             self._attach(push)
         self.prepared.add(parameter for model in models for parameter in model.parameters())
         for item in objects:

@@ -130,13 +130,15 @@ def tied(strategy: sg.Strategy) -> News:
 
 
 class Sometimes(nn.Module):
-    """A part that no example uses, and one that only examples with the label 2 use, of which few batches have any."""
+    """A part that no example uses, one that only examples with the label 2 use, of which few batches have any, and an
+    integer parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(5, 3)
         self.never = nn.Linear(5, 3)
         self.seldom = nn.Linear(5, 3)
+        self.number = nn.Parameter(torch.arange(3), requires_grad=False)
 
     def forward(self, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.body(x)
