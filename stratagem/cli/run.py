@@ -33,6 +33,13 @@ COMMUNICATION = (
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise click.UsageError("the current folder has been removed: change to one that is there") from None
+
+
 def _refuse_replicas(_: click.Context, __: click.Parameter, count: str | None) -> None:
     if count is not None:
         raise click.UsageError(
@@ -120,7 +127,7 @@ def _check_tasks(job: LocalJob) -> None:
 )
 @click.option(
     "--checkpoint-roots",
-    default=os.getcwd,
+    default=_current_folder,
     show_default="the current folder",
     envvar="STRATAGEM_CHECKPOINT_ROOTS",
     help="Folders (with : between them) below which SCRIPT may have ps write its own checkpoints.",

@@ -94,7 +94,8 @@ class _ForkServer:
             os.close(fd)
         self._selector.close()
         self._link.close()
-        setproctitle(" ".join(command))  # which looks for its place beside the first environment
+        title = " ".join(command).encode(errors="replace").decode()
+        setproctitle(title)  # which looks for its place beside the first environment
         os.environ.clear()
         os.environ.update(environ)
         return tuple(command)

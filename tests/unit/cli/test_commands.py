@@ -84,6 +84,14 @@ def test_an_interrupt_while_the_command_loads_is_130_without_a_word(tmp_path: Pa
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_run_in_a_folder_that_has_been_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, err = invoke("run", __file__)
+    assert code == 2 and "the current folder has been removed" in err
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_every_field_is_a_flag_with_its_meaning(role: str) -> None:
     code, out, _ = invoke(role, "--help")

@@ -135,6 +135,13 @@ def test_a_fork_is_what_a_python_of_its_own_is(server: ForkServer, tasks: Tasks)
     assert not parents  # all reaped
 
 
+def test_words_that_are_not_utf8_reach_the_script(server: ForkServer, tasks: Tasks) -> None:
+    tasks.folder = Path(f"{tasks.folder}/lat\udce9n")
+    tasks.folder.mkdir()
+    out, err = tasks.output(tasks.start("import os, sys\nprint(os.fsencode(sys.argv[0]))", server.start))
+    assert out == [repr(os.fsencode(tasks.folder / "script-0.py"))], err
+
+
 def test_beside_triton_nothing_is_kept_from_the_collector_at_the_end(server: ForkServer, tasks: Tasks) -> None:
     # It looks for leaks when Python ends, and would print pages about what the server has frozen.
     out, err = tasks.output(
