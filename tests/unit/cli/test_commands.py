@@ -163,7 +163,9 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
     assert out == "" and "Traceback" not in err
 
 
-def test_a_path_that_the_system_refuses_is_one_line() -> None:
+def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stratagem/jobs").mkdir(parents=True)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     code, _, err = invoke("jobs", "logs", "n" * 300)
     assert code == 1 and "/job.json: File name too long" in err and "Traceback" not in err
 
