@@ -42,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
     sync: _Sync
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training:
+        if not self.training or self.sync.communicator.is_alone:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.shape[1] != self.num_features:

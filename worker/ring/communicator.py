@@ -83,6 +83,11 @@ class Communicator:
         self._thread = ThreadPoolExecutor(1, "collectives", mark)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other rank can come to a collective now."""
+        return False
+
+    @property
     def rank(self) -> int:
         """This rank, 0 … size-1."""
         return self.group.rank

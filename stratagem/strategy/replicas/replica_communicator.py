@@ -31,6 +31,12 @@ class ReplicaCommunicator(Communicator):
         self._meeting, self._local = group.meeting, group.local
         self._meeting.positions[self._local] = lambda: str(self.position)
 
+    @property
+    def is_alone(self) -> bool:
+        """Outside of steps, where no other replica comes."""
+        with self._meeting.replica_threads.changed:
+            return self._meeting.replica_threads.doing(self._local) is None
+
     def submit(self, work: Callable[[], T]) -> Future[T]:
         self._meeting.changed_queue(self._local, 1)
         try:

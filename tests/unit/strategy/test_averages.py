@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
@@ -43,6 +43,20 @@ def test_an_average_counts_a_step_of_which_a_replica_has_no_share(fn: Any) -> No
     expected_count, expected = averaged(sg.OneDeviceStrategy("cpu"), fn)
     assert count == expected_count == 3
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_statistics_of_an_average_are_taken_outside_of_run() -> None:
+    """Its BatchNorm waited five minutes for that of the other replica."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    torch.manual_seed(0)
+    inputs = torch.randn(8, 3)
+    net, expected = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    model, _ = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1), sync_batchnorm=True)
+    average = AveragedModel(model)
+    update_bn([inputs], average)
+    update_bn([inputs], expected)
+    torch.testing.assert_close(average.module.running_var, expected.running_var)
+    strategy.close()
 
 
 def test_an_integer_parameter_is_copied() -> None:
