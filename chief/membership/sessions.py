@@ -290,8 +290,8 @@ class Sessions(Roster):
             if away and not session.given_up and self.was_added(task):
                 session.given_up = True
                 actions += self._end_of_work()
-        if self.ready and self.all_known:  # a chief that restarts after the last goodbye hears none any more
-            actions += self._end_of_work()
+        if self.ready and self.all_known:  # a chief that restarts after the last goodbye, or loss, hears none any more
+            actions += self._end_of_ring() or self._end_of_work()
         return actions
 
     # Rules

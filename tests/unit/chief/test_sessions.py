@@ -466,6 +466,16 @@ def test_a_ring_with_too_few_ranks_left_is_given_up_at_once_whoever_has_come_bac
     assert sessions.stopping.reason.endswith("start the job again; first failure: worker:0: ZeroDivisionError")
 
 
+def test_a_chief_that_is_started_again_when_the_last_rank_is_lost_gives_the_ring_up() -> None:
+    fenced = {"worker:0": 1, "worker:1": 2, "worker:2": 3}
+    more = {"newest_incarnation": 4, "fenced": fenced, "ready": True, "joining": {"worker:1": 4}}
+    again = make(num_workers=3, num_ps=0, min_workers=2, awaited={"worker:1": 4}, **more)
+    assert again.tick(0.5) == [], "it may know a rank that comes"
+    again.join("worker:1", "host:1", 1, 4, 5, 1.0)
+    join(again, "worker:0", 6, 1.0)
+    assert again.tick(1.5)[-1] == StopJob(1, "fewer than --min-workers 2 are left; start the job again")
+
+
 def test_generations_grow_over_losses_and_over_restarts_of_the_chief() -> None:
     sessions = ring()
     first = sessions.generation
