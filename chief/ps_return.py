@@ -123,7 +123,7 @@ class PsReturn(ChiefPart):
             if server.incarnation not in self.put_back:  # it died after all had been put back
                 path, num_ps = str(self.origin.path), self._ps_pool.num_ps
                 await self._ps_pool.insist(server, lambda each: each.restore_shards(path, num_ps))
-                self.put_back[server.incarnation] = self.origin
+                self._has_gone_back([server])
             return True
         servers = self._ps_pool.servers
         if len(servers) < len(sessions) or any(each.state is SessionState.AWAITED for each in sessions):
@@ -140,8 +140,15 @@ class PsReturn(ChiefPart):
         if self._ps_pool.servers != servers:
             return False  # one of them died: it has not said whether its part is whole
         self.origin = origin
-        self.put_back.update((each.incarnation, origin) for each in servers)
+        self._has_gone_back(servers)
         return True
+
+    def _has_gone_back(self, servers: Sequence[Server]) -> None:
+        """With the others. To the next chief, if this one does not live to open its books, they are survivors."""
+        for server in servers:
+            self.put_back[server.incarnation] = self.origin
+            if self.origin is not None and server.incarnation.task in self._journal.history.initialized:
+                self._note_put_back(server)
 
     async def begin_on(self, checkpoint: str, num_ps: int, newcomers: Sequence[Server]) -> None:
         """Newcomers begin from a checkpoint that was just made, as some of ``num_ps``; those that serve will, when they

@@ -22,6 +22,7 @@ from stratagem.chief.ps_return import PsReturn
 from stratagem.chief.servers.servers import CommittedSlice, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Unit
+from stratagem.errors import PeerUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,15 @@ class Recovery(ChiefPart):
 
     async def count_lost(self) -> None:
         """Of a ps that was put back alone, what it lacks of what is accepted, or what others have closed: in another
-        checkpoint, or after ledgers are joined, nobody could tell."""
+        checkpoint, or after ledgers are joined, nobody could tell.
+
+        Raises:
+            PeerUnavailableError: at staleness 0 the others are yet to go back with it.
+        """
+        alone = {server.incarnation for server in self._ps_pool.servers} & self.ps_return.restarted
+        if alone and self._lease_book.synchronous:
+            tasks = ", ".join(sorted(incarnation.task for incarnation in alone))
+            raise PeerUnavailableError(f"{tasks} went back to a checkpoint, and the others are yet to go back with it")
         described = await self._ps_pool.describe() if self.ps_return.restarted else {}
         closed = plus(self._lease_book.positions(), *(each.closed for each in described.values()))
         await self.ps_return.lost_after_restarts(closed)
@@ -232,11 +241,12 @@ class Recovery(ChiefPart):
             self._journal.write("initialized", tasks=sorted({each.task for each in self.ps_return.put_back}))
             self._journal.write("restored", path=str(origin.path), undone=origin.num_undone)
             logger.info("The job goes on from step %d (%s)", manifest.step, origin.path)
+        self.ps_return.restarted.clear()
         saved = plus(saved, _closed(holding))
         self._lease_book.roll_back(saved, reopen=True)
         self._begin_anew()
         self._lease_book.know_accepted(saved)
-        self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()))
+        self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()), reopen=True)
 
     async def _find_owners(self) -> None:
         """Staleness 0: finds an owner, or an end, for the slices that nobody has reported."""

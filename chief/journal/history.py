@@ -10,7 +10,7 @@ from typing import Any
 
 from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
 from stratagem.chief.leasing.evaluations import Pin
-from stratagem.chief.leasing.positions import has, plus
+from stratagem.chief.leasing.positions import common, has, plus
 from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 
 _AS_THEY_ARE = (
@@ -214,6 +214,8 @@ class JobHistory:
         self.accepted = decode_positions(record["accepted"])
         self.steps.clear()  # their units are leased again, in other steps
         self.put_back.clear()  # all ps have gone back together
+        if record.get("reopen"):  # what was lost after that checkpoint comes again
+            self.lost = {task: common([units, self.accepted]) for task, units in self.lost.items()}
         self.metric_states.keep(functools.partial(has, self.accepted))
 
     def _on_state(self, record: Mapping[str, Any]) -> None:

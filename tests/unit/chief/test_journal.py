@@ -124,6 +124,16 @@ def test_without_a_directory_nothing_is_kept(tmp_path: Path) -> None:
     assert journal.history == EXPECTED
 
 
+def test_what_was_lost_and_comes_again_is_lost_no_more(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    journal.write("lost", task="ps:0", units=[[1, 0, "07"]])
+    journal.write("roll_back", accepted=[[1, 0, "01"]])
+    assert journal.history.updates_lost == 3, "they stay closed"
+    journal.write("roll_back", accepted=[[1, 0, "01"]], reopen=True)
+    assert journal.history.updates_lost == 1
+    journal.close()
+
+
 @pytest.mark.parametrize(
     "tail", [b'{"kind":"lost","ta', b'{"kind":"lost","task":"ps:0","units":[]}', b"\x00\x00\x00", b"nonsense\n"]
 )
