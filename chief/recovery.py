@@ -156,10 +156,10 @@ class Recovery(ChiefPart):
         checkpoint, or after ledgers are joined, nobody could tell.
 
         Raises:
-            PeerUnavailableError: at staleness 0 the others are yet to go back with it.
+            PeerUnavailableError: at staleness 0 the others are yet to go back with it, when the books are opened.
         """
         alone = {server.incarnation for server in self._ps_pool.servers} & self.ps_return.restarted
-        if alone and self._lease_book.synchronous:
+        if alone and self._lease_book.synchronous and not self._state.is_open:
             tasks = ", ".join(sorted(incarnation.task for incarnation in alone))
             raise PeerUnavailableError(f"{tasks} went back to a checkpoint, and the others are yet to go back with it")
         described = await self._ps_pool.describe() if self.ps_return.restarted else {}
