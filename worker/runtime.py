@@ -193,6 +193,16 @@ class WorkerRuntime:
         """Whether this is the lowest live worker."""
         return self.session.membership.lead == self.config.task
 
+    def gives_values(self) -> bool:
+        """Whether a ps without values takes this worker's: the lead's; where that has finished, those of the lowest one
+        that lives."""
+        membership = self.session.membership
+        lead = membership.member(membership.lead)
+        if self.is_lead() or lead is None or lead.live:
+            return self.is_lead()
+        live = [TaskId.parse(each.task) for each in membership.members if each.live]
+        return min((each.index for each in live if each.type == "worker"), default=-1) == self.task.index
+
     def may_assign(self) -> bool:
         """Whether states that this process loads go to the ps: those of the lead do, unless :meth:`assigning` says."""
         return self.is_lead() if self._assigns is None else self._assigns

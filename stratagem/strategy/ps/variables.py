@@ -357,7 +357,7 @@ class VariableGroups:
         runtime = self._runtime
         for tries_left in reversed(range(MAX_TRIES)):
             try:
-                create_or_attach(every, runtime.clients, runtime.is_lead, runtime.config.start_timeout_s)
+                create_or_attach(every, runtime.clients, runtime.gives_values, runtime.config.start_timeout_s)
                 break
             except (PeerUnavailableError, StaleStoreError) as error:
                 if not tries_left:
