@@ -73,8 +73,7 @@ def test_streams_that_nobody_took_leave_their_places(address: str) -> None:
 
 
 def test_a_group_that_is_being_formed_ends_when_another_rank_gives_up() -> None:
-    service, caller = RingService("127.0.0.1", membership, BytesMeter()), Incarnation("worker:1", 5)
-    closed: list[str] = []
+    service, caller, closed = RingService("127.0.0.1", membership, BytesMeter()), Incarnation("worker:1", 5), []
     service.forms((1, 2), closed.append)
     service.abort(caller, (1, 1), "of the try before", False)
     assert not closed
