@@ -78,9 +78,8 @@ class Peers:
         peer = self.members.ranks[rank]
         return connect_lane(ticket, peer.host, deadline, peer.task, self._session.security)
 
-    def meet(self, info: RankInfo, deadline: float, meanwhile: Callable[[], None] = lambda: None) -> Sequence[RankInfo]:
-        """Meets every rank; returns what they said, in rank order. ``meanwhile`` is called whenever somebody has not
-        come for :data:`PATIENCE_S` seconds.
+    def meet(self, info: RankInfo, deadline: float) -> Sequence[RankInfo]:
+        """Meets every rank; returns what they said, in rank order.
 
         Raises:
             MembersChangedError: a worker was replaced meanwhile, or the meeting is over.
@@ -92,7 +91,6 @@ class Peers:
             round=self.num_meetings + 1,
             description=to_message(worker_pb2.Description, info),
         )
-        begun = time.monotonic()
         while True:
             self._session.raise_if_stopped()
             membership = self._session.membership
@@ -110,9 +108,6 @@ class Peers:
                         f"{', '.join(rank.task for rank in self.members.ranks)} at {self.members.ranks[0].task}. "
                         "Does every worker build a MultiWorkerMirroredStrategy?"
                     ) from None
-                if time.monotonic() > begun + PATIENCE_S:
-                    meanwhile()
-                    begun = time.monotonic()
                 self._session.wait_stopped(0.1)
 
     def open_lane(self, rank: int, kind: PairLane, purpose: str) -> LaneTicket:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -55,10 +54,6 @@ HEAL_S = 5.0
 
 def _never(_: Membership) -> bool:
     return False
-
-
-def _nothing() -> None:
-    pass
 
 
 def _somebody_waits(now: Membership) -> bool:
@@ -323,18 +318,16 @@ class RingMember:
             plan = plan_lanes(said, options, failures)
             opener = Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
             group, told, num_tries = None, RankInfo(me.task), num_tries + 1
-            give_up: Callable[[], None] = _nothing
             try:
                 group = build(
                     plan, peers, opener, options, device, said[0].store_address, f"round {peers.num_meetings}"
                 )
             except LaneFailedError as error:
-                give_up = functools.partial(peers.abort, str(error), False, GIVE_UP_S)
                 if self.ring_service.given_up < peers.meeting:  # who waits for a lane of this rank need not
-                    give_up()
+                    peers.abort(str(error), False, GIVE_UP_S)
                 told = RankInfo(me.task, failures={error.lane: str(error)}, connection_broke=error.connection_broke)
             try:
-                replies = peers.meet(told, deadline, give_up)  # again, to whom could not be reached
+                replies = peers.meet(told, deadline)
             except BaseException:
                 if group is not None:
                     group.close("the ring did not form")
@@ -343,7 +336,6 @@ class RingMember:
             for task, lane, why in [(one.task, *failure) for one in replies for failure in one.failures.items()]:
                 new[lane] = f"{new[lane]}; {task}: {why}" if lane in new else f"{task}: {why}"
             if not new and group is not None:
-                self.ring_service.has_formed()
                 break
             if group is not None:
                 group.close("another rank could not open its lanes")

@@ -110,10 +110,10 @@ def test_a_group_that_not_all_ranks_confirm_is_closed(monkeypatch: pytest.Monkey
     closed: list[str] = []
     meet, close = Peers.meet, RingGroup.close
 
-    def late(self: Any, info: Any, deadline: float, *meanwhile: Any) -> Any:
+    def late(self: Any, info: Any, deadline: float) -> Any:
         if self.num_meetings:
             raise ClusterTimeoutError("somebody does not come any more")
-        return meet(self, info, deadline, *meanwhile)
+        return meet(self, info, deadline)
 
     def closing(self: Any, reason: str) -> None:
         closed.append(reason)

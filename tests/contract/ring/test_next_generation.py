@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any
 
 import pytest
 import torch
@@ -155,8 +154,8 @@ def test_who_has_not_heard_that_the_ring_formed_goes_on_with_who_has(monkeypatch
     """The first rank died with its last answer: one compared what each had completed, the other began to train."""
     meet, said = Peers.meet, threading.Event()
 
-    def unheard(peers: Peers, info: RankInfo, deadline: float, *meanwhile: Any) -> Sequence[RankInfo]:
-        replies = meet(peers, info, deadline, *meanwhile)
+    def unheard(peers: Peers, info: RankInfo, deadline: float) -> Sequence[RankInfo]:
+        replies = meet(peers, info, deadline)
         if peers.rank == 1 and peers.meeting == (1, 2):
             chief: Chief = peers._session._chief  # type: ignore[attr-defined]
             poll(lambda: all(chief.members[rank].ring_service.communicator is not None for rank in (0, 2)))
