@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,18 +14,25 @@ from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, StratagemError
 from stratagem.rpc.security import Security
 
+_LEAD_S = 20.0
+"""So long a rank waits for rank 0's call before it looks at what rank 0 wants: until then it may be one of before."""
+
 
 class Rendezvous:
-    """Ranks that tell each other words through a store. A store may serve one group several times, one after the other:
-    each has keys of its own. ``timeout_s``: seconds for all of it."""
+    """Ranks that tell each other words through a store. A store may serve one group several times, also where some
+    ranks of a time before never came, or came and died: every rank arrives under a new name, and rank 0 calls those
+    names to keys of this time. ``timeout_s``: seconds for all of it."""
 
     def __init__(self, store: Store, rank: int, tasks: Sequence[str], timeout_s: float) -> None:
-        formation = (store.add("arrivals", 1) - 1) // len(tasks)
         self._store = store
-        self._prefix = f"{formation}/"
         self._rank = rank
         self._tasks = list(tasks)
         self._deadline = time.monotonic() + timeout_s
+        self._called: set[str] = set()
+        name = secrets.token_hex(8)
+        store.set(f"arrival/{rank}", "\n".join([name, *tasks]))
+        self._is_calling = rank == 0
+        self._prefix = self._answer(name) if rank else f"{name}/"
 
     def exchange(self, what: str, word: str) -> list[str]:
         """Every rank's word, in rank order.
@@ -34,10 +42,31 @@ class Rendezvous:
             ConfigurationError: a rank wants a group of other ranks.
         """
         self._store.set(f"{self._prefix}{what}/{self._rank}", "\n".join([word, *self._tasks]))
-        return [self._word(rank, what) for rank in range(len(self._tasks))]
+        words = [self._word(rank, f"{self._prefix}{what}/{rank}", what) for rank in range(len(self._tasks))]
+        self._is_calling = False
+        return words
 
-    def _word(self, rank: int, what: str) -> str:
-        word, *tasks = self._wait(f"{self._prefix}{what}/{rank}", what).split("\n")
+    def _answer(self, name: str) -> str:
+        """Waits for rank 0, which says under which keys the ranks meet."""
+        key = f"call of {name}/0"
+        try:
+            self._store.wait([key], datetime.timedelta(seconds=min(_LEAD_S, self._left_s())))
+        except RuntimeError:
+            if not self._missing("arrival", [0]):
+                self._word(0, "arrival/0", "rank 0")  # it wants a group without this rank?
+        return self._wait(key, "rank 0", [0])
+
+    def _call(self) -> None:
+        """Rank 0's: a name may be one of before, so a rank that has got another is called again."""
+        for rank in range(1, len(self._tasks)):
+            key = f"arrival/{rank}"
+            if self._store.check([key]) and (name := self._store.get(key).decode().split("\n")[0]) not in self._called:
+                self._called.add(name)
+                self._store.set(f"call of {name}/0", self._prefix)
+        time.sleep(0.001 * len(self._tasks))
+
+    def _word(self, rank: int, key: str, what: str) -> str:
+        word, *tasks = self._wait(key, what, range(len(self._tasks))).split("\n")
         if tasks != self._tasks:
             raise ConfigurationError(
                 f"{self._tasks[self._rank]} wants a group of {', '.join(self._tasks)}, and rank {rank} one of "
@@ -45,22 +74,27 @@ class Rendezvous:
             )
         return word
 
-    def _wait(self, key: str, what: str) -> str:
-        left = datetime.timedelta(seconds=max(0.01, self._deadline - time.monotonic()))
+    def _wait(self, key: str, what: str, ranks: Sequence[int]) -> str:
+        """``ranks``: who has such a key."""
         try:
-            self._store.wait([key], left)
+            while self._is_calling and not self._store.check([key]) and self._left_s() > 0.01:
+                self._call()
+            self._store.wait([key], datetime.timedelta(seconds=self._left_s()))
             return self._store.get(key).decode()
         except RuntimeError as error:  # DistStoreError is one
-            prefix = key.rpartition("/")[0]
+            missing = self._missing(key.rpartition("/")[0], ranks)
             raise ClusterTimeoutError(
-                f"{self._tasks[self._rank]} did not find {', '.join(self._missing(prefix)) or 'the store'} in time "
+                f"{self._tasks[self._rank]} did not find {', '.join(missing) or 'the store'} in time "
                 f"(waiting for {what}): {str(error).splitlines()[0]}. Did every rank come to the same "
                 "place of the script: init_process_group, new_group with the same ranks, or a strategy?"
             ) from None
 
-    def _missing(self, prefix: str) -> list[str]:
+    def _left_s(self) -> float:
+        return max(0.01, self._deadline - time.monotonic())
+
+    def _missing(self, prefix: str, ranks: Sequence[int]) -> list[str]:
         try:
-            return [task for rank, task in enumerate(self._tasks) if not self._store.check([f"{prefix}/{rank}"])]
+            return [self._tasks[rank] for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]
         except RuntimeError:
             return []
 

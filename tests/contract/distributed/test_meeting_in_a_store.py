@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,9 +27,46 @@ TASKS = ["worker:0", "worker:1", "worker:2"]
 
 def test_who_is_missing_is_named() -> None:
     store = HashStore()
-    store.set("0/words/0", "\n".join(["here", *TASKS]))
-    with pytest.raises(ClusterTimeoutError, match=r"worker:2 did not find worker:1 in time .waiting for words"):
-        Rendezvous(store, 2, TASKS, 0.05).exchange("words", "here")
+
+    def meet(rank: int) -> str:
+        with pytest.raises(ClusterTimeoutError) as missing:
+            Rendezvous(store, rank, TASKS, 1.0).exchange("words", "here")
+        return str(missing.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(meet, (0, 2)))
+    for rank, text in zip((0, 2), told, strict=True):
+        assert text.startswith(f"worker:{rank} did not find worker:1 in time (waiting for words)"), told
+    with pytest.raises(ClusterTimeoutError, match=r"worker:2 did not find worker:0 in time .waiting for rank 0."):
+        Rendezvous(HashStore(), 2, TASKS, 0.05)
+
+
+def test_a_rank_that_rank_0_does_not_want_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratagem.distributed.store_members._LEAD_S", 0.1)
+    store = HashStore()
+    assert Rendezvous(store, 0, TASKS[:1], 30.0).exchange("words", "alone") == ["alone"]
+    with pytest.raises(ConfigurationError, match="worker:1 wants a group of worker:0, worker:1, and rank 0 one of w"):
+        Rendezvous(store, 1, TASKS[:2], 30.0)
+
+
+@pytest.mark.parametrize("came_before", [(0,), (1,), (0, 1), (0, 1, 2), (1, 2, 1)])
+@pytest.mark.parametrize("is_late", [0, 2])
+def test_ranks_that_came_before_and_died_or_gave_up_are_not_waited_for(
+    came_before: tuple[int, ...], is_late: int
+) -> None:
+    """As where torchrun starts all ranks again, over the same store, because one died before it came."""
+    store = HashStore()
+    for rank in came_before:
+        with contextlib.suppress(ClusterTimeoutError):
+            Rendezvous(store, rank, TASKS, 0.02).exchange("words", "of before")
+
+    def meet(rank: int) -> list[str]:
+        time.sleep(0.1 * (rank == is_late))
+        meeting = Rendezvous(store, rank, TASKS, 20.0)
+        return meeting.exchange("words", f"here {rank}") + meeting.exchange("more", f"{rank}")
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(meet, range(3))) == [["here 0", "here 1", "here 2", "0", "1", "2"]] * 3
 
 
 def test_ranks_that_want_different_groups_are_told_at_once() -> None:
