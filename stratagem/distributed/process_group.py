@@ -302,16 +302,16 @@ class LaneProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> LaneWork:
         """Sends a tensor to one rank; is done when the tensor may be changed."""
         self.check_open("send")
-        send = functools.partial(self._messages.send, movable(flat(tensors[0])), self._other(dstRank), tag)
+        send = functools.partial(self._messages.send, movable(flat(tensors[0])), self._other(dstRank), _tag(tag))
         return recorded("send", lambda: LaneWork(f"send to rank {dstRank}", [], send()))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> LaneWork:
         """Receives a tensor from one rank; those with the same tag come in the order in which they were sent."""
-        return self._receive(tensors[0], self._other(srcRank), tag)
+        return self._receive(tensors[0], self._other(srcRank), _tag(tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> LaneWork:
         """The same from whichever rank sends first."""
-        return self._receive(tensors[0], None, tag)
+        return self._receive(tensors[0], None, _tag(tag))
 
     def _member(self, rank: int) -> int:
         if not 0 <= rank < self.size():
@@ -383,6 +383,12 @@ def _without_gradients(run: Callable[[], None]) -> None:
     """In another thread than the call, and when an output may have become one of an autograd function."""
     with torch.no_grad():
         run()
+
+
+def _tag(tag: int) -> int:
+    if not isinstance(tag, int) or not 0 <= tag < 1 << 31:  # as torch's other backends
+        raise ConfigurationError(f"expected a tag from 0 to {(1 << 31) - 1:,}, got {tag!r}")
+    return tag
 
 
 def _is_plain(opts: Any) -> bool:

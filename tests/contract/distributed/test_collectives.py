@@ -451,6 +451,15 @@ def test_a_rank_that_is_not_there_is_refused_and_the_group_goes_on(groups: Group
     on_every_rank(groups, lambda group: group.barrier().wait())
 
 
+@pytest.mark.parametrize("tag", [-2, 1 << 31, 1.5])
+def test_a_tag_that_cannot_travel_is_refused(groups: Groups, tag: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"expected a tag from 0 to 2,147,483,647, got {tag}"):
+        groups[0].recv_anysource([torch.ones(1)], tag)
+    if len(groups) > 1:
+        with pytest.raises(ConfigurationError, match="expected a tag"):
+            groups[0].send([torch.ones(1)], 1, tag)
+
+
 def test_messages(groups: Groups) -> None:
     size = len(groups)
     if size == 1:
