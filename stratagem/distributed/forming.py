@@ -51,6 +51,8 @@ def form(
     store: Store, rank: int, ranks: list[int], timeout_s: float, options: CommunicationOptions | None = None
 ) -> LaneProcessGroup:
     """A process group of ``ranks`` (of the default group), of which this is the ``rank``-th."""
+    if not 0 <= rank < len(ranks):
+        raise ConfigurationError(f"there is no rank {rank} among {len(ranks)}: RANK goes from 0 to WORLD_SIZE - 1")
     tasks = [f"worker:{each}" for each in ranks]
     config = _config(tasks[rank])
     options = options or CommunicationOptions(

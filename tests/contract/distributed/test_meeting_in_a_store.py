@@ -137,6 +137,12 @@ def test_nobody_calls_a_rank_that_has_not_met_the_others(caplog: pytest.LogCaptu
     assert not [line for line in caplog.messages if "refused" in line]
 
 
+@pytest.mark.parametrize("rank", [2, -3])
+def test_a_rank_beyond_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"there is no rank {rank} among 2: RANK goes from 0 to WORLD_SIZE"):
+        form(HashStore(), rank, [0, 1], 5.0)
+
+
 @pytest.mark.parametrize(
     ("bind", "environ", "host"),
     [
