@@ -39,8 +39,8 @@ def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[
             f"torchrun's store does not answer at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    # A torchrun that starts its ranks again keeps the store, and what they had said in it.
-    prefix = f"stratagem/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{cluster.num_workers}"
+    # Not by TORCHELASTIC_RESTART_COUNT: each machine's agent counts only what failed there.
+    prefix = f"stratagem/{cluster.num_workers}"
     tasks = [f"worker:{index}" for index in range(cluster.num_workers)]
     meeting = Rendezvous(PrefixStore(prefix, store), rank, tasks, config.start_timeout_s)
     own = join_address(host, free_port(host) if rank == 0 else 0)

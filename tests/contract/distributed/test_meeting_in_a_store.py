@@ -14,11 +14,13 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.spec import ClusterSpec
 from stratagem.distributed.forming import form, own_host
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
+from stratagem.strategy.torchrun import with_addresses
 from stratagem.worker.ring.lane_plan import RankInfo
 from stratagem.worker.ring.ring_service import RingService
 
@@ -135,6 +137,22 @@ def test_nobody_calls_a_rank_that_has_not_met_the_others(caplog: pytest.LogCaptu
         for group in made:
             group.shutdown()
     assert not [line for line in caplog.messages if "refused" in line]
+
+
+def test_ranks_of_two_torchruns_meet_though_these_count_restarts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one starts its ranks again because one failed there, the other because the first one did."""
+    store = HashStore()
+    monkeypatch.setattr("stratagem.strategy.torchrun.TCPStore", lambda *given, **named: store)
+    cluster = ClusterSpec(worker=("127.0.0.1:1", "127.0.0.1:2"))
+
+    def meet(rank: int) -> ClusterSpec:
+        environ = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(rank)}
+        return with_addresses(cluster, WorkerConfig(task=f"worker:{rank}", start_timeout_s=5.0), environ)
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(meet, range(2))
+    assert one == other and len(one.worker) == 2
 
 
 @pytest.mark.parametrize("rank", [2, -3])
