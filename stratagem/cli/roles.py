@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from stratagem.cluster.sources import ENV_PREFIX, Resolved
 from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.status import ask_for_cluster
+from stratagem.launch.streams import lead_nowhere
 from stratagem.rpc.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -46,8 +48,17 @@ def _refuse_without_chief(config: RoleConfig) -> None:
 def _hang_up_ends() -> Iterator[None]:
     """A terminal that goes away ends a task in order, as SIGTERM does; under nohup it does not."""
     before = signal.getsignal(signal.SIGHUP)
+    terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its shell and the system both tell
+        for stream in terminals:
+            if not stream.isatty():  # what the script prints while it ends is no error of its
+                lead_nowhere(stream)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     if before is signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        signal.signal(signal.SIGHUP, end)
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from stratagem.launch.poller import StatusPoller
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
+from stratagem.launch.streams import LastingStream
 from stratagem.launch.summary import read_report
 from stratagem.launch.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, Phase, Supervisor
 from stratagem.rpc.security import Security
@@ -52,6 +53,8 @@ class LocalCluster:
     preload: bool
     """Whether a process that has loaded torch forks into the tasks of a cluster."""
     chaos: ChaosInjector | None
+    streams: Sequence[LastingStream]
+    """What the output goes to."""
 
     def __post_init__(self) -> None:
         self.chief_address = _UNSET
@@ -99,6 +102,8 @@ class LocalCluster:
     def _look(self, now: float) -> None:
         for task in self._ended(now):
             self._exited(task, now)
+        if any(stream.has_no_reader for stream in self.streams):  # as of a program that SIGPIPE ends, but in order
+            self._do(self.supervisor.interrupted(signal.SIGHUP, now))
         self._do(self.supervisor.ticked(now))
         if self._poller is not None and self._poller.step(now):
             self._new_status(now)

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.task import TaskId
@@ -22,6 +22,7 @@ from stratagem.launch.display import make_display
 from stratagem.launch.output import OutputRouter, wants_colour
 from stratagem.launch.plan import AUTO, Launch, LocalJob, RunFolders, certificates_of, plan_launch
 from stratagem.launch.signals import signal_pipe
+from stratagem.launch.streams import LastingStream
 from stratagem.launch.summary import build_summary, failure_words, last_status, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
 from stratagem.rpc.binding import free_port
@@ -44,7 +45,8 @@ def run_local(
         The exit code: 0, that of the first failure (1 if a signal killed it), or 128 plus the signal that
         interrupted the launcher.
     """
-    out, err = stdout or sys.stdout, stderr or sys.stderr
+    streams = LastingStream(stdout or sys.stdout), LastingStream(stderr or sys.stderr)
+    out, err = (cast(TextIO, stream) for stream in streams)
     num_cores = len(os.sched_getaffinity(0))
     folders = _make_folders(job)
     master_port = free_port()
@@ -92,10 +94,14 @@ def run_local(
                 folders=folders,
                 preload=job.preload and launch_for is None,  # commands of others are not ours to run in a fork
                 chaos=chaos,
+                streams=streams,
             )
             exit_code = cluster.run()
             duration_s = time.monotonic() - started_at
         display.close()
+        if (error := streams[0].error) is not None:
+            output.say(f"the standard output has not been written to its end: {error.strerror}")
+            exit_code = exit_code or 1
         return _report(job, folders, cluster, exit_code, duration_s)
     finally:
         if chaos is not None:

@@ -7,8 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-_MEANING: dict[int, int] = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
-"""Of a signal: which of the two it comes to. A terminal that goes away ends the job as SIGTERM does."""
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalPipe:
@@ -16,9 +15,9 @@ class SignalPipe:
         self.fd = fd
 
     def read(self) -> list[int]:
-        """SIGINT and SIGTERM that have come since the last call, SIGHUP as SIGTERM (SIGCHLD only wakes)."""
+        """SIGINT, SIGTERM and SIGHUP that have come since the last call (SIGCHLD only wakes)."""
         try:
-            return [_MEANING[signum] for signum in os.read(self.fd, 256) if signum in _MEANING]
+            return [signum for signum in os.read(self.fd, 256) if signum in _HEARD]
         except BlockingIOError:
             return []
 
@@ -28,7 +27,7 @@ def signal_pipe() -> Iterator[SignalPipe]:
     """Routes SIGINT, SIGTERM, SIGCHLD, and SIGHUP where nohup has not set it aside, of this process into a pipe; main
     thread only."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = {signum: signal.getsignal(signum) for signum in (*_MEANING, signal.SIGCHLD)}
+    before = {signum: signal.getsignal(signum) for signum in (*_HEARD, signal.SIGCHLD)}
     if before[signal.SIGHUP] is signal.SIG_IGN:
         del before[signal.SIGHUP]
     fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -182,7 +182,12 @@ class Supervisor:
         return actions + self._next(now)
 
     def interrupted(self, signum: int, now: float) -> list[Action]:
-        """The launcher itself got SIGINT or SIGTERM: the first is forwarded, the second kills."""
+        """The launcher itself got SIGINT or SIGTERM: the first is forwarded, the second kills. SIGHUP is a SIGTERM that
+        never kills: of a terminal that closes both its shell and the system tell, and writing to it fails."""
+        if signum == signal.SIGHUP:
+            if self._interrupted_by or self.phase is Phase.KILLING:
+                return []
+            signum = signal.SIGTERM
         if self._interrupted_by or self.phase is Phase.KILLING:
             return self._kill()
         self._interrupted_by = signum

@@ -312,6 +312,13 @@ def test_an_interrupt_is_forwarded_and_the_second_kills(signum: int, finish: int
     assert supervisor.failure is None
 
 
+def test_a_terminal_that_closes_ends_a_job_as_sigterm_does_and_may_say_so_twice() -> None:
+    supervisor = _running()
+    assert supervisor.interrupted(signal.SIGHUP, 1.0) == [Signal(task, signal.SIGTERM) for task in (W0, W1, CHIEF)]
+    assert supervisor.interrupted(signal.SIGHUP, 1.1) == []
+    assert supervisor.interrupted(signal.SIGINT, 1.2) == [Kill(task) for task in (W0, W1, PS, CHIEF)]
+
+
 def test_the_ps_are_told_after_the_chief_has_ended() -> None:
     supervisor = _running()
     supervisor.interrupted(signal.SIGINT, 1.0)
