@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 try:
+    import contextlib
+    import errno
     import importlib
     import os
     import signal
@@ -16,6 +18,7 @@ try:
 
     from stratagem.cli.first_process import stand_by_if_first
     from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+    from stratagem.launch.streams import lead_nowhere
 except KeyboardInterrupt:  # in the first moment
     sys.exit(130)
 
@@ -91,9 +94,12 @@ def main() -> None:
         click.echo(textwrap.fill(f"stratagem: {error}", width, break_long_words=False), err=True)
         sys.exit(exit_code_of(error))
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        click.echo(f"stratagem: {error.filename}: {error.strerror}", err=True)  # of a path that the user has named
+        lead_nowhere(sys.stdout)  # Python writes what is left of it once more as it ends
+        path = error.filename or "the output"  # the former has been named by the user
+        with contextlib.suppress(OSError):
+            click.echo(f"stratagem: {path}: {error.strerror}", err=True)
         sys.exit(EXIT_FAILED)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever still runs, a traceback of it says nothing

@@ -443,3 +443,11 @@ def test_as_a_process() -> None:
     run = subprocess.run([sys.executable, "-m", "stratagem.cli", "status"], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("stratagem: which job?")
+
+
+def test_a_full_disk_under_the_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "stratagem.cli", "version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (run.returncode, run.stderr) == (1, "stratagem: the output: No space left on device\n")
