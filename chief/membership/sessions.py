@@ -101,7 +101,7 @@ class Sessions(Roster):
         """A task opened a session. Gives its session, with the incarnation it has from now on, and what follows.
 
         Raises:
-            ConfigurationError: the cluster has no such task.
+            ConfigurationError: the cluster has no such task; or it runs, and who comes only says goodbye (no address).
             FencedError: the incarnation it wants to resume is over.
         """
         session = self._session(task)
@@ -123,6 +123,10 @@ class Sessions(Roster):
                 actions.append(Dismiss(incarnation, session.stream, ""))
             was_open = session.open
         else:
+            if not address and session.task.type == "worker" and session.open and session.stream:
+                raise ConfigurationError(  # of a script that never took part, such as a second one by mistake
+                    f"{task} runs already, in the process {session.pid} at {session.address}"
+                )
             if session.open or session.state is SessionState.AWAITED:
                 actions += self._lose(session, now, "a new process joined in its place")
             self._newest_incarnation += 1

@@ -57,6 +57,13 @@ def test_nothing_is_ready_before_everybody_joined() -> None:
     assert [each.number for each in sessions.live("worker")] == [3, 1]
 
 
+def test_a_second_process_that_only_says_goodbye_does_not_replace_a_worker_that_runs() -> None:
+    sessions = ready()
+    with pytest.raises(ConfigurationError, match="worker:1 runs already, in the process 1 at host:2"):
+        sessions.join("worker:1", "", 7, 0, 9, 1.0)
+    assert sessions.is_live(W1) and not sessions.fenced
+
+
 def test_a_ps_is_announced_only_after_it_is_prepared() -> None:
     sessions = make(1, 1)
     _, actions = sessions.join("ps:0", "host:1", 1, 0, 1, 0.0)
