@@ -135,8 +135,9 @@ class TaskProcess:
 
     def kill(self) -> None:
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # a fork may not have made its group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
         """Waits for the end of a killed process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -180,6 +181,28 @@ def test_exit_codes_signals_and_what_a_task_leaves_behind(server: ForkServer, ta
         until(task.reap)
         assert task.returncode == code
     until(lambda: not any(map(runs, orphans)))
+
+
+def test_a_fork_that_is_killed_before_it_has_a_group_of_its_own() -> None:
+    command = (sys.executable, "-c", "import time; time.sleep(600)")
+    with subprocess.Popen(command) as child:  # in our group
+
+        class Forked(OwnChild):
+            def __init__(self, *_: object) -> None:
+                self.pid = child.pid
+
+            def ended(self) -> int | None:
+                return child.poll()
+
+            def reap(self) -> None: ...
+
+        task = TaskProcess(TaskId("worker", 0), Launch(command, {}), Forked)
+        task.kill()
+        try:
+            assert child.wait(DEADLINE_S) == -signal.SIGKILL and task.reap()
+        finally:
+            child.kill()
+            task.close()
 
 
 def test_tasks_that_need_another_start_get_their_own_python(server: ForkServer, tasks: Tasks) -> None:
