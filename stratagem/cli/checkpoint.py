@@ -102,7 +102,8 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     from stratagem.checkpoint.tensor_file import write_tensors
 
     if path.suffix != ".safetensors":
-        torch.save(dict(state), path)
+        with path.open("wb") as file:  # of a path torch raises RuntimeErrors
+            torch.save(dict(state), file)
         return
     tensors = _tensors(state)
     if len(tensors) < len(state):

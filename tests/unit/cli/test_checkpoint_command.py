@@ -61,6 +61,8 @@ def test_consolidate(
     assert stratagem(monkeypatch, "consolidate", path, out) == cli.EXIT_USAGE
     assert "exists already" in capsys.readouterr().err
     assert stratagem(monkeypatch, "consolidate", path, tmp_path / "x.bin") == cli.EXIT_USAGE
+    assert stratagem(monkeypatch, "consolidate", path, tmp_path / "none" / f"x{suffix}") == cli.EXIT_FAILED
+    assert "x" + suffix + ": No such file or directory" in capsys.readouterr().err
     assert not list(tmp_path.glob(".plain*"))
 
 
