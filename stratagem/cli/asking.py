@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 import click
 
 from stratagem.cli.options import SECONDS, cluster_option, read_cluster_file
-from stratagem.cluster.sources import gather
-from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.sources import gather, written_cluster
 from stratagem.launch.status import chief_from_environment
 from stratagem.rpc.security import Security, operator_security
 
@@ -34,11 +34,11 @@ class Asking:
         """The chief's address from the flag, the environment or the cluster file.
 
         Raises:
-            ClusterSpecError: nobody names it.
+            ClusterSpecError: nobody names it; or the environment and the cluster file name two.
         """
-        document = read_cluster_file(self.cluster_file)
-        named = ClusterSpec.from_mapping(document["cluster"]).chief_address if document.get("cluster") else ""
-        return chief_from_environment(self.chief, named)
+        environ = {} if self.chief else os.environ
+        written = written_cluster(environ, read_cluster_file(self.cluster_file), str(self.cluster_file))
+        return chief_from_environment(self.chief, "" if written is None else written.chief_address)
 
     @property
     def security(self) -> Security:

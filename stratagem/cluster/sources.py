@@ -112,6 +112,22 @@ def cluster_layer(cluster: ClusterSpec, task: TaskId, origin: str) -> Layer:
     return Layer(origin, values)
 
 
+def written_cluster(environ: Mapping[str, str], document: Mapping[str, Any], file: str) -> ClusterSpec | None:
+    """The cluster of a cluster file, if it has one.
+
+    Raises:
+        ClusterSpecError: the environment names another.
+    """
+    told = placement_from_environment(environ)
+    written = ClusterSpec.from_mapping(document["cluster"]) if document.get("cluster") else None
+    if told is not None and written is not None and told.cluster != written:
+        raise ClusterSpecError(
+            f"the environment ({cluster_variables(environ)}) says the cluster is {told.cluster.as_dict()}, but {file} "
+            f"says it is {written.as_dict()}; unset one of the two"
+        )
+    return written
+
+
 def gather(
     role: str,
     environ: Mapping[str, str],
@@ -135,12 +151,7 @@ def gather(
     given, variables = flag_layer(flags or {}), environment_layer(model, environ)
     in_file = file_layers(role, document, file)
     told = placement_from_environment(environ)
-    written = ClusterSpec.from_mapping(document["cluster"]) if document.get("cluster") else None
-    if told is not None and written is not None and told.cluster != written:
-        raise ClusterSpecError(
-            f"the environment ({cluster_variables(environ)}) says the cluster is {told.cluster.as_dict()}, but {file} "
-            f"says it is {written.as_dict()}; unset one of the two"
-        )
+    written = written_cluster(environ, document, file)
     cluster = told.cluster if told is not None else written
     name = given.values.get("task") or variables.values.get("task") or (told.task if told is not None else None)
     task = TaskId.parse(str(name)) if name is not None else None

@@ -423,6 +423,16 @@ def test_status_finds_the_chief_in_the_cluster_file(job: str, tmp_path: Path) ->
     assert "train.py:3 in step" in out
 
 
+def test_a_cluster_file_that_the_environment_contradicts_is_asked_nothing(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c.yaml").write_text("cluster: {chief: ['127.0.0.1:1'], worker: ['127.0.0.1:0']}")
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"chief": [job], "worker": ["127.0.0.1:0"]}}))
+    code, out, err = invoke("status", "--cluster", str(tmp_path / "c.yaml"))
+    assert (code, out) == (2, "") and "unset one of the two" in err
+    assert invoke("status", "--cluster", str(tmp_path / "c.yaml"), "--chief", job)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
