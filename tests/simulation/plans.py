@@ -150,8 +150,6 @@ def _plan_ring(seed: int) -> Schedule:
             faults += _faults_between(between, job)
     if random.Random(-16 * seed - 1).random() < 0.1:
         faults.append(Fault(0.0, "kill early", "worker:0"))
-    if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
-        faults += _of_a_host(hosts, job)
     if random.Random(-10 * seed - 1).random() < 0.25:
         job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)
     faults.sort(key=lambda fault: fault.at_s)
