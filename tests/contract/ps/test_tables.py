@@ -153,7 +153,12 @@ def start() -> Iterator[Callable[..., Job]]:
             undo.append(functools.partial(client.close, "the test is over"))
             client.connect()
         runtime: Any = SimpleNamespace(
-            clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True, may_assign=lambda: True
+            clients=clients,
+            config=config,
+            meter=StepMeter(),
+            is_lead=lambda: True,
+            gives_values=lambda: True,
+            may_assign=lambda: True,
         )
         return Job(stores, clients, VariableGroups(runtime, None))
 
