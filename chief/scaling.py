@@ -105,8 +105,8 @@ class Scaling(ChiefPart):
         history = self._journal.history
         workers, ps = num_workers or history.wanted_workers, num_ps or history.wanted_ps
         self._journal.write("wanted", workers=workers, ps=ps)
-        here = (len(self._sessions.live("worker")), self._sessions.num_ps)
-        logger.info("There are to be %d workers and %d ps", workers or here[0], ps or here[1])
+        num_here = len(self._sessions.live("worker"))
+        logger.info("There are to be %d workers and %d ps", workers or num_here, ps or self._sessions.num_ps)
         self._failure, self._move_at = "", 0.0
         self._changed.notify()
 

@@ -48,9 +48,12 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
     interrupts.install()
-    num_replicas = _num_replicas(config) if isinstance(config, WorkerConfig) else 1
+    num_replicas = 1
     if isinstance(config, WorkerConfig):
-        job_script.begin(num_replicas, _num_workers())
+        placement = placement_from_environment(os.environ)
+        num_workers = 1 if placement is None else placement.cluster.num_workers
+        num_replicas = _num_replicas(config, num_workers)
+        job_script.begin(num_replicas, num_workers)
     process = os.getpid()
     before_sudden_exit(lambda code, words: _leave(config, Outcome(code, words)))
     outcome = run_script(script, arguments, is_module)
@@ -106,14 +109,8 @@ def _watch_threads(task: str) -> None:
     watch.start()
 
 
-def _num_workers() -> int:
-    placement = placement_from_environment(os.environ)
-    return 1 if placement is None else placement.cluster.num_workers
-
-
-def _num_replicas(config: WorkerConfig) -> int:
+def _num_replicas(config: WorkerConfig, num_workers: int) -> int:
     """Replicas that the job was started for: one a worker, or where the strategy has several of them one a device."""
-    num_workers = _num_workers()
     if config.strategy not in ("mirrored", "central", "ring"):
         return num_workers
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

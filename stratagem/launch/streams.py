@@ -10,10 +10,8 @@ from typing import IO, Any
 
 def lead_nowhere(stream: IO[str]) -> None:
     """Whatever is still to be written to a stream that cannot be written to, also as Python ends, is dropped."""
-    with contextlib.suppress(OSError):  # one that is no file
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
+    with contextlib.suppress(OSError), open(os.devnull, "w") as null:  # one that is no file
+        os.dup2(null.fileno(), stream.fileno())
 
 
 class LastingStream:

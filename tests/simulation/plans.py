@@ -102,7 +102,7 @@ def _of_a_host(rng: random.Random, job: Job) -> Iterator[Fault]:
     workers = [f"worker:{index}" for index in range(job.num_workers)]
     ps = [f"ps:{index}" for index in range(job.num_ps)]
     kind, at_s = rng.choice(("outage", "outage", "lost", "lost", "apart", "apart", "resets")), 0.3 + 2.5 * rng.random()
-    host = [rng.choice(workers), *([rng.choice(ps)] if ps else []), *(["chief:0"] if rng.random() < 0.2 else [])]
+    host = [rng.choice(workers), rng.choice(ps), *(["chief:0"] if rng.random() < 0.2 else [])]
     others = [task for task in ("chief:0", *workers, *ps) if task not in host]
     if kind in ("outage", "lost"):
         spread_s = rng.choice((0.0, 0.3))
