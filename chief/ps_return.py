@@ -19,7 +19,7 @@ from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
 from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
-from stratagem.chief.leasing.positions import Positions, common, minus
+from stratagem.chief.leasing.positions import Positions, common, minus, plus
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.backups import backup_of
@@ -268,7 +268,9 @@ class PsReturn(ChiefPart):
             return 0, described.step  # of no update, and what it has closed says nothing
         if server.incarnation not in self._in_doubt:
             self._in_doubt[server.incarnation] = self._lease_book.begun()
-        halves = common([self._in_doubt[server.incarnation], described.halves])
+        # What another ps has closed and no worker has reported is being computed again.
+        in_doubt = plus(self._in_doubt[server.incarnation], minus(accepted, self._lease_book.positions()))
+        halves = common([in_doubt, described.halves])
         absent = minus(accepted, minus(described.applied(), halves))
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.

@@ -78,13 +78,12 @@ class Saving(ChiefPart):
             hold = self._commit_hold.held("a checkpoint", complete=complete, or_as_sent=is_asked_for)
             with self.totals.timed(measures.CHECKPOINT):
                 async with hold as token, self.writing:
-                    await self._count_lost()
-                    servers = self._commit_hold.check_all("a checkpoint")
-                    return await self._write(servers, token, directory, automatic, complete, replaces)
+                    await self._described(complete)
+                    await self._count_lost()  # of a ps that has been told what it holds
+                    return await self._write(token, directory, automatic, complete, replaces)
 
-    async def _write(
-        self, servers: list[Server], token: int, directory: str, automatic: bool, complete: bool, replaces: bool
-    ) -> CommittedCheckpoint:
+    async def _described(self, complete: bool) -> dict[Server, ServerDescription]:
+        servers = self._commit_hold.check_all("a checkpoint")
         described = await asyncio.gather(*(server.describe_units() for server in servers))
         lacking = [s.incarnation.task for s, each in zip(servers, described, strict=True) if not each.complete]
         if lacking and (complete or not content_of(described)[0]):  # initial values, and not all: nothing to go on from
@@ -98,27 +97,33 @@ class Saving(ChiefPart):
                 "a variable of that checkpoint begins in a checkpoint directory of its own, with what it takes of "
                 "sg.load_checkpoint"
             )
+        return dict(zip(servers, described, strict=True))
+
+    async def _write(
+        self, token: int, directory: str, automatic: bool, complete: bool, replaces: bool
+    ) -> CommittedCheckpoint:
+        described = await self._described(complete)
         accepted = self._lease_book.positions()  # all ps have closed these; of later ones a ps may lack some
         draft = await asyncio.to_thread(checkpoints.begin, directory)
         try:
             saved = await asyncio.gather(
-                *(server.save_shards(token, str(draft.path), draft.nonce) for server in servers)
+                *(server.save_shards(token, str(draft.path), draft.nonce) for server in described)
             )
-            held = {server.incarnation: each for server, each in zip(servers, described, strict=True)}
+            held = {server.incarnation: each for server, each in described.items()}
             manifest = ServersManifest(
                 step=max(each.step for each in saved),
                 chief_epoch=self._state.epoch,
                 files=tuple(
                     dataclasses.replace(file, ps=server.incarnation.task)
-                    for server, each in zip(servers, saved, strict=True)
+                    for server, each in zip(described, saved, strict=True)
                     for file in each.files
                 ),
                 plans=dict(self._lease_book.plans),
                 accepted=accepted,
                 applied=applied_units(held, accepted),
-                unfinished=unfinished_units(described, self._lease_book.steps.per_unit),
+                unfinished=unfinished_units(described.values(), self._lease_book.steps.per_unit),
                 next_step=self._lease_book.steps.next_number,
-                num_groups=content_of(described)[1],
+                num_groups=content_of(described.values())[1],
                 automatic=automatic,
             )
             path = await asyncio.to_thread(checkpoints.commit, draft, manifest, replaces)
@@ -126,7 +131,7 @@ class Saving(ChiefPart):
             await asyncio.to_thread(draft.close)
             raise
         self.totals.add(measures.CHECKPOINTS, 1)
-        committed = CommittedCheckpoint(str(path), manifest, tuple(each.store_epoch for each in described))
+        committed = CommittedCheckpoint(str(path), manifest, tuple(each.store_epoch for each in described.values()))
         self._committed(committed)
         if automatic:
             await asyncio.to_thread(checkpoints.prune, directory, self._config.keep_checkpoints)

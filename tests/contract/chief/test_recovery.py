@@ -196,10 +196,11 @@ def logged(caplog: pytest.LogCaptureFixture, pattern: str) -> Any:
 
 
 async def lose(running: Chief, server: FakePs) -> None:
-    """The only ps dies, and the chief knows."""
+    """A ps dies, and the chief knows."""
     assert server.session is not None
+    lost = server.session.incarnation
     await server.session.die()
-    await until(lambda: not running.job.sessions.servers)
+    await until(lambda: all(each.number != lost for each in running.job.sessions.servers))
 
 
 class Saved(FakePs):
@@ -272,6 +273,55 @@ async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path)
             await workers[1].next([lease.unit.index], wait=False)
             await running.job.recovery.count_lost()
             assert running.job.get_status().updates_lost == 1
+
+
+async def test_half_of_a_batch_that_is_computed_again_and_that_another_ps_has_closed_is_lost(tmp_path: Path) -> None:
+    """It had gone back to its worker's successor before the ps was put back: the checkpoint was no cut."""
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        servers[0].close_unit(Unit(1, 0, 0))
+        await lose(running, servers[1])
+        reborn = FakePs(1)
+        reborn.per_unit = 2
+        async with ps(running.address, reborn):
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            await workers[0].open()
+            await workers[0].next(want=1)
+            reborn.apply(Unit(1, 0, 0), 0)
+            saved = await running.job.saving.save(str(tmp_path), automatic=True)
+            assert reborn.closed == {(1, 0): UnitBitmap.of([0])} and not saved.manifest.unfinished
+            assert running.job.get_status().updates_lost == 1
+
+
+async def test_what_a_ps_lacks_that_is_told_what_it_holds_while_a_checkpoint_is_taken_is_counted(
+    tmp_path: Path,
+) -> None:
+    """It was told between the count and the look at its values: the checkpoint called units accepted that it lacked."""
+
+    class Told(FakePs):
+        told_at = 1000
+
+        def describe(self) -> Any:
+            self.initialized = self.num_described >= self.told_at
+            return super().describe()
+
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next(want=1)
+        applied(servers, 0, close=True)
+        await worker.next([0], held=[], wait=False)
+        await lose(running, servers[1])
+        running.job.journal.write("untold")
+        reborn = Told(1)
+        async with ps(running.address, reborn):
+            await until(lambda: len(running.job.sessions.live("ps")) == 2 and running.job.is_open)
+            reborn.told_at = reborn.num_described + 3  # the first two looks are of who counts
+            with pytest.raises(PeerUnavailableError, match="needs the values of ps:1"):
+                await running.job.saving.save(str(tmp_path), automatic=True)
+            reborn.told_at = 0
+            await running.job.saving.save(str(tmp_path), automatic=True)
+            assert reborn.closed == {(1, 0): UnitBitmap.of([0])} and running.job.get_status().updates_lost == 1
 
 
 async def test_a_chief_that_follows_knows_how_many_updates_a_batch_has(tmp_path: Path) -> None:
