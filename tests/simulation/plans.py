@@ -102,7 +102,7 @@ def _of_a_host(rng: random.Random, job: Job) -> Iterator[Fault]:
     workers = [f"worker:{index}" for index in range(job.num_workers)]
     ps = [f"ps:{index}" for index in range(job.num_ps)]
     kind, at_s = rng.choice(("outage", "outage", "lost", "lost", "apart", "apart", "resets")), 0.3 + 2.5 * rng.random()
-    host = [rng.choice(workers), rng.choice(ps), *(["chief:0"] if rng.random() < 0.2 else [])]
+    host = [rng.choice(workers), *([rng.choice(ps)] if ps else []), *(["chief:0"] if rng.random() < 0.2 else [])]
     others = [task for task in ("chief:0", *workers, *ps) if task not in host]
     if kind in ("outage", "lost"):
         spread_s = rng.choice((0.0, 0.3))
@@ -150,6 +150,8 @@ def _plan_ring(seed: int) -> Schedule:
             faults += _faults_between(between, job)
     if random.Random(-16 * seed - 1).random() < 0.1:
         faults.append(Fault(0.0, "kill early", "worker:0"))
+    if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
+        faults += _of_a_host(hosts, job)
     if random.Random(-10 * seed - 1).random() < 0.25:
         job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)
     faults.sort(key=lambda fault: fault.at_s)

@@ -87,6 +87,7 @@ def build(
             timeout_s=timeout_s,
         )
         made.append(group)
+        opener.made(group)
         return group
 
     with _trying(plan.ring or "shm", made, opener.deadline):
@@ -100,6 +101,7 @@ def build(
         links = opener.links(host_ranks, f"links, {purpose}")
         host = HostGroup(host_ranks.index(rank), len(host_ranks), links, timeout_s=timeout_s)
         made.append(host)
+        opener.made(host)
         host.barrier(PROBE)
     return (
         host if flat is None else TwoLevelGroup(host, leaders, flat, host_ranks=host_ranks, leader_ranks=plan.leaders)

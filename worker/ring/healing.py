@@ -327,7 +327,7 @@ class Healing:
         self.placements = [each for each in self.placements if each.first_step <= step]
         self.placements.append(Placement(step + 1, members))
         self.members = members
-        self._has_met = any(each.takes_in for each in told)
+        self._has_met = any(each.takes_in and each.num_done == newest for each in told)  # who is behind had met before
         self.newcomers = frozenset(name for name, each in zip(members, every, strict=True) if each.is_new)
         return own_step, is_behind, kept if is_behind else None
 

@@ -16,6 +16,7 @@ from stratagem.rpc.shm_lane import ShmSender
 from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
+from stratagem.worker.ring.group import Group
 from stratagem.worker.ring.lane_plan import PairLane, RingLane
 from stratagem.worker.ring.peers import Peers
 from stratagem.worker.ring.ring_service import PeerKey, RingService
@@ -34,6 +35,10 @@ class Opener:
         self._peers = peers
         self._meter = meter
         self.deadline = deadline
+
+    def made(self, group: Group) -> None:
+        """The first barrier of a group ends when another rank says that it could not open its lanes."""
+        self._ring_service.forms(self._peers.meeting, group.close)
 
     def links(self, ranks: Sequence[int], purpose: str) -> dict[int, socket.socket]:
         """A Unix socket to every other one of ``ranks``, by its place among them.

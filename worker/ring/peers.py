@@ -35,15 +35,23 @@ class Peers:
     Args:
         num_meetings: meetings of this generation that this rank has been to, the same number on every rank.
         is_over: whether there is no use in meeting any more, for another reason than that the members are others.
+        tell_again: says once more that lanes are broken; some may have been out of reach.
     """
 
     def __init__(
-        self, session: MembershipSource, members: Members, num_meetings: int, is_over: Callable[[Membership], bool]
+        self,
+        session: MembershipSource,
+        members: Members,
+        num_meetings: int,
+        is_over: Callable[[Membership], bool],
+        tell_again: Callable[[], None] | None = None,
     ) -> None:
         self.members = members
         self.rank = members.rank_of(session.task)
         self.num_meetings = num_meetings
         self._session = session
+        self.tell_again = tell_again
+        """Called every :data:`PATIENCE_S` seconds of the next meeting that somebody is waited for."""
         self._is_over = is_over
         self._guard = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
@@ -91,6 +99,7 @@ class Peers:
             round=self.num_meetings + 1,
             description=to_message(worker_pb2.Description, info),
         )
+        begun = time.monotonic()
         while True:
             self._session.raise_if_stopped()
             membership = self._session.membership
@@ -100,6 +109,7 @@ class Peers:
             try:
                 reply = self._call(0, self.stub(0).Meet, request, 2 * PATIENCE_S)
                 self.num_meetings += 1
+                self.tell_again = None
                 return [from_message(RankInfo, one) for one in reply.descriptions]
             except PeerUnavailableError:
                 if time.monotonic() > deadline:
@@ -108,6 +118,9 @@ class Peers:
                         f"{', '.join(rank.task for rank in self.members.ranks)} at {self.members.ranks[0].task}. "
                         "Does every worker build a MultiWorkerMirroredStrategy?"
                     ) from None
+                if self.tell_again is not None and time.monotonic() > begun + PATIENCE_S:
+                    self.tell_again()
+                    begun = time.monotonic()
                 self._session.wait_stopped(0.1)
 
     def open_lane(self, rank: int, kind: PairLane, purpose: str) -> LaneTicket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,9 @@ HEAR_S = 5.0
 """Seconds in which a ring that heals waits for the chief to say who was lost, before it looks for another reason."""
 HEAL_S = 5.0
 """Seconds to wait until there are enough workers for the next generation: a rank may just be taking some in."""
+_IsOver = Callable[[Membership], bool]
+_Tell = Callable[[], None] | None
+"""Of :class:`Peers`."""
 
 
 def _never(_: Membership) -> bool:
@@ -110,16 +114,17 @@ class RingMember:
             if (me := self._session.membership.member(self._session.task)) is not None and me.joining:
                 return self._start_alone(me.incarnation_name)
             members = members_of(self._session.membership)
-            if all(rank.live for rank in members.ranks) and (formed := self._meet(members, deadline)) is not None:
+            is_here = all(rank.live and rank.address for rank in members.ranks)
+            if is_here and (formed := self._meet(members, deadline)) is not None:
                 return self._start(formed)
             self._session.raise_if_stopped()
             self._session.wait_stopped(0.1)
 
-    def _meet(self, members: Members, deadline: float, is_over: Callable[[Membership], bool] = _never) -> Formed | None:
+    def _meet(self, members: Members, deadline: float, is_over: _IsOver = _never, tell: _Tell = None) -> Formed | None:
         """The group of a generation; None: it is over before it was formed."""
         generation, num_meetings = self._held
         num_meetings = num_meetings if generation == members.generation else 0
-        self._peers = Peers(self._session, members, num_meetings, is_over)
+        self._peers = Peers(self._session, members, num_meetings, is_over, tell)
         try:
             return self._form(self._peers, deadline)
         except MembersChangedError:
@@ -138,9 +143,9 @@ class RingMember:
         """
         if error is None:
             return self._grow()
-        diagnosis = self.ring_service.diagnosis
-        assert self._peers is not None and diagnosis is not None
-        began, before = time.monotonic(), self._peers.members
+        diagnosis, peers = self.ring_service.diagnosis, self._peers
+        assert peers is not None and diagnosis is not None
+        began, before = time.monotonic(), peers.members
         while True:
             self._session.raise_if_stopped()
             membership = self._session.membership
@@ -155,8 +160,9 @@ class RingMember:
             elif not gone and diagnosis.is_out_of_step:
                 raise CollectiveError(diagnosis.reason(), error.rank)
             elif not gone:
+                tell_again = functools.partial(peers.abort, diagnosis.reason(), False, GIVE_UP_S)
                 try:
-                    formed = self._next_generation(members, lambda _: diagnosis.is_out_of_step)
+                    formed = self._next_generation(members, lambda _: diagnosis.is_out_of_step, tell_again)
                 except ClusterTimeoutError as late:
                     raise CollectiveError(f"{error}; {late}", error.rank) from None
                 if formed is not None:
@@ -185,7 +191,8 @@ class RingMember:
             waiting = membership.waiting
             is_next = before is None or members.generation > before.generation
             # After a loss the others may be in a collective: they go on without who waits, until the step after that.
-            goes_on = before is None or bool(before.lost(membership))
+            is_broken = bool(self.ring_service.diagnosis and self.ring_service.diagnosis.reason())
+            goes_on = before is None or is_broken or bool(before.lost(membership))
             leads = members.ranks[:1] == (me,)
             if me is None or me.joining:
                 if me is not None and not me.waits:  # a chief that was started again has not heard it
@@ -193,7 +200,7 @@ class RingMember:
             elif waiting and leads:
                 self._take_in([(one.task, one.incarnation) for one in waiting])
             elif (
-                is_next
+                (is_next or is_broken)
                 and (goes_on or not waiting)
                 # That somebody has come may be heard before that it waits; who leads is waited for to take it in.
                 and (group := self._next_generation(members, _somebody_waits if leads or not goes_on else _never))
@@ -208,7 +215,7 @@ class RingMember:
         logger.warning(words, how, group.rank, group.size, members.generation, time.monotonic() - began)
         return group
 
-    def _next_generation(self, members: Members, is_over: Callable[[Membership], bool] = _never) -> Group | None:
+    def _next_generation(self, members: Members, is_over: _IsOver = _never, tell: _Tell = None) -> Group | None:
         """The group of a generation, watched; None: it is over already, or the chief will say so.
 
         Where nobody is lost the one before stays until all have come: they may be in the middle of a collective.
@@ -221,7 +228,7 @@ class RingMember:
             before.close()
         try:
             # As long as in a collective: one that is left may be in the middle of a long step.
-            formed = self._meet(members, time.monotonic() + self._timeout_s, is_over)
+            formed = self._meet(members, time.monotonic() + self._timeout_s, is_over, tell)
         except PeerUnavailableError as failure:
             logger.warning("generation %d of the ring did not form: %s", members.generation, failure)
             formed = None
@@ -323,8 +330,9 @@ class RingMember:
                     plan, peers, opener, options, device, said[0].store_address, f"round {peers.num_meetings}"
                 )
             except LaneFailedError as error:
+                peers.tell_again = functools.partial(peers.abort, str(error), False, GIVE_UP_S)
                 if self.ring_service.given_up < peers.meeting:  # who waits for a lane of this rank need not
-                    peers.abort(str(error), False, GIVE_UP_S)
+                    peers.tell_again()
                 told = RankInfo(me.task, failures={error.lane: str(error)}, connection_broke=error.connection_broke)
             try:
                 replies = peers.meet(told, deadline)
@@ -336,6 +344,7 @@ class RingMember:
             for task, lane, why in [(one.task, *failure) for one in replies for failure in one.failures.items()]:
                 new[lane] = f"{new[lane]}; {task}: {why}" if lane in new else f"{task}: {why}"
             if not new and group is not None:
+                self.ring_service.has_formed()
                 break
             if group is not None:
                 group.close("another rank could not open its lanes")

@@ -99,6 +99,8 @@ class RingService:
         self.given_up = (0, 0)
         """The newest meeting (generation and number) of whose lanes some rank could not open all, or has seen one
         break."""
+        self._forming: tuple[tuple[int, int], Callable[[str], None]] | None = None
+        """Of the newest group that was made: its meeting, and what closes it."""
         self._membership = membership
         self._meter = meter
         self._room: MeetingRoom[RankInfo] = MeetingRoom()
@@ -189,6 +191,18 @@ class RingService:
         self.given_up = max(self.given_up, meeting)
         if self.diagnosis is not None and meeting == self.diagnosis.meeting:
             self.diagnosis.told(reason, is_out_of_step)
+        if (forming := self._forming) is not None and meeting == forming[0]:
+            forming[1](reason)
+
+    def forms(self, meeting: tuple[int, int], close: Callable[[str], None]) -> None:
+        """A group waits for the others in its first barrier: ``close`` ends it, if it is not formed by then."""
+        self._forming = meeting, close
+        if self.given_up >= meeting:
+            close("another rank could not open its lanes")
+
+    def has_formed(self) -> None:
+        """From here on the diagnosis is told what breaks."""
+        self._forming = None
 
     def position(self) -> RankPosition:
         """Where this worker stands."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,18 @@ from stratagem.cluster.communication import CommunicationOptions
 from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
-from stratagem.errors import CollectiveError, StratagemError
+from stratagem.errors import CollectiveError, PeerUnavailableError, StratagemError
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.tcp_lane import TcpSender
+from stratagem.worker.ring import peers as peers_module
 from stratagem.worker.ring import ring_member
+from stratagem.worker.ring import ring_service as ring_service_module
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.lane_plan import RankInfo
+from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
@@ -236,6 +240,78 @@ def test_a_connection_that_breaks_between_two_that_live_is_made_again(
         assert all(one.healing is not None and not one.healing.losses for one in ring)
     assert "the ring goes on after a connection broke: rank 0 of 3, generation 1" in caplog.text
     assert "last collectives" not in caplog.text
+
+
+@pytest.fixture
+def told_twice(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Nobody hears what is said of broken lanes when it is said first; what was said."""
+    abort, said = Peers.abort, []
+
+    def unheard(peers: Peers, reason: str, is_out_of_step: bool, timeout_s: float) -> None:
+        said.append(reason)
+        if len(said) > 1:
+            abort(peers, reason, is_out_of_step, timeout_s)
+
+    monkeypatch.setattr(Peers, "abort", unheard)
+    monkeypatch.setattr(peers_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(ring_service_module, "PATIENCE_S", 0.2)
+    return said
+
+
+def test_a_connection_that_breaks_while_others_take_newcomers_in_is_made_again(told_twice: list[str]) -> None:
+    """They waited for the first rank to take in, and it for them."""
+
+    def take_in(one: Communicator) -> None:
+        assert one.healing is not None
+        one.healing.take_in(one, lambda: None)
+
+    with ring_of(3, "tcp") as (_, ring), futures.ThreadPoolExecutor(3) as pool:
+        assert sums(ring) == [7.0] * 3
+        assert ring[0].healing is not None
+        ring[0].healing._num_done -= 1  # it had not heard the end of that
+        cut_off(ring, 0)
+        taking = [pool.submit(take_in, one) for one in ring[1:]]
+        assert sums(ring[:1]) == [7.0] and len(told_twice) > 1
+        taking.append(pool.submit(take_in, ring[0]))
+        for each in taking:
+            each.result(60)
+        assert sums(ring) == [7.0] * 3
+
+
+def test_who_cannot_open_a_lane_says_so_until_all_have_heard(
+    told_twice: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others waited in the first barrier, or for the lane, as long as one may stand still."""
+    sender, failed = Opener.sender, threading.Event()
+    monkeypatch.setattr(ring_member, "OPEN_S", 1000.0)
+
+    def failing(opener: Opener, *arguments: Any) -> Any:
+        if opener._peers.rank == 2 and not failed.is_set():
+            failed.set()
+            raise PeerUnavailableError("worker:0 cannot be reached")
+        return sender(opener, *arguments)
+
+    monkeypatch.setattr(Opener, "sender", failing)
+    with ring_of(3, "tcp") as (_, ring):
+        assert sums(ring) == [7.0] * 3 and failed.is_set() and len(told_twice) > 1
+
+
+def test_a_ring_forms_once_it_is_known_where_all_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chief was started again and had not heard from one yet: the others called nobody until the time-out."""
+    say, looked = Chief.say, set[str]()
+
+    def homeless(chief: Chief, members: Sequence[Member], generation: int) -> None:
+        def go_on() -> None:
+            poll(lambda: len(looked) == 3)
+            say(chief, members, generation)
+
+        say(chief, [dataclasses.replace(members[0], address=""), *members[1:]], generation)
+        threading.Thread(target=go_on).start()
+
+    monkeypatch.setattr(Chief, "say", homeless)
+    monkeypatch.setattr(SessionOf, "wait_stopped", lambda session, _: looked.add(session.task))
+    with ring_of(3, "tcp") as (_, ring):
+        assert sums(ring) == [7.0] * 3
 
 
 def test_ranks_in_other_collectives_do_not_try_again_over_other_connections() -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from stratagem.cluster.config import ServerConfig
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2_grpc
@@ -69,3 +70,19 @@ def test_streams_that_nobody_took_leave_their_places(address: str) -> None:
     finally:
         gc.enable()
         channel.close()
+
+
+def test_a_group_that_is_being_formed_ends_when_another_rank_gives_up() -> None:
+    service, caller = RingService("127.0.0.1", membership, BytesMeter()), Incarnation("worker:1", 5)
+    closed: list[str] = []
+    service.forms((1, 2), closed.append)
+    service.abort(caller, (1, 1), "of the try before", False)
+    assert not closed
+    service.abort(caller, (1, 2), "no lane", False)
+    service.forms((1, 2), closed.append)  # it was said before the group was made
+    assert closed == ["no lane", "another rank could not open its lanes"]
+    service.forms((1, 3), closed.append)
+    service.has_formed()
+    service.abort(caller, (1, 3), "a lane broke", False)
+    assert len(closed) == 2, "then the diagnosis is told"
+    service.close()

@@ -125,6 +125,22 @@ def test_newcomers_get_the_state_whoever_dies_meanwhile(who: str, dies_at: int, 
     assert total < 15.0 or (late and dies_at == NUM_TO_JOIN)
 
 
+@pytest.mark.parametrize("misses_at", range(1, 7))
+def test_who_had_taken_in_before_a_loss_meets_for_the_next_newcomer(misses_at: int) -> None:
+    """One who did not hear the end of it was taken for one that takes in now: the others waited in other places."""
+
+    def work(communicator: Communicator) -> list[float]:
+        totals = []
+        for _ in range(3):
+            assert communicator.healing is not None
+            communicator.healing.take_in(communicator, lambda: None)
+            totals.append(float(communicator.all_reduce(torch.ones(1))))
+        communicator.barrier()
+        return totals
+
+    assert run_mortal(3, work, rank1=Fate(misses_at=misses_at)) == [[3.0] * 3] * 3
+
+
 def test_newcomers_without_anybody_who_has_the_state_say_so() -> None:
     def work(communicator: Communicator) -> str:
         with pytest.raises(CollectiveError) as caught:
