@@ -98,6 +98,8 @@ class SessionClient:
         self._hurry = threading.Event()
         """Set when there is something to say at once, a goodbye too, and when the session is closed."""
         self._connected = False
+        self._lost_since = 0.0
+        """When the chief was there last, while it is away."""
         self._changed = threading.Condition()
         self._welcomed = False
         self.stopped: StratagemError | None = None
@@ -265,26 +267,22 @@ class SessionClient:
             self.channel.close()  # the thread may have made another one meanwhile
 
     def _run(self) -> None:
-        lost_since = time.monotonic()
         while not self._closing and self.stopped is None:
             try:
                 self._renew_channel()
                 call = chief_pb2_grpc.ChiefStub(self.channel).Session(self._requests())
                 self._call = call
                 for event in call:
-                    lost_since = time.monotonic()
                     self._handle(event)
             except grpc.RpcError as error:
-                self._handle_loss(self._explained(error_from_rpc(error, "chief")), time.monotonic() - lost_since)
+                self._handle_loss(self._explained(error_from_rpc(error, "chief")))
             except ValueError:  # the channel was closed under the call
                 break
             else:
                 if self._goodbye is not None:
                     break
                 if not self._closing and self.stopped is None:
-                    self._handle_loss(
-                        PeerUnavailableError("the chief ended the session"), time.monotonic() - lost_since
-                    )
+                    self._handle_loss(PeerUnavailableError("the chief ended the session"))
             self._where.turn()
             with self._changed:
                 self._connected = False
@@ -372,10 +370,14 @@ class SessionClient:
         reason = explain_refusal(self._tried, CHIEF, self.security)
         return IdentityError(f"{self.task} cannot join: {reason}") if reason else error
 
-    def _handle_loss(self, error: StratagemError, lost_s: float) -> None:
+    def _handle_loss(self, error: StratagemError) -> None:
         with self._changed:
             if self._closing or self.stopped is not None:
                 return
+            now = time.monotonic()
+            if self._connected:
+                self._lost_since = now
+            lost_s = now - self._lost_since
             if not isinstance(error, PeerUnavailableError):
                 if self.incarnation and not isinstance(error, ProtocolError | FencedError):
                     error = PeerUnavailableError(str(error))

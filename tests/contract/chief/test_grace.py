@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,25 @@ async def test_a_worker_that_finishes_while_the_chief_is_away_waits_to_be_heard(
     async with chief(bind=first.address, **config) as second:
         assert await second.exit_code() == 0
         await leaving
+
+
+async def test_a_chief_that_is_lost_after_an_hour_of_peace_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as away since the cluster had changed last: every task of a job older than that gave up at once."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "state_dir": str(tmp_path)}
+    async with chief(**config) as first:
+        session = SessionClient(first.address, "worker:0", "127.0.0.1:1")
+        await asyncio.to_thread(session.start)
+        await until(lambda: session.membership.ready)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0, sleep=time.sleep)
+        monkeypatch.setattr("stratagem.rpc.session.time", later)
+        await first.kill()
+    async with chief(bind=first.address, **config) as second:
+        await until(lambda: session.stopped or second.job.sessions.tasks["worker:0"].stream)
+        assert session.stopped is None
+        await asyncio.to_thread(session.goodbye, 0)
+        assert await second.exit_code() == 0
 
 
 async def test_a_worker_that_failed_does_not_wait_for_a_chief_that_is_away(tmp_path: Path) -> None:
