@@ -26,6 +26,7 @@ from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
 from stratagem.cluster.units import Lease
 from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, StratagemError
+from stratagem.rpc.binding import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,10 @@ class SessionStreams(ChiefPart):
         """
         while not self._closed and self._sessions.is_away(incarnation):
             try:
-                _, writer = await asyncio.open_connection(*split_address(address))
+                host, port = split_address(address)
+                if is_loopback(host) and not is_loopback(split_address(self._config.bind)[0]):
+                    return  # it may be of the task's machine, and not of this one: the grace decides
+                _, writer = await asyncio.open_connection(host, port)
                 writer.close()
             except ConnectionRefusedError:
                 self.perform(self._sessions.nobody_there(incarnation, self._clock()))

@@ -28,6 +28,7 @@ from stratagem.errors import (
     StratagemError,
 )
 from stratagem.rpc import channels
+from stratagem.rpc.binding import is_loopback
 from stratagem.rpc.chief_address import ChiefAddress
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.fields import from_message
@@ -144,6 +145,12 @@ class SessionClient:
                     f"{self.task} found no chief at {self.chief_address} within {timeout_s:.0f} s. "
                     "Start the chief first, or check the address in TF_CONFIG, --cluster or --chief."
                 )
+        if is_loopback(self.address.rpartition(":")[0]) and not is_loopback(self._tried.rpartition(":")[0]):
+            logger.warning(
+                "%s serves at %s, where other machines do not reach it, and its chief at %s: if any of the job is "
+                "elsewhere, give --bind ADDRESS:0",
+                *(self.task, self.address, self._tried),
+            )
         return self.incarnation
 
     def wait_ready(self, timeout_s: float) -> Membership:

@@ -45,6 +45,22 @@ async def test_a_worker_whose_port_is_closed_is_not_waited_for(caplog: pytest.Lo
     assert "broke off without a goodbye, and nothing listens at its address" in caplog.text
 
 
+async def test_a_loopback_address_says_nothing_to_a_chief_that_serves_other_machines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A worker elsewhere that had been given no --bind was taken for dead as soon as its connection broke."""
+    async with chief(
+        "0.0.0.0:0", insecure=True, num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0
+    ) as running:
+        session = SessionClient(running.address, "worker:0", "127.0.0.1:1")
+        await asyncio.to_thread(session.start)
+        assert "worker:0 serves at 127.0.0.1:1, where other machines do not reach it" in caplog.text
+        await asyncio.to_thread(session.close)
+        await until(lambda: not running.job.sessions.tasks["worker:0"].stream)
+        await until(lambda: not running.job.streams._probes)
+        assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
+
+
 async def test_a_chief_that_stood_still_takes_nobody_for_silent() -> None:
     async with chief(num_workers=1, num_ps=0, session_timeout_s=2.0) as running:
         worker = Task(running.address, "worker:0")
