@@ -23,8 +23,10 @@ from stratagem.chief.journal.lock import CheckpointsLock, JournalLock
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError, JournalLostError, StratagemError
-from stratagem.rpc.chief_address import write_chief_address
+from stratagem.rpc.binding import ANY_HOST
+from stratagem.rpc.chief_address import FILE_NAME, write_chief_address
 from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import Security, security_of
@@ -134,6 +136,12 @@ async def _serve(
         if config.state_dir:
             with _kept_in(config.state_dir):
                 write_chief_address(config.state_dir, job.address)
+            if split_address(job.address)[0] in ANY_HOST:
+                logger.warning(
+                    "%s in %s says %s, which is no address for another machine: if tasks there look for the chief by "
+                    "that file, give --advertise host:port",
+                    *(FILE_NAME, config.state_dir, job.address),
+                )
         logger.info("%s listening on %s%s", config.task, server.address, security.words)
         if print_address:
             print(server.address, flush=True)

@@ -8,6 +8,9 @@ import socket
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError
 
+ANY_HOST = ("0.0.0.0", "::")
+"""To listen on, not to be called at."""
+
 
 def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
     """Refuses to listen beyond loopback in the clear. With TLS, or if the user says that it is all right
@@ -36,7 +39,7 @@ def advertised_address(advertise: str, bound: str) -> str:
         ConfigurationError: nobody could call it there.
     """
     host, port = split_address(advertise or bound)
-    if host in ("0.0.0.0", "::"):
+    if host in ANY_HOST:
         raise ConfigurationError(
             f"this task listens on {bound}, and {host} is no address that others could call: name one with "
             "--advertise host:port, or in TF_CONFIG"

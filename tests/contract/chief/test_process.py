@@ -72,6 +72,15 @@ def test_a_state_dir_that_cannot_be_written_is_refused_in_words(tmp_path: Path) 
             assert f"chief: the journal cannot be kept in {state_dir}: {why}" in errors
 
 
+def test_a_file_that_names_no_machine_is_warned_of(tmp_path: Path) -> None:
+    """Tasks on other machines read there that their chief was on their own."""
+    with chief_process(num_workers=1, bind="0.0.0.0:0", insecure=True, state_dir=str(tmp_path)) as process:
+        address = address_of(process)
+        process.terminate()
+        _, errors = process.communicate(timeout=DEADLINE_S)
+        assert f"chief.address in {tmp_path} says {address}, which is no address for another machine" in errors
+
+
 def test_sigterm_tells_everybody_and_ends_with_143() -> None:
     with chief_process(num_workers=1, heartbeat_interval_s=0.05) as process:
         worker = SessionClient(address_of(process), "worker:0", "")
