@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -57,15 +56,17 @@ def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> S
 
 def _ask_chief(address: str, security: Security, ask: Callable[[chief_pb2_grpc.ChiefStub], _Reply]) -> _Reply:
     """Asks each that ``address`` may mean, until one answers."""
-    *others, last = ChiefAddress(address).candidates
-    if last == NOWHERE != address:
+    candidates, failures = ChiefAddress(address).candidates, []
+    if candidates == [NOWHERE] != [address]:
         raise PeerUnavailableError(
             f"{address} is no file with the address of a chief: expected {FILE_NAME} in the --state-dir of one"
         )
-    for each in others:
-        with contextlib.suppress(PeerUnavailableError):
+    for each in candidates:
+        try:
             return _ask(each, security, ask)
-    return _ask(last, security, ask)
+        except PeerUnavailableError as error:
+            failures.append(str(error))
+    raise PeerUnavailableError("; ".join(failures))
 
 
 def _ask(address: str, security: Security, ask: Callable[[chief_pb2_grpc.ChiefStub], _Reply]) -> _Reply:

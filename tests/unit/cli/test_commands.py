@@ -180,6 +180,11 @@ def test_a_file_without_the_address_of_a_chief_is_named(tmp_path: Path) -> None:
     assert code == 1 and f"file:{tmp_path}/missing is no file with the address of a chief" in err
 
 
+def test_each_chief_that_does_not_answer_is_named() -> None:
+    code, _, err = invoke("status", "--chief", "127.0.0.1:1,127.0.0.1:2")
+    assert code == 1 and all(f"the chief at 127.0.0.1:{port} cannot be reached" in err for port in (1, 2))
+
+
 def test_malformed_cluster_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     for text, words in [
