@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -20,6 +21,8 @@ from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2, worker_pb2
 from stratagem.rpc.lane_listener import LaneTicket, connect_lane
 from stratagem.worker.ring.lane_plan import PairLane, RankInfo
 from stratagem.worker.ring.members import Members, MembershipSource, RankPosition
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0  # a meeting that waits for others is asked for again this often, to see changes of the cluster
 _Reply = TypeVar("_Reply")
@@ -99,7 +102,7 @@ class Peers:
             round=self.num_meetings + 1,
             description=to_message(worker_pb2.Description, info),
         )
-        begun = time.monotonic()
+        quiet_until, why = time.monotonic() + PATIENCE_S, ""
         while True:
             self._session.raise_if_stopped()
             membership = self._session.membership
@@ -111,16 +114,21 @@ class Peers:
                 self.num_meetings += 1
                 self.tell_again = None
                 return [from_message(RankInfo, one) for one in reply.descriptions]
-            except PeerUnavailableError:
+            except PeerUnavailableError as error:
+                first = self.members.ranks[0]
                 if time.monotonic() > deadline:
                     raise ClusterTimeoutError(
                         f"the ring did not form: {self._session.task} met not all of "
-                        f"{', '.join(rank.task for rank in self.members.ranks)} at {self.members.ranks[0].task}. "
-                        "Does every worker build a MultiWorkerMirroredStrategy?"
+                        f"{', '.join(rank.task for rank in self.members.ranks)} at {first.task}: {error}. Does every "
+                        f"worker build a MultiWorkerMirroredStrategy, and reach {first.address}?"
                     ) from None
-                if self.tell_again is not None and time.monotonic() > begun + PATIENCE_S:
-                    self.tell_again()
-                    begun = time.monotonic()
+                if time.monotonic() > quiet_until:
+                    quiet_until = time.monotonic() + PATIENCE_S
+                    if self.tell_again is not None:
+                        self.tell_again()
+                    if str(error) != why:
+                        why = str(error)
+                        logger.info("Waiting for the ring to form at %s (%s): %s", first.task, first.address, why)
                 self._session.wait_stopped(0.1)
 
     def open_lane(self, rank: int, kind: PairLane, purpose: str) -> LaneTicket:

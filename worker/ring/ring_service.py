@@ -26,6 +26,8 @@ from stratagem.worker.ring.peers import PATIENCE_S
 
 T = TypeVar("T")
 
+MAX_NAMED = 10
+"""Missing ranks that a message names."""
 PeerKey = tuple[str, int, int, str]
 """Task, incarnation, generation, purpose."""
 
@@ -64,6 +66,11 @@ class MeetingRoom(Generic[T]):
                 lambda: len(said) == size or generation < self._generation or self._closed, timeout_s
             )
             return [said[other] for other in range(size)] if len(said) == size else None
+
+    def came(self, generation: int, meeting: int) -> set[int]:
+        """The ranks that have come so far."""
+        with self._changed:
+            return {*self._said.get((generation, meeting), ())}
 
     def close(self) -> None:
         """Sends everybody home."""
@@ -122,7 +129,9 @@ class RingService:
         rank = members.rank_of(caller.task)
         said = self._room.meet(generation, meeting, len(members.ranks), rank, info, PATIENCE_S)
         if said is None:
-            raise PeerUnavailableError("not every rank has come yet")
+            came = self._room.came(generation, meeting)
+            missing = [one.task for index, one in enumerate(members.ranks) if index not in came]
+            raise PeerUnavailableError(f"not every rank has come yet: {', '.join(missing[:MAX_NAMED])} to come")
         return said
 
     def open_lane(self, caller: Incarnation, generation: int, kind: PairLane, purpose: str) -> LaneTicket:

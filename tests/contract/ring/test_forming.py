@@ -14,14 +14,16 @@ import torch
 
 from stratagem.cluster.communication import CommunicationOptions
 from stratagem.cluster.config import ServerConfig
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
-from stratagem.errors import ClusterTimeoutError
+from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
 from stratagem.rpc.lane_listener import LaneListener
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.ring import ring_member
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.lane_plan import RankInfo
 from stratagem.worker.ring.peers import Peers
 from stratagem.worker.ring.ring_group import RingGroup
 from stratagem.worker.ring.ring_member import RingMember
@@ -104,6 +106,26 @@ def test_a_rank_that_is_late_is_named() -> None:
             second.all_reduce(torch.ones(3))
             early.result()
         assert [member.waiting() for member in members] == [None, None]
+
+
+def test_who_waits_for_a_ring_says_whom_it_cannot_reach(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A firewall before the first rank: the others waited without a word, and it said that not all had come."""
+    caplog.set_level("INFO")
+    for module in ("peers", "ring_service"):
+        monkeypatch.setattr(f"stratagem.worker.ring.{module}.PATIENCE_S", 0.1)
+    known = [Member("worker:0", "127.0.0.1:1", 1, True), Member("worker:1", "127.0.0.1:2", 2, True)]
+    said = Membership(True, tuple(known))
+    service, cut_off = (RingService("127.0.0.1", lambda: said, BytesMeter()) for _ in range(2))
+    with pytest.raises(PeerUnavailableError, match="not every rank has come yet: worker:1 to come"):
+        service.meet(Incarnation("worker:0", 1), 0, 1, RankInfo("worker:0"))
+    service.close()
+    member = RingMember(cut_off, session_of(1, known), BytesMeter())
+    with pytest.raises(ClusterTimeoutError, match=r"worker:0 cannot be reached .*, and reach 127\.0\.0\.1:1\?"):
+        member.form(OVER_TCP, CPU, 1.0)
+    member.close("the test is over")
+    assert "Waiting for the ring to form at worker:0 (127.0.0.1:1): worker:0 cannot be reached" in caplog.text
 
 
 def test_a_group_that_not_all_ranks_confirm_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
