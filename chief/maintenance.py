@@ -13,7 +13,7 @@ from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.errors import CheckpointError, PeerUnavailableError, StaleStoreError, StratagemError
+from stratagem.errors import CheckpointError, ForbiddenError, PeerUnavailableError, StaleStoreError, StratagemError
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Maintenance(ChiefPart):
                     if is_kept or not newest.lacks(described):
                         return self.saved(newest)
                 self.saved(await self._saving.save(self._config.checkpoint_dir, automatic=True))
-            except CheckpointError as error:
+            except (CheckpointError, ForbiddenError) as error:  # as it is, a ps was not started for the folder
                 self._stop(2, str(error))
             except StratagemError as error:
                 if self._delay != (delay := (str(error), is_trained)):

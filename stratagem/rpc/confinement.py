@@ -35,7 +35,7 @@ class AllowedFolders:
         if not path.is_absolute() or not any(place.is_relative_to(folder) for folder in self._folders):
             raise ForbiddenError(
                 f"checkpoints may lie below {known}, but {directory!r} was asked for. Name a folder there, or start "
-                "the chief and every ps with --checkpoint-roots FOLDER (`python train.py`: every task with "
-                "STRATAGEM_CHECKPOINT_ROOTS=FOLDER)"
+                "the chief and every ps with the same --checkpoint-dir or --checkpoint-roots FOLDER (`python "
+                "train.py`: every task with STRATAGEM_CHECKPOINT_ROOTS=FOLDER)"
             )
         return place

@@ -21,7 +21,7 @@ from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
-from stratagem.errors import PeerUnavailableError, StaleStoreError
+from stratagem.errors import ForbiddenError, PeerUnavailableError, StaleStoreError
 from stratagem.rpc.generated import chief_pb2
 from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, refused, until
 
@@ -487,6 +487,26 @@ async def test_the_first_checkpoint_has_the_values_of_every_ps(tmp_path: Path) -
         await until(lambda: running.job.journal.history.checkpoint)
         assert [call for call in server.calls if call != "release"] == ["hold", "hold", "save"]
         await worker.die()
+
+
+class Elsewhere(FakePs):
+    """It was started without the chief's checkpoint_dir."""
+
+    async def SaveShards(self, request: Any, context: Any) -> Any:
+        raise ForbiddenError(f"checkpoints may lie below no folder at all, but {request.directory!r} was asked for")
+
+
+async def test_a_ps_that_was_not_started_for_the_folder_of_checkpoints_ends_the_job(tmp_path: Path) -> None:
+    """The chief asked it again and again, with a line of the log each time, and the workers waited for ever."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with chief(**config) as running, ps(running.address, Elsewhere(0)) as server:
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        assert "below no folder at all" in (await until(lambda: worker.ended("stop"))).reason
+        worker.goodbye(1)
+        assert server.session is not None
+        server.session.goodbye(1)
+        assert await running.exit_code() == 2
 
 
 async def test_a_script_that_saves_in_the_middle_of_a_unit_does_not_wait_for_what_a_ps_has_lost(tmp_path: Path) -> None:
