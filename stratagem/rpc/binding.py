@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from typing import Any
 
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError
@@ -54,10 +55,36 @@ def listening(host: str, port: int = 0) -> socket.socket:
     Raises:
         OSError: the host is not of this machine, or the port is taken.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    family, *_, address = _found(host, port, socket.AI_PASSIVE)[0]
     is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=is_dual)
+
+
+def connected(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A TCP socket to what :func:`listening` has opened at ``host``: a name's IPv4 addresses are tried first here too,
+    since a firewall may let an IPv6 one wait for the whole of ``timeout_s``.
+
+    Raises:
+        OSError: nobody is there.
+    """
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in _found(host, port):
+        sock = socket.socket(family, kind, protocol)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure
+
+
+def _found(host: str, port: int, flags: int = 0) -> list[Any]:
+    """What `getaddrinfo` knows, IPv4 first."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return sorted(found, key=lambda each: each[0] != socket.AF_INET)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

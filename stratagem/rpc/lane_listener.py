@@ -21,7 +21,7 @@ from typing import Literal
 
 from stratagem.cluster.identity import server_name
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError
-from stratagem.rpc.binding import listening
+from stratagem.rpc.binding import connected, listening
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.tcp_lane import tune
 from stratagem.rpc.tls_files import Stamp, identity_of
@@ -261,7 +261,7 @@ def connect_lane(
             sock.settimeout(timeout_s)
             sock.connect(f"\0{ticket.socket_name}")
         else:
-            sock = socket.create_connection((host, ticket.port), timeout_s)
+            sock = connected(host, ticket.port, timeout_s)
             tune(sock)
             if (tls := security.client_context()) is not None:
                 sock = tls.wrap_socket(sock, server_hostname=server_name(peer))

@@ -41,6 +41,22 @@ def test_a_visitor_with_a_token_gets_in(listener: LaneListener, kind: Kind) -> N
             assert peer_uid(inside) == os.getuid()
 
 
+def test_a_name_is_connected_to_where_it_is_listened_at(
+    listener: LaneListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall that drops IPv6 let the first attempt last until there was no time for the second."""
+    ticket = listener.expect("a", "tcp")
+    here = (socket.SOCK_STREAM, 0, "")
+    with socket.create_server(("::1", ticket.port), family=socket.AF_INET6):  # which never answers
+        found = [
+            (socket.AF_INET6, *here, ("::1", ticket.port, 0, 0)),
+            (socket.AF_INET, *here, ("127.0.0.1", ticket.port)),
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+        connect_lane(ticket, "host-b", soon(5)).close()
+        listener.wait("a", soon()).close()
+
+
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 def test_a_wrong_token_is_refused_and_the_right_one_still_works(listener: LaneListener, kind: Kind) -> None:
     ticket = listener.expect("a", kind)
