@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import logging
 import socket
 from typing import Any
 
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 ANY_HOST = ("0.0.0.0", "::")
 """To listen on, not to be called at."""
@@ -111,6 +115,19 @@ def check_token_path(address: str, insecure: bool) -> None:
             f"refusing to send the token to {address} in the clear: anybody on the way could read it. "
             "Give --tls DIR, or --insecure if the network is yours alone."
         )
+
+
+def warn_of_loopback(bind: str) -> None:
+    """Says so if ``bind`` names this machine by a name that is 127.0.1.1 here, as installers write it."""
+    host, port = split_address(bind)
+    with contextlib.suppress(OSError):
+        addresses = [each[4][0] for each in _found(host, port)]
+        if not is_loopback(host) and all(map(is_loopback, addresses)):
+            logger.warning(
+                "%s is %s on this machine (/etc/hosts?), where no other machine reaches this task: if any of the job "
+                "is elsewhere, correct that, or name the address of this machine",
+                *(host, addresses[0]),
+            )
 
 
 def is_loopback(host: str) -> bool:

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from stratagem.cluster.config import ServerConfig
 from stratagem.errors import ConfigurationError
 from stratagem.rpc import channels
-from stratagem.rpc.binding import check_binding
+from stratagem.rpc.binding import check_binding, warn_of_loopback
 from stratagem.rpc.interceptors import AioInterceptor, Interceptor
 from stratagem.rpc.limits import SPARE_CALLS
 from stratagem.rpc.security import OPEN, Security, server_credentials
@@ -161,6 +161,7 @@ def _listen(
             f"cannot listen on {bind}: the port is in use or the address is not of this machine. "
             "Stop the other process, choose another port, or take port 0 for a free one."
         )
+    warn_of_loopback(bind)
     return f"{bind.rpartition(':')[0]}:{port}"
 
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.binding import advertised_address, check_binding, free_port, is_loopback, listening
+from stratagem.rpc.binding import advertised_address, check_binding, free_port, is_loopback, listening, warn_of_loopback
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "example.org", "127.0.0.1.example.org", ""])
@@ -58,3 +58,16 @@ def test_a_free_port_is_for_the_server_that_is_to_have_it(host: str) -> None:
         other.bind((host, port))  # as the kernel binds who asks for any port
     with listening(host, port) as server:
         assert server.getsockname()[1] == port
+
+
+def test_a_name_of_this_machine_that_is_loopback_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Debian writes "127.0.1.1 host-a" into the /etc/hosts of host-a: the others waited in vain for its chief."""
+    for bind in ("localhost:0", "127.0.0.1:0", "[::1]:0", "0.0.0.0:0"):
+        warn_of_loopback(bind)
+    assert not caplog.text
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+    warn_of_loopback("host-a:0")
+    assert "host-a is 127.0.1.1 on this machine" in caplog.text
