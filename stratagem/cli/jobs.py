@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import click
 from rich.console import Console
@@ -47,10 +48,7 @@ def _print_table(found: list[tuple[JobRecord, JobState]]) -> None:
         labels = ",".join(f"{key}={value}" for key, value in record.labels.items())
         script = " ".join([record.entry_point, *record.args])
         table.add_row(record.id, record.target, words, code, record.strategy, script, labels, record.created_at[:19])
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=10_000)
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else 10_000, markup=False, emoji=False).print(table)
 
 
 @jobs_command.command("logs")

@@ -66,7 +66,7 @@ def _print_table(status: StatusView) -> None:
         table = Table(*COLUMNS, box=None, header_style="bold")
         for cells in rows:
             table.add_row(*cells)
-        Console().print(table)
+        Console(markup=False, emoji=False).print(table)
         return
     widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     for cells in [COLUMNS, *rows]:

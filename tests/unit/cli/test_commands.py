@@ -25,6 +25,7 @@ from stratagem.cluster.sources import ROLES
 from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableError
 from stratagem.launch.certificates import make_throw_away
 from stratagem.launch.plan import LocalJob
+from stratagem.launch.submit.record import JobRecord, JobStore
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "submit.ipynb"
@@ -161,6 +162,15 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
     assert code == 2
     assert words in " ".join(err.split())
     assert out == "" and "Traceback" not in err
+
+
+def test_a_job_is_listed_as_it_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    store, place, args = JobStore(), {"host": "elsewhere"}, ("[/bold]", "--names=[red]x", ":smile:")
+    store.create("digits-1")
+    store.save(JobRecord("digits-1", "local", "digits.py", "one", 0, 0, "2026-11-26", args=args, place=place))
+    code, out, _ = invoke("jobs", "list")
+    assert code == 0 and "digits.py [/bold] --names=[red]x :smile:" in out
 
 
 def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
