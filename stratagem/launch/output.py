@@ -71,7 +71,7 @@ class OutputRouter:
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def line(self, task: TaskId, stream: Stream, line: str) -> None:
-        self._log(task, line + "\n")
+        self._log(task, line)
         if stream == "stderr":
             self._tails.setdefault(task, deque(maxlen=TAIL_LINES)).append(line)
             for shown in self._filter.feed(task, line):
@@ -85,7 +85,6 @@ class OutputRouter:
         """A task's process has ended; nothing more comes from that life."""
         for shown in self._filter.flush(task):
             self._show("stderr", self._prefix(task) + shown)
-        self._log(task)
 
     def say(self, text: str) -> None:
         """A line of the launcher itself."""
@@ -102,16 +101,14 @@ class OutputRouter:
             with contextlib.suppress(OSError):
                 log.close()
 
-    def _log(self, task: TaskId, text: str = "") -> None:
-        """Adds to a task's log; nothing: what is there goes to the disk. A full disk ends the logs, not the job."""
+    def _log(self, task: TaskId, line: str) -> None:
+        """Adds to a task's log, for whoever reads it meanwhile. A full disk ends the logs, not the job."""
         if self._cannot_log:
             return
         try:
             if task not in self._logs:
-                self._logs[task] = self.log_file(task).open("a", encoding="utf-8")
-            self._logs[task].write(text)
-            if not text:
-                self._logs[task].flush()
+                self._logs[task] = self.log_file(task).open("a", buffering=1, encoding="utf-8")
+            self._logs[task].write(line + "\n")
         except OSError as error:
             self._cannot_log = True
             self.close()

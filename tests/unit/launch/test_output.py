@@ -53,9 +53,9 @@ def test_the_lead_moves(tmp_path: Path) -> None:
     output.line(W1, "stdout", "d")
     output.line(PS, "stdout", "e")
     output.line(W0, "stderr", "f")
-    output.close()
     assert shown.lines == [("stdout", "a"), ("stdout", "d"), ("stderr", "[ps:0] e"), ("stderr", "[worker:0] f")]
-    assert (tmp_path / "worker-0.log").read_text() == "a\nc\nf\n"
+    assert (tmp_path / "worker-0.log").read_text() == "a\nc\nf\n"  # while the job runs
+    output.close()
 
 
 def test_a_full_disk_ends_the_logs_and_nothing_else(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_a_full_disk_ends_the_logs_and_nothing_else(tmp_path: Path) -> None:
     output.close()
     assert [line for _, line in shown.lines] == [
         "[ps:0] a",
-        "b",
         f"stratagem: the logs in {tmp_path} end here: No space left on device",
+        "b",
         "c",
     ]
     assert (tmp_path / "ps-0.log").read_text() == "a\n"
