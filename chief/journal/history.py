@@ -96,6 +96,16 @@ class JobHistory:
         return self.newest_incarnation == self.earlier_incarnations
 
     @property
+    def examples(self) -> int:
+        """In accepted units."""
+        known = [(self.plans[dataset], units) for (dataset, _), units in self.accepted.items() if dataset in self.plans]
+        return sum(
+            plan.bounds(plan.num_units - 1)[1] if len(units) == plan.num_units else sum(map(plan.unit_examples, units))
+            for plan, units in known
+            if units
+        )
+
+    @property
     def updates_lost(self) -> int:
         """How many updates went with the memory of a ps."""
         return sum(len(bitmap) for units in self.lost.values() for bitmap in units.values())

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,14 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def last_status(status: StatusView | None, journal: Path) -> StatusView:
     """The chief's last answer (None: it never gave one), and what it has noted in its ``journal``, a folder, since: its
-    last second may count what a ps lost."""
+    last second may count what a ps lost, and has examples that no worker which was started again reports."""
     status = status or StatusView()
     with contextlib.suppress(ConfigurationError):
         history = replay(journal / NAME)
         return dataclasses.replace(
             status,
+            examples=max(status.examples, history.examples),
+            checkpoint=history.checkpoint or status.checkpoint,
             updates_lost=max(status.updates_lost, history.updates_lost),
             updates_undone=max(status.updates_undone, history.updates_undone),
             restored=history.restored or status.restored,
@@ -69,6 +72,7 @@ def build_summary(
     steps = [int(report.get("steps", 0)) for report in reports.values()]
     reported_steps = max(steps, default=0) if in_turn else sum(steps)
     applied = max((task.step for task in status.tasks if task.task.startswith("ps:")), default=0)
+    saved = re.search(r"step-(\d+)$", status.checkpoint)
     ended = [report for report in reports.values() if report.get("metrics")]
     from_status = next((worker.metrics for worker in status.workers if worker.metrics), {})
     losses = [report["loss"] for report in reports.values() if report.get("loss") is not None]
@@ -79,7 +83,7 @@ def build_summary(
         "staleness": job.staleness if math.isfinite(job.staleness) else "inf",
         "exit_code": exit_code,
         "duration_s": round(duration_s, 3),
-        "steps": max(reported_steps, applied),
+        "steps": max(reported_steps, applied, int(saved[1]) if saved else 0),
         "examples": max(sum(int(report.get("examples", 0)) for report in reports.values()), status.examples),
         "loss": losses[0] if losses else status.loss,
         "metrics": dict(ended[0]["metrics"]) if ended else dict(from_status),

@@ -15,9 +15,11 @@ import pytest
 
 from stratagem.checkpoint.catalog import newest
 from stratagem.checkpoint.manifest import Manifest, encode
+from stratagem.chief.journal.journal import Journal
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.cluster.units import Plan
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.actions import Failure
 from stratagem.launch.display import JobPace, LiveDisplay, PlainDisplay, make_display, progress_words, task_words
@@ -25,7 +27,7 @@ from stratagem.launch.local import run_local
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
 from stratagem.launch.plan import Launch, LocalJob, RunFolders, check_size, plan_launch
 from stratagem.launch.processes import Stream
-from stratagem.launch.summary import build_summary, failure_words
+from stratagem.launch.summary import build_summary, failure_words, last_status
 from stratagem.launch.supervisor import Supervisor
 from stratagem.rpc.status_view import StatusView, TaskState
 
@@ -296,6 +298,19 @@ def test_summary_of_a_synchronous_job(tmp_path: Path) -> None:
     assert json.loads(json.dumps(summary))["duration_s"] == 1.235
     assert build_summary(job, supervisor, StatusView(), {}, 1, 1.0, [])["loss"] is None
     assert math.isinf(LocalJob(script=job.script).staleness)
+
+
+def test_a_summary_has_what_the_journal_says_of_the_last_second(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    journal.write("plan", dataset=1, plan=dataclasses.asdict(Plan(10, 4)))
+    for units in ([[1, 0, 0], [1, 0, 1], [1, 0, 2]], [[1, 1, 2]]):  # an epoch, and a short last batch
+        journal.write("accepted", units=units, oldest_step=0)
+    journal.write("checkpoint", path="/c/step-00000004")
+    journal.close()
+    status = last_status(_status(examples=8, tasks=(TaskState("ps:0", "live", step=2),)), tmp_path)
+    job = _job(tmp_path, num_ps=1)
+    summary = build_summary(job, Supervisor(job.workers, job.servers), status, {W0: {"steps": 1}}, 0, 1.0, [])
+    assert (summary["steps"], summary["examples"]) == (4, 12)
 
 
 def test_a_full_disk_costs_the_summary_and_is_said(tmp_path: Path) -> None:
