@@ -226,7 +226,8 @@ class ChiefJob(ChiefState):
         self.evaluation.evaluations.clear()
 
     def _committed(self, committed: CommittedCheckpoint) -> None:
-        self.journal.write("checkpoint", path=committed.path)
-        folder, of_script, _ = committed.path.partition("/.draft-")
+        folder, of_script, draft = committed.path.partition("/.draft-")
         place = f"part of what the script saves in {folder}" if of_script else committed.path
+        shown = f"{place}: {draft.rpartition('/')[2]}" if of_script else place  # the script gives it its own name
+        self.journal.write("checkpoint", path=shown)
         logger.info("Checkpoint of step %d: %s", committed.step, place)

@@ -67,11 +67,13 @@ async def test_the_part_of_a_checkpoint_that_a_script_writes_is_named_by_its_fol
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "stratagem.chief")
-    async with cluster() as (_, workers, _):
+    async with cluster() as (running, workers, _):
         await workers[0].open()
         reply = await save(workers[0], tmp_path / ".draft-02405616")
         assert reply.path == str(tmp_path / ".draft-02405616" / "step-00000000")
-    assert f"Checkpoint of step 0: part of what the script saves in {tmp_path}" in caplog.messages
+        place = f"part of what the script saves in {tmp_path}"
+        assert running.job.get_status().checkpoint == f"{place}: step-00000000"
+    assert f"Checkpoint of step 0: {place}" in caplog.messages
 
 
 async def test_an_update_under_way_is_let_through_before_the_shards_are_saved(tmp_path: Path) -> None:
