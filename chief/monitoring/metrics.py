@@ -38,6 +38,7 @@ _OF_A_TASK: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
     ("units_held", "Units leased to the worker.", _WORKER, lambda t: t.units_held),
     ("clock", "Completed steps, as the staleness bound counts them.", _WORKER, lambda t: t.clock),
     ("store_epoch", "Grows when the ps goes back to a checkpoint.", _PS, lambda t: t.store_epoch),
+    ("updates_applied", "Updates in its values; fewer when it goes back to a checkpoint.", _PS, lambda t: t.step),
     ("bytes_held", "Bytes of variables and of optimizer state.", _PS, lambda t: t.bytes_held),
 )
 """Gauges of live tasks: name, meaning, types of tasks that have it (none: all), value."""
@@ -45,7 +46,6 @@ _COUNTED: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
     ("steps", "Steps completed in this process.", _WORKER, lambda t: t.step),
     ("worker_examples", "Examples of these steps.", _WORKER, lambda t: t.examples),
     ("updates_skipped", "Updates skipped because of NaN or Inf.", _WORKER, lambda t: t.skipped),
-    ("updates_applied", "Updates applied by the ps.", _PS, lambda t: t.step),
 )
 
 
@@ -83,17 +83,15 @@ def _of_the_job(status: StatusView) -> Iterable[Metric]:
         "epoch": ("Newest open epoch of the data, starting at 0.", status.epoch),
         "units_planned": ("Units of that epoch.", status.units_planned),
         "units_accepted": ("Those of them whose gradient was accepted.", status.units_accepted),
+        "examples": ("Examples in accepted units; fewer when the job goes back to a checkpoint.", status.examples),
     }
     if (found := re.search(r"step-(\d+)$", status.checkpoint)) is not None:
         gauges["checkpoint_step"] = ("Step of the newest committed checkpoint.", int(found[1]))
     for name, (meaning, value) in gauges.items():
         yield GaugeMetricFamily(f"stratagem_{name}", meaning, value=value)
-    counters = {
-        "examples": ("Examples in accepted units.", status.examples),
-        "updates_lost": ("Updates that a ps lost with its values.", status.updates_lost),
-    }
-    for name, (meaning, value) in counters.items():
-        yield CounterMetricFamily(f"stratagem_{name}", meaning, value=value)
+    yield CounterMetricFamily(
+        "stratagem_updates_lost", "Updates that a ps lost with its values.", value=status.updates_lost
+    )
 
 
 def _staleness(live: Iterable[TaskState]) -> Metric:

@@ -51,7 +51,7 @@ def test_the_job() -> None:
     found = samples(status(task("chief:0"), checkpoint="/c/step-00000120"))
     assert found["ready"] == 1 and found["ending"] == 0 and found["chief_epoch"] == 2 and found["epoch"] == 4
     assert (found["units_accepted"], found["units_planned"]) == (3, 9)
-    assert (found["examples_total"], found["updates_lost_total"], found["checkpoint_step"]) == (96, 5, 120)
+    assert (found["examples"], found["updates_lost_total"], found["checkpoint_step"]) == (96, 5, 120)
     assert "checkpoint_step" not in samples(status())
     assert samples(status(stop_reason="over"))["ending"] == 1
 
@@ -86,7 +86,7 @@ def test_what_workers_and_ps_say() -> None:
     assert found["steps_ahead{task=worker:0}"] == 3 and found["steps_ahead{task=worker:1}"] == 0
     assert found["clock{task=worker:1}"] == 4 and found["units_held{task=worker:0}"] == 2
     assert found["waiting_seconds{task=worker:0}"] == 0.3 and found["updates_skipped_total{task=worker:0}"] == 1
-    assert found["updates_applied_total{task=ps:0}"] == 11 and found["bytes_held{task=ps:0}"] == 4096
+    assert found["updates_applied{task=ps:0}"] == 11 and found["bytes_held{task=ps:0}"] == 4096
     assert found["store_epoch{task=ps:0}"] == 2 and found["heartbeat_age_seconds{task=ps:0}"] == 0.5
     assert found["task_incarnation{task=ps:0}"] == 3
     assert "steps_total{task=ps:0}" not in found and "bytes_held{task=worker:0}" not in found
