@@ -36,7 +36,7 @@ _OF_A_TASK: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
     ),
     ("loss", "Newest loss that reduce_mean saw.", _WORKER, lambda t: t.loss),
     ("units_held", "Units leased to the worker.", _WORKER, lambda t: t.units_held),
-    ("clock", "Completed steps, as the staleness bound counts them.", _WORKER, lambda t: t.clock),
+    ("clock", "Completed steps, as the staleness bound counts them.", _WORKER, lambda t: t.clock or None),
     ("store_epoch", "Grows when the ps goes back to a checkpoint.", _PS, lambda t: t.store_epoch),
     ("updates_applied", "Updates in its values; fewer when it goes back to a checkpoint.", _PS, lambda t: t.step),
     ("bytes_held", "Bytes of variables and of optimizer state.", _PS, lambda t: t.bytes_held),
@@ -95,8 +95,12 @@ def _of_the_job(status: StatusView) -> Iterable[Metric]:
 
 
 def _staleness(live: Iterable[TaskState]) -> Metric:
-    clocks = {task.task: task.clock for task in live if _type(task) == "worker"}
-    metric = GaugeMetricFamily("stratagem_steps_ahead", "Steps ahead of the slowest live worker.", labels=["task"])
+    clocks = {task.task: task.clock for task in live if task.clock}
+    metric = GaugeMetricFamily(
+        "stratagem_steps_ahead",
+        "Steps ahead of the slowest live worker, where a staleness bound counts.",
+        labels=["task"],
+    )
     for name, clock in clocks.items():
         metric.add_metric([name], clock - min(clocks.values()))
     return metric

@@ -14,7 +14,8 @@ MAX_POINTS = 600
 MAX_HAPPENINGS = 200
 COLUMNS = ("at", "examples", "steps", "loss", "ahead", "staleness", "exposed")
 """Of a point: seconds since 1970; examples and steps of all workers so far; newest loss; how many steps the fastest
-worker is ahead; the staleness that nine of ten commits do not exceed; part of the steps that waits, 0 to 1."""
+worker is ahead, where a staleness bound counts them; the staleness that nine of ten commits do not exceed; part of the
+steps that waits, 0 to 1."""
 
 Point = tuple[float | None, ...]
 
@@ -85,7 +86,7 @@ def _of_task(before: TaskState, now: TaskState) -> list[tuple[str, str]]:
 def point_of(at: float, status: StatusView) -> Point:
     """One point of every curve, in the order of :data:`COLUMNS`."""
     workers = status.workers
-    clocks = [worker.clock for worker in workers if worker.state == "live"]
+    clocks = [worker.clock for worker in workers if worker.state == "live" and worker.clock]
     return (
         round(at, 2),
         sum(worker.examples for worker in workers),

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 
 from stratagem.chief.monitoring.metrics import MAX_REPORTED, families
+from stratagem.chief.web.story import COLUMNS, point_of
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.status_view import StatusView, TaskState, from_reply
 
@@ -89,6 +90,11 @@ def test_what_workers_and_ps_say() -> None:
     assert found["updates_applied{task=ps:0}"] == 11 and found["bytes_held{task=ps:0}"] == 4096
     assert found["store_epoch{task=ps:0}"] == 2 and found["heartbeat_age_seconds{task=ps:0}"] == 0.5
     assert found["task_incarnation{task=ps:0}"] == 3
+    ahead = samples(status(task("worker:0", clock=7), task("worker:1")))
+    assert ahead["steps_ahead{task=worker:0}"] == 0 and "steps_ahead{task=worker:1}" not in ahead, (
+        "nobody counts its steps"
+    )
+    assert point_of(0.0, status(task("worker:0"), task("worker:1")))[COLUMNS.index("ahead")] is None
     assert "steps_total{task=ps:0}" not in found and "bytes_held{task=worker:0}" not in found
 
 
