@@ -46,6 +46,7 @@ _HEADERS = {
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Background = Callable[[web.Application], AsyncIterator[None]]
+AtEnd = Callable[[web.Application], Awaitable[None]]
 
 
 class HttpServer:
@@ -60,6 +61,7 @@ class HttpServer:
         names: host names, beside localhost and addresses, by which it may be asked for; None: by any. What a browser
             runs must not reach a page of another origin by a name that it has turned to this address.
         background: runs beside the requests, in the same loop.
+        at_end: comes before the connections are closed.
 
     Raises:
         ConfigurationError: the address cannot be had, or is beyond loopback with neither TLS nor ``insecure``.
@@ -75,6 +77,7 @@ class HttpServer:
         insecure: bool,
         names: Collection[str] | None = None,
         background: Background | None = None,
+        at_end: AtEnd | None = None,
     ) -> None:
         check_binding(bind, insecure, security.tls is not None)
         self._context = security.server_context()
@@ -96,6 +99,8 @@ class HttpServer:
         app.on_response_prepare.append(_harden)
         if background is not None:
             app.cleanup_ctx.append(background)
+        if at_end is not None:
+            app.on_shutdown.append(at_end)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(app,), name="metrics-and-page", daemon=True)

@@ -50,6 +50,11 @@ class JobPage:
             await looking
         PACKAGE.removeHandler(self._log.of_chief)
 
+    async def at_end(self, _: web.Application) -> None:
+        """Who watches sees how the job ends: the last second is over sooner than the next look."""
+        with contextlib.suppress(TimeoutError):
+            await self._watch.look_once()
+
     async def _file(self, request: web.Request) -> web.Response:
         path = request.match_info.get("path", "index.html")
         if path not in self._files:

@@ -79,7 +79,14 @@ def serve_page(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpSe
     page = JobPage(PageWatch(_looking(job), log), log)
     names = [split_address(address)[0] for address in (config.web, config.advertise) if address]
     server = HttpServer(
-        "the page", config.web, page.routes, security, insecure=config.insecure, names=names, background=page.background
+        "the page",
+        config.web,
+        page.routes,
+        security,
+        insecure=config.insecure,
+        names=names,
+        background=page.background,
+        at_end=page.at_end,
     )
     logger.info("The page of the job is at %s", server.url)
     return server

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 
 from stratagem.chief import __main__ as chief_main
+from stratagem.chief.membership.session import StopJob
 from stratagem.chief.monitoring.status import JobStatus
 from stratagem.chief.web import page_watch
 from stratagem.chief.web.serving import serve_page
@@ -140,6 +141,23 @@ async def test_tasks_tell_their_log_where_there_is_a_page(monkeypatch: pytest.Mo
         task.beat(step=3)
         await until(lambda: running.job.get_status().said[1][0])
         await task.die()
+
+
+async def test_who_watches_sees_the_job_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_watch, "LIVE_S", 60.0)
+    async with chief() as running:
+        server = serve_page(running.job.config.model_copy(update={"web": "127.0.0.1:0"}), running.job, OPEN)
+        async with aiohttp.ClientSession(base_url=server.url) as session:
+            stream = messages(session)
+            while (await anext(stream))[0] != "look":
+                pass
+            running.job.sessions.stopping = StopJob(0, "every worker has finished")
+            stopping = asyncio.create_task(server.stop())
+            while (message := await anext(stream))[0] != "look":
+                pass
+            assert message[1]["job"]["stop_reason"] == "every worker has finished"
+            await stream.aclose()
+            await stopping
 
 
 async def test_nobody_pays_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
