@@ -13,9 +13,9 @@ MAX_POINTS = 600
 """Of a curve: beyond it every second one is left out, so that an hour costs what ten minutes do."""
 MAX_HAPPENINGS = 200
 COLUMNS = ("at", "examples", "steps", "loss", "ahead", "staleness", "exposed")
-"""Of a point: seconds since 1970; examples and steps of all workers so far; newest loss; how many steps the fastest
-worker is ahead, where a staleness bound counts them; the staleness that nine of ten commits do not exceed; part of the
-steps that waits, 0 to 1."""
+"""Of a point: seconds since 1970; examples and steps of all workers since the chief was started; newest loss; how many
+steps the fastest worker is ahead, where a staleness bound counts them; the staleness that nine of ten commits do not
+exceed; part of the steps that waits, 0 to 1."""
 
 Point = tuple[float | None, ...]
 
@@ -29,17 +29,32 @@ class JobStory:
         """Each with its number, when it was, its text, and its kind: "good", "note" or "bad"."""
         self._num_events = 0
         self._last: StatusView | None = None
+        self._done = (0, 0)
         self._watched = WatchedVerdict()
 
     def add(self, at: float, status: StatusView) -> None:
         """A look at the job, ``at`` so many seconds since 1970; ``status``: with measures."""
-        self.points.append(point_of(at, status))
+        self._done = self._done_by(status)
+        self.points.append(point_of(at, status, *self._done))
         if len(self.points) > MAX_POINTS:
             self.points[:] = self.points[::2]
         for kind, text in self._news(at, status):
             self._num_events += 1
             self.happenings.append({"number": self._num_events, "at": at, "kind": kind, "text": text})
         self._last = status
+
+    def _done_by(self, now: StatusView) -> tuple[int, int]:
+        """Examples and steps. What a worker did before a new chief heard of it came at no time that this one knows."""
+        examples, steps = self._done
+        before = {task.task: task for task in (self._last or now).tasks}
+        for worker in now.workers:
+            then = before.get(worker.task, worker)
+            if then.incarnation != worker.incarnation:
+                then = TaskState(worker.task, worker.state)
+            elif not then.step and now.chief_epoch > 1:
+                then = worker
+            examples, steps = examples + worker.examples - then.examples, steps + worker.step - then.step
+        return examples, steps
 
     def since(self, number: int) -> list[dict[str, Any]]:
         return [one for one in self.happenings if one["number"] > number]
@@ -50,7 +65,10 @@ class JobStory:
         if last is None:
             if now.chief_epoch > 1:
                 found.append(("note", f"the chief was started again: its epoch is {now.chief_epoch}"))
-            last = StatusView(epoch=now.epoch, checkpoint=now.checkpoint, updates_lost=now.updates_lost)
+            was_ready = now.ready and now.chief_epoch > 1
+            last = StatusView(
+                ready=was_ready, epoch=now.epoch, checkpoint=now.checkpoint, updates_lost=now.updates_lost
+            )
         if now.ready and not last.ready:
             found.append(("good", "the cluster is complete"))
         before = {task.task: task for task in last.tasks}
@@ -83,14 +101,14 @@ def _of_task(before: TaskState, now: TaskState) -> list[tuple[str, str]]:
     return [("good", f"{now.task} is done")] if now.state == "done" else []
 
 
-def point_of(at: float, status: StatusView) -> Point:
+def point_of(at: float, status: StatusView, examples: int, steps: int) -> Point:
     """One point of every curve, in the order of :data:`COLUMNS`."""
     workers = status.workers
     clocks = [worker.clock for worker in workers if worker.state == "live" and worker.clock]
     return (
         round(at, 2),
-        sum(worker.examples for worker in workers),
-        sum(worker.step for worker in workers),
+        examples,
+        steps,
         status.loss,
         max(clocks) - min(clocks) if clocks else None,
         staleness(status),

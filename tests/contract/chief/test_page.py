@@ -153,9 +153,9 @@ async def test_who_watches_sees_the_job_end(monkeypatch: pytest.MonkeyPatch) -> 
                 pass
             running.job.sessions.stopping = StopJob(0, "every worker has finished")
             stopping = asyncio.create_task(server.stop())
-            while (message := await anext(stream))[0] != "look":
-                pass
-            assert message[1]["job"]["stop_reason"] == "every worker has finished"
+            async for name, message in stream:
+                if name == "look" and message["job"]["stop_reason"] == "every worker has finished":
+                    break
             await stream.aclose()
             await stopping
 

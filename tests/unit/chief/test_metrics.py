@@ -94,7 +94,7 @@ def test_what_workers_and_ps_say() -> None:
     assert ahead["steps_ahead{task=worker:0}"] == 0 and "steps_ahead{task=worker:1}" not in ahead, (
         "nobody counts its steps"
     )
-    assert point_of(0.0, status(task("worker:0"), task("worker:1")))[COLUMNS.index("ahead")] is None
+    assert point_of(0.0, status(task("worker:0"), task("worker:1")), 0, 0)[COLUMNS.index("ahead")] is None
     assert "steps_total{task=ps:0}" not in found and "bytes_held{task=worker:0}" not in found
 
 
