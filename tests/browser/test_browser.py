@@ -43,6 +43,14 @@ async def until(page: Any, expression: str, what: str = "") -> Any:
 
 def test_it_shows_what_status_says_and_survives_its_chief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_watch, "LIVE_S", 0.1)
+    watches: list[page_watch.PageWatch] = []
+    watch = page_watch.PageWatch.run
+
+    def run_watch(self: page_watch.PageWatch) -> Any:
+        watches.append(self)
+        return watch(self)
+
+    monkeypatch.setattr(page_watch.PageWatch, "run", run_watch)
 
     async def scenario() -> None:
         async with serving(tmp_path, num_workers=2, num_ps=0) as desk:
@@ -57,6 +65,7 @@ def test_it_shows_what_status_says_and_survives_its_chief(tmp_path: Path, monkey
                 await same_cells(page, desk.running.address)
                 await harmless(page)
                 await usable(page)
+                await lets_go(page)
                 num_points = await page.evaluate(LOOKS)
                 await desk.kill()
                 address, web = desk.running.address, desk.url.removeprefix("http://")
@@ -104,6 +113,19 @@ def test_it_shows_what_status_says_and_survives_its_chief(tmp_path: Path, monkey
                 break
         await page.keyboard.press("Enter")
         assert await page.evaluate("document.documentElement.dataset.theme") == "light"
+
+    async def lets_go(page: Any) -> None:
+        """A tab that nobody sees holds no connection: a seventh tab would get none."""
+        hide = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
+        hide += "document.dispatchEvent(new Event('visibilitychange'))"
+        await page.evaluate(hide % "true")
+        deadline = asyncio.get_running_loop().time() + 60
+        while watches[-1]._num_viewers:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.05)
+        num_looks = await page.evaluate(LOOKS)
+        await page.evaluate(hide % "false")
+        await until(page, f"{LOOKS} > {num_looks + 2}")
 
     async def restarted(page: Any, folder: Path, address: str, web: str, num_looks: int) -> None:
         async with serving(folder, web, bind=address, num_workers=2, num_ps=0) as again:

@@ -13,7 +13,7 @@ let stream = null;
 let latest = null;
 
 function show() {
-  if (!latest || document.hidden) return;
+  if (!latest) return;
   showJob(latest);
   showVerdict(latest.verdict);
   curves.draw();
@@ -33,7 +33,9 @@ function away() {
   chip.className = latest?.job.stop_reason ? "chip" : "chip bad";
 }
 
+// A browser has six connections to a server, for all its tabs: those that nobody sees have none.
 function connect() {
+  if (stream || document.hidden) return;
   stream = new EventSource("api/live");
   stream.addEventListener("past", (message) => {
     const past = JSON.parse(message.data);
@@ -52,9 +54,14 @@ function connect() {
   });
   stream.onerror = () => {
     away();
-    stream.close(); // a browser gives up by itself after some answers
+    disconnect(); // a browser gives up by itself after some answers
     setTimeout(connect, RETRY_MS);
   };
+}
+
+function disconnect() {
+  stream?.close();
+  stream = null;
 }
 
 // After a stream broke off the chief tells everything again: what is here already is not shown twice.
@@ -106,7 +113,7 @@ find("#theme").addEventListener("click", () => {
   applyTheme(theme);
 });
 preferred.addEventListener("change", () => stored() || applyTheme(preferred.matches ? "dark" : "light"));
-document.addEventListener("visibilitychange", show);
+document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
 find("#log select").addEventListener("change", filterAll);
 find("#log input").addEventListener("input", filterAll);
 applyTheme(stored() ?? (preferred.matches ? "dark" : "light"));
