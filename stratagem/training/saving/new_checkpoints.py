@@ -62,8 +62,9 @@ class JobWatch:
             self._session.start(self._start_timeout_s)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._session.goodbye(0)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        has_failed = isinstance(error, Exception)  # a script that leaves the loop of new_checkpoints() has not
+        self._session.goodbye(int(has_failed), f"{type(error).__name__}: {error}" if has_failed else "")
 
     def over(self) -> StratagemError | None:
         """Why the job is over; None when it still runs after :data:`POLL_S` seconds."""

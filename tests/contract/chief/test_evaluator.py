@@ -78,3 +78,20 @@ def test_a_job_that_saved_elsewhere_is_told_where_its_evaluator_looked(
     monkeypatch.setattr(module, "configure_logging", lambda *_: None)  # the log of this process stays as it is
     run(scenario)
     assert any(f"no checkpoint was in {tmp_path}" in text for text in caplog.messages), caplog.messages
+
+
+def test_an_evaluator_that_fails_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        with module.JobWatch(str(tmp_path)):
+            raise ValueError("no such column")
+
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=0) as running:
+            monkeypatch.setenv("STRATAGEM_CHIEF", running.address)
+            with pytest.raises(ValueError, match="no such column"):
+                await asyncio.to_thread(fail)
+            assert running.job.get_status().tasks[-1].state == "lost"
+            assert running.job.sessions.first_failure == "evaluator:0: ValueError: no such column"
+
+    monkeypatch.setattr(module, "configure_logging", lambda *_: None)  # the log of this process stays as it is
+    run(scenario)
