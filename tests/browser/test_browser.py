@@ -72,6 +72,7 @@ def test_it_shows_what_status_says_and_survives_its_chief(tmp_path: Path, monkey
                 await first.die()
                 await second.die()
                 await until(page, f"{STATE} === 'the chief does not answer'")
+                assert await page.title() == "the chief does not answer · Stratagem"
                 await restarted(page, tmp_path, address, web, num_points)
 
     async def same_cells(page: Any, address: str) -> None:

@@ -31,6 +31,7 @@ function away() {
   const chip = find("#state");
   chip.textContent = latest?.job.stop_reason ? "the job is over" : "the chief does not answer";
   chip.className = latest?.job.stop_reason ? "chip" : "chip bad";
+  document.title = `${chip.textContent} · Stratagem`;
 }
 
 // A browser has six connections to a server, for all its tabs: those that nobody sees have none.
