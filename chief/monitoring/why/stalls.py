@@ -17,12 +17,14 @@ def silent(reading: Reading) -> Iterator[Finding]:
     """Tasks that are stopped, on a machine that is gone, or lost."""
     if reading.is_over:
         return
-    for task in sorted(reading.tasks, key=lambda one: -one.silent_s):  # what was lost first made the others go
+    tasks = [task for task in reading.tasks if not task.task.startswith("evaluator:")]  # nobody waits for it
+    for task in sorted(tasks, key=lambda one: -one.silent_s):  # what was lost first made the others go
         if task.state == "lost":
+            waits = ", and the job waits until it is started again" if task.task.startswith("ps:") else ""
             yield Finding(
                 Cause.SILENT,
                 task.task,
-                f"{task.task} is lost, and the job waits until it is started again",
+                f"{task.task} is lost{waits}",
                 "look at its log; `stratagem run` and Kubernetes start it again by themselves",
                 1.0,
                 _waiting_for(reading, task),

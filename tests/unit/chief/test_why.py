@@ -376,6 +376,14 @@ def test_without_a_chief_it_says_so() -> None:
     assert (verdict.cause, verdict.task) == (Cause.CHIEF_AWAY, "chief:0")
 
 
+def test_a_job_waits_for_a_lost_ps_alone() -> None:
+    lost = [dataclasses.replace(task, state="lost") for task in (ps(0), worker(1), TaskReading("evaluator:0"))]
+    ends = [judge(Reading((worker(0), task))).sentence.partition(task.task)[2] for task in lost]
+    assert ends[:2] == [" is lost, and the job waits until it is started again", " is lost"]
+    silent = TaskReading("evaluator:0", state="live", silent_s=60.0)
+    assert all(judge(Reading((worker(0), task))).cause is Cause.NOTHING for task in (lost[2], silent))
+
+
 def test_few_steps_are_no_proof() -> None:
     assert judge(Reading(tuple(in_step(worker(0, 3, wait_s=7.4), worker(1, 3))))).sure.startswith("not sure")
     assert judge(Reading(tuple(in_step(worker(0, wait_s=7.4), worker(1))))).sure == "sure"
