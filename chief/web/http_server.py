@@ -41,7 +41,6 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
-    "Server": "stratagem",
 }
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -232,6 +231,7 @@ class _Refusing(asyncio.Protocol):
 async def _harden(request: web.Request, response: web.StreamResponse) -> None:
     for name, value in _HEADERS.items():
         response.headers.setdefault(name, value)
+    response.headers["Server"] = "stratagem"  # aiohttp has named itself, Python and their versions
 
 
 def _is_named(host: str, names: Collection[str]) -> bool:

@@ -185,6 +185,7 @@ async def test_nothing_can_be_changed_and_a_browser_is_told_what_it_may_do() -> 
         await asyncio.to_thread(connection.request, "GET", "/nothing")
         answer = await asyncio.to_thread(connection.getresponse)
         assert answer.status == 404 and answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Server"] == "stratagem", "no versions"
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self';")
         connection.close()
 
