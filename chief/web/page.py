@@ -16,8 +16,9 @@ from aiohttp import web
 from stratagem.chief.monitoring.job_log import JobLog
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
-from stratagem.chief.web.page_watch import PageWatch, to_json
+from stratagem.chief.web.page_watch import PageWatch
 from stratagem.rpc.logs import PACKAGE
+from stratagem.rpc.plain_json import to_json
 
 READ_S = 30.0
 """Seconds that a page may take to read a message."""

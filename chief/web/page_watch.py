@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from stratagem.chief.monitoring.job_log import JobLog
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.chief.web.snapshot import snapshot
 from stratagem.chief.web.story import COLUMNS, JobStory
+from stratagem.rpc.plain_json import to_json
 from stratagem.rpc.status_view import StatusView
 from stratagem.rpc.throttle import THROTTLE
 
@@ -26,19 +24,6 @@ LIVE_S, IDLE_S = 1.0, 10.0
 PATIENCE = 20
 """A look may take this part of the time between two: with a great many tasks there are fewer."""
 MAX_VIEWERS = 32
-
-
-def to_json(content: Mapping[str, Any]) -> str:
-    """One line. JSON knows no NaN: it is a string there, and so is an infinity."""
-    return json.dumps(_plain(content), separators=(",", ":"), allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 class PageWatch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 
 import click
@@ -13,6 +12,7 @@ from rich.table import Table
 from stratagem.cli.asking import Asking, asking_options
 from stratagem.errors import PeerUnavailableError, SecurityError
 from stratagem.launch.status import fetch_stack, fetch_status
+from stratagem.rpc.plain_json import to_json
 from stratagem.rpc.security import Security
 from stratagem.rpc.status_view import StatusView, TaskState
 
@@ -93,7 +93,7 @@ def status_command(asking: Asking, stacks: bool) -> None:
     status = fetch_status(asking.address, asking.timeout_s, security)
     found = _stacks(status, asking.timeout_s, security) if stacks else {}
     if asking.as_json:
-        click.echo(json.dumps(dataclasses.asdict(status) | ({"stacks": found} if stacks else {}), indent=2))
+        click.echo(to_json(dataclasses.asdict(status) | ({"stacks": found} if stacks else {}), indent=2))
         return
     _print_table(status)
     for task, threads in found.items():

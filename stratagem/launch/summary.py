@@ -20,6 +20,7 @@ from stratagem.launch.actions import Failure, describe_exit
 from stratagem.launch.output import essence
 from stratagem.launch.plan import LocalJob
 from stratagem.launch.supervisor import Supervisor
+from stratagem.rpc.plain_json import to_json
 from stratagem.rpc.status_view import StatusView
 
 
@@ -144,7 +145,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        partial.write_text(to_json(summary, indent=2) + "\n")
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

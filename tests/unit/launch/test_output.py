@@ -27,7 +27,7 @@ from stratagem.launch.local import run_local
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
 from stratagem.launch.plan import Launch, LocalJob, RunFolders, check_size, plan_launch
 from stratagem.launch.processes import Stream
-from stratagem.launch.summary import build_summary, failure_words, last_status
+from stratagem.launch.summary import build_summary, failure_words, last_status, write_summary
 from stratagem.launch.supervisor import Supervisor
 from stratagem.rpc.status_view import StatusView, TaskState
 
@@ -311,6 +311,12 @@ def test_a_summary_has_what_the_journal_says_of_the_last_second(tmp_path: Path) 
     job = _job(tmp_path, num_ps=1)
     summary = build_summary(job, Supervisor(job.workers, job.servers), status, {W0: {"steps": 1}}, 0, 1.0, [])
     assert (summary["steps"], summary["examples"]) == (4, 12)
+
+
+def test_a_summary_is_json_whatever_the_loss_is(tmp_path: Path) -> None:
+    write_summary(tmp_path / "s.json", {"loss": math.nan, "metrics": {"best": -math.inf}, "steps": 3})
+    found = json.loads((tmp_path / "s.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"loss": "nan", "metrics": {"best": "-inf"}, "steps": 3}
 
 
 def test_a_full_disk_costs_the_summary_and_is_said(tmp_path: Path) -> None:
