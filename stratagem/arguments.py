@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
 import operator
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, SupportsFloat, TypeVar
 
 from stratagem.errors import ConfigurationError
+from stratagem.tensorflow_arguments import way_out
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -87,12 +89,46 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
         raise ConfigurationError(f"expected kwargs as a dict, got {type(kwargs).__name__}")
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A clause that offers the known word nearest to ``word``, or all of them when none is near."""
+    words = sorted(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"
+
+
+def known_arguments(function: _Function) -> _Function:
+    """``function``, or a class with its constructor, which refuses what it has no argument for, with the way out.
+
+    Arguments of Keras and TensorFlow that ask for what is done anyway are left out.
+
+    Raises:
+        ConfigurationError: in the call: names the argument, and the nearest that there is.
+    """
+    if isinstance(function, type):
+        function.__init__ = known_arguments(function.__init__)  # type: ignore[misc]
+        return function
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in () if takes_all else [name for name in kwargs if name not in parameters]:
+            hint = way_out(called, name, kwargs.pop(name))
+            if hint is None or hint:
+                known = parameters.keys() - {"self", "cls"}
+                raise ConfigurationError(f"{called}() has no argument {name!r}; {hint or nearest(name, known)}")
+        return function(*args, **kwargs)
+
+    return typing.cast(_Function, call)
+
+
 def checked(function: _Function) -> _Function:
     """``function``, or a class with its constructor, whose arguments are of the kinds that their annotations say before
     anything is done with them.
 
     A number may be one of numpy or torch, True is none, and a string is no list. What an annotation says of elements
-    and literals is left to the function.
+    and literals is left to the function. What has no such argument is refused, see :func:`known_arguments`.
 
     Raises:
         ConfigurationError: in the call: names the argument, what it takes and what came.
@@ -119,7 +155,7 @@ def checked(function: _Function) -> _Function:
                     raise ConfigurationError(f"expected {key}= {_in_words(hints[name])}, got {came}")
         return function(*args, **kwargs)
 
-    return typing.cast(_Function, call)
+    return known_arguments(typing.cast(_Function, call))
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from stratagem.arguments import above_zero, whole_number, whole_numbers
+from stratagem.arguments import above_zero, known_arguments, whole_number, whole_numbers
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 
@@ -40,6 +40,7 @@ WireDType = Literal["float32", "bfloat16", "float16"]
 WIRE_DTYPES: tuple[WireDType, ...] = ("float32", "bfloat16", "float16")
 
 
+@known_arguments
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
     """Choices for collectives; ``tf.distribute.experimental.CommunicationOptions`` has the first three.

@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 import pydantic
 
+from stratagem.arguments import nearest
 from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, PsConfig, RoleConfig, WorkerConfig
-from stratagem.cluster.spec import ClusterSpec, nearest, refuse_unknown
+from stratagem.cluster.spec import ClusterSpec, refuse_unknown
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, cluster_variables, placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from stratagem.arguments import check_kind
+from stratagem.arguments import check_kind, nearest
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError, ConfigurationError
 
@@ -30,13 +29,6 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """The reverse of :func:`split_address`: an IPv6 host gets its brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A clause that offers the known word nearest to ``word``, or all of them when none is near."""
-    words = sorted(known)
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"
 
 
 def refuse_unknown(

@@ -6,7 +6,7 @@ import dataclasses
 from types import NoneType
 from typing import Literal
 
-from stratagem.arguments import check_kind, whole_number, whole_numbers
+from stratagem.arguments import check_kind, known_arguments, whole_number, whole_numbers
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 
@@ -26,6 +26,7 @@ class AutoShardPolicy(NamedEnum):
     """The chief leases units; each example counts exactly once an epoch, whatever dies. ParameterServerStrategy."""
 
 
+@known_arguments
 @dataclasses.dataclass(frozen=True)
 class DistributeOptions:
     """Choices for one distributed dataset.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from stratagem.arguments import checked
-from stratagem.cluster.spec import nearest
+from stratagem.arguments import checked, nearest
 from stratagem.errors import ConfigurationError
 
 MOST = 1_000_000

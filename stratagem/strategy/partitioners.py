@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from stratagem.arguments import whole_number, whole_numbers
+from stratagem.arguments import known_arguments, whole_number, whole_numbers
 from stratagem.errors import ConfigurationError
 from stratagem.worker.ring.schedule import cut
 
@@ -19,6 +19,7 @@ def _per_axis(shape: Sequence[int], shards: int) -> list[int]:
     return [max(1, shards), *[1] * (len(shape) - 1)]
 
 
+@known_arguments
 class FixedShardsPartitioner:
     """``min(num_shards, rows)`` shards."""
 
@@ -29,6 +30,7 @@ class FixedShardsPartitioner:
         return _per_axis(shape, min(self._num_shards, shape[0]))
 
 
+@known_arguments
 class MinSizePartitioner:
     """As many shards as keep each at ``min_shard_bytes`` or more, at most ``max_shards`` and one a row."""
 
@@ -41,6 +43,7 @@ class MinSizePartitioner:
         return _per_axis(shape, min(self._max_shards, shape[0], math.ceil(num_bytes / self._min_shard_bytes)))
 
 
+@known_arguments
 class MaxSizePartitioner:
     """As few shards as keep each at ``max_shard_bytes`` or less (a row is never cut), at most ``max_shards``."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from stratagem.arguments import known_arguments
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.data.nested import tensors
 from stratagem.errors import CollectiveError, ConfigurationError
@@ -19,6 +20,7 @@ from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.step_meter import StepMeter
 
 
+@known_arguments
 class TPUStrategy(SynchronousStrategy):
     """Synchronous training on TPUs: one replica a process, each with the whole model on its own XLA device.
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stratagem.arguments import checked, whole_number, whole_numbers
+from stratagem.arguments import checked, known_arguments, whole_number, whole_numbers
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.current import current_strategy
@@ -49,6 +49,7 @@ from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.runtime import active_runtime
 
 
+@known_arguments
 class Model(SingleBatches):
     """A plain ``nn.Module``, trained, evaluated and asked as in Keras.
 
@@ -342,6 +343,7 @@ class Model(SingleBatches):
         """Calls the module."""
         return self.module(*args, **kwargs)
 
+    @known_arguments
     def summary(self, print_fn: Callable[[str], Any] = print) -> None:
         """Prints the layers and their numbers of parameters.
 

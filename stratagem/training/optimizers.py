@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from stratagem.cluster.spec import nearest
+from stratagem.arguments import nearest
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.model_parts import parameters_of
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stratagem.arguments import known_arguments
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.saving.checkpoint import Checkpoint
@@ -24,6 +25,7 @@ GRACE_S = 20.0
 RUN_CALLS = "total_run_calls"
 
 
+@known_arguments
 class PreemptionCheckpointHandler:
     """Saves a checkpoint when this job is told to end, and goes on from there when it is started again.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stratagem.arguments import known_arguments
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.history import History
@@ -19,6 +20,7 @@ class SingleBatches(ModelState):
     evaluate: Callable[..., Any]
     predict: Callable[..., Any]
 
+    @known_arguments
     def train_on_batch(
         self,
         x: Any,
@@ -48,6 +50,7 @@ class SingleBatches(ModelState):
         history = self.fit([Arrays(batch).parts], verbose=0, class_weight=class_weight).history
         return as_asked({name: values[-1] for name, values in history.items()}, return_dict)
 
+    @known_arguments
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """:meth:`evaluate` of one batch."""
         size = num_examples(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import stratagem as sg
 from stratagem.arguments import above_zero, check_kind, checked, whole_number
 from stratagem.data.distribute import leasable
 from stratagem.errors import ConfigurationError
+from stratagem.tensorflow_arguments import INSTEAD
 
 
 @pytest.mark.parametrize("value", [2, np.int32(2), torch.tensor(2)])
@@ -168,3 +170,56 @@ def test_annotations_of_the_public_names_can_be_resolved() -> None:
                 typing.get_type_hints(inner)
                 found += 1
     assert found > 30
+
+
+def _spec(**given: Any) -> Any:
+    return sg.EstimatorSpec("train", loss=torch.tensor(1.0), optimizer=torch.optim.SGD([X]), **given)
+
+
+def _given(call: Any, **given: Any) -> Callable[[], Any]:
+    return lambda: call(**given)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (_given(sg.Model(torch.nn.Linear(1, 1)).compile, loss_weights=[1.0]), r"compile\(\) .* 'loss_weights'; give "),
+        (_given(sg.Model(torch.nn.Linear(1, 1)).compile, metric="mse"), r"'metric'; did you mean 'metrics'\?"),
+        (_given(_fit, workers=4), r"fit\(\) has no argument 'workers'; DataLoader\(\.\.\., num_workers="),
+        (_given(_fit, rate=0.1), r"fit\(\) has no argument 'rate'; known: batch_size, "),
+        (_given(sg.RunConfig, tf_random_seed=1), r"RunConfig\(\) .* 'tf_random_seed'; its name is seed"),
+        (_given(sg.RunConfig, protocol=True), "'protocol'; train_distribute= says"),
+        (_given(_spec, train_op=print), r"EstimatorSpec\(\) .* 'train_op'; give optimizer="),
+        (_given(_spec, eval_metric_ops={"a": 1}), "'eval_metric_ops'; its name is metrics"),
+        (_given(sg.LatestExporter, serving_input_receiver_fn=print), "example_inputs= says"),
+        (_given(sg.BestExporter, serving_input_receiver_fn=print), r"BestExporter\(\) .* example_inputs= says"),
+        (_given(sg.callbacks.TensorBoard, histogram_freq=1), "'histogram_freq'; a callback of your own"),
+        (_given(sg.MinSizePartitioner, min_bytes=1), r"did you mean 'min_shard_bytes'\?"),
+        (_given(sg.DistributeOptions, experimental_per_replica_buffer_size=2), "its name is prefetch"),
+    ],
+)
+def test_arguments_that_only_tensorflow_has_are_refused_with_the_way_out(call: Any, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        call()
+
+
+def test_arguments_of_tensorflow_that_ask_for_what_is_done_anyway() -> None:
+    model = sg.Model(torch.nn.Linear(4, 2))
+    done: Any = model.compile
+    done("SGD", "cross_entropy", run_eagerly=True, jit_compile=False, steps_per_execution=1, loss_weights=None)
+    assert len(_fit(workers=1, use_multiprocessing=False, max_queue_size=10).history["loss"]) == 1
+    config: Any = sg.RunConfig
+    assert config("runs", session_config=None, keep_checkpoint_every_n_hours=10000) == sg.RunConfig("runs")
+    with pytest.raises(ConfigurationError, match="expected seed= a whole number or None, got '1'"):
+        config(seed="1", session_config=None)
+
+
+def test_the_table_names_what_is_there() -> None:
+    """Every entry is of something with that name, which does not have the argument."""
+    methods = [getattr(kind, name, None) for kind in (sg.Model, sg.Estimator) for name in INSTEAD]
+    others = [getattr(room, name, None) for room in (sg, sg.callbacks) for name in INSTEAD]
+    found = [one for one in (*methods, *others) if one is not None]
+    assert {getattr(one, "__name__", "") for one in found} == INSTEAD.keys()
+    for one in found:
+        own = INSTEAD[one.__name__].keys() & inspect.signature(one).parameters.keys()
+        assert not own, f"{one.__name__} takes {own}"

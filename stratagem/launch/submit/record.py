@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from stratagem.cluster.spec import nearest
+from stratagem.arguments import nearest
 from stratagem.errors import ConfigurationError
 
 FILE = "job.json"

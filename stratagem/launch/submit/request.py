@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stratagem.arguments import whole_number
+from stratagem.arguments import nearest, whole_number
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choose_strategy
-from stratagem.cluster.spec import nearest, refuse_unknown
+from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
 from stratagem.launch.manifests.workload import ACCESS_MODES

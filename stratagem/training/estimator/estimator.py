@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stratagem.arguments import checked, whole_numbers
+from stratagem.arguments import checked, known_arguments, whole_numbers
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
@@ -83,6 +83,7 @@ class Estimator:
         self._restored: dict[ModeKeys, RestoredObjects] = {}
         self._evaluations: dict[str | None, Summaries] = {}
 
+    @known_arguments
     def train(
         self,
         input_fn: InputFunction,
@@ -125,6 +126,7 @@ class Estimator:
         logger.info("Trained %d steps in all", step)
         return self
 
+    @known_arguments
     def evaluate(
         self,
         input_fn: InputFunction,
@@ -156,6 +158,7 @@ class Estimator:
             logger.info("evaluated step %d: %s", step, ", ".join(f"{k} {v:.6g}" for k, v in results.items()))
         return results
 
+    @known_arguments
     def predict(self, input_fn: InputFunction, checkpoint_path: str | os.PathLike[str] | None = None) -> Iterator[Any]:
         """The predictions of a checkpoint for each example, in the order of the input, on the CPU.
 
@@ -175,6 +178,7 @@ class Estimator:
         found = newest(self.model_dir, CHECKPOINT_NAME)
         return None if found is None else str(found)
 
+    @known_arguments
     def export_model(
         self,
         path: str | os.PathLike[str],

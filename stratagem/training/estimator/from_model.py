@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.arguments import known_arguments
 from stratagem.data.nested import map_leaves
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import get_strategy
@@ -23,6 +24,7 @@ from stratagem.training.metrics import Metric
 from stratagem.training.model import Model
 
 
+@known_arguments
 def model_to_estimator(
     model: Model, model_dir: str | os.PathLike[str] | None = None, config: RunConfig | None = None
 ) -> Estimator:

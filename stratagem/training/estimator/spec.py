@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torchmetrics
 
+from stratagem.arguments import known_arguments
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 from stratagem.training.metrics import Metric
@@ -28,6 +29,7 @@ class ModeKeys(NamedEnum, enum.StrEnum):
     PREDICT = "infer"
 
 
+@known_arguments
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
     """The answer of a ``model_fn`` to one batch.
