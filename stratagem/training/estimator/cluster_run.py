@@ -20,7 +20,7 @@ from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.exporters import Exporter
 from stratagem.training.estimator.inputs import InputFunction
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME
-from stratagem.training.estimator.training import SavedStep
+from stratagem.training.estimator.training import SavedStep, SavingListener, listening
 from stratagem.training.saving.new_checkpoints import JobWatch
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,12 @@ class TrainSpec:
     """See :meth:`Estimator.train`."""
     max_steps: int | None = None
     """Updates of the whole cluster, over all trainings of the model; None: one pass over the input."""
+    saving_listeners: Sequence[SavingListener] | None = dataclasses.field(default=(), kw_only=True)
+    """See :meth:`Estimator.train`."""
+
+    def __post_init__(self) -> None:
+        whole_numbers(max_steps=self.max_steps)
+        object.__setattr__(self, "saving_listeners", listening(self.saving_listeners))
 
 
 @checked
@@ -52,7 +58,7 @@ class EvalSpec:
     """Batches at most; None: all."""
     name: str | None = None
     """Of the data; see :meth:`Estimator.evaluate`."""
-    exporters: Exporter | Sequence[Exporter] = ()
+    exporters: Exporter | Sequence[Exporter] | None = ()
     """Called after each evaluation."""
     start_delay_secs: float = 120
     """An evaluator waits that long at first. A process that trains alone evaluates each checkpoint as it is saved."""
@@ -64,10 +70,12 @@ class EvalSpec:
         for name in ("start_delay_secs", "throttle_secs"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"expected {name} of at least 0, got {getattr(self, name)!r}")
-        given = [self.exporters] if isinstance(self.exporters, Exporter) else list(self.exporters)
+        given = [self.exporters] if isinstance(self.exporters, Exporter) else list(self.exporters or ())
         for exporter in given:
             if not isinstance(exporter, Exporter):
                 raise ConfigurationError(f"expected exporters, got {type(exporter).__name__}")
+            if exporter.name.startswith((".", os.sep)) or os.path.normpath(exporter.name) != exporter.name:
+                raise ConfigurationError(f"expected an exporter whose name is that of a folder, got {exporter.name!r}")
         names = [exporter.name for exporter in given]
         if len({*names}) < len(names):
             raise ConfigurationError(f"exporters need a name of their own each, got {', '.join(names)}")
@@ -103,7 +111,8 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     placement = placement_from_environment(os.environ)
     evaluation = _Evaluation(estimator, eval_spec)
     if placement is None:
-        estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps, saving_listeners=[evaluation.after_saving])
+        listeners = [evaluation.after_saving, *train_spec.saving_listeners]  # type: ignore[misc]  # as of exporters
+        estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps, saving_listeners=listeners)
         if evaluation.newest is None and (path := estimator.latest_checkpoint()) is not None:
             evaluation.evaluate(path, is_last=True)  # nothing was left to train: perhaps it ended before it evaluated
         return evaluation.newest
@@ -118,7 +127,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
             "The cluster names no evaluator: if none is started beside it, nobody evaluates the checkpoints in %s",
             estimator.model_dir,
         )
-    estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps)
+    estimator.train(train_spec.input_fn, None, train_spec.max_steps, train_spec.saving_listeners)
     return None
 
 

@@ -13,6 +13,7 @@ import torch
 
 from stratagem.arguments import checked, known_arguments, whole_numbers
 from stratagem.checkpoint.catalog import newest
+from stratagem.checkpoint.reading import find
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -27,9 +28,9 @@ from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig, StrategyOrFactory
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.estimator.summaries import Summaries
-from stratagem.training.estimator.training import EstimatorTraining, SavingListener
+from stratagem.training.estimator.training import EstimatorTraining, SavingListener, listening
 from stratagem.training.export.export import export_model
-from stratagem.training.export.inputs import batch_of
+from stratagem.training.export.inputs import as_arguments, batch_of
 from stratagem.worker.runtime import active_runtime
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Estimator:
         input_fn: InputFunction,
         steps: int | None = None,
         max_steps: int | None = None,
-        saving_listeners: Sequence[SavingListener] = (),
+        saving_listeners: Sequence[SavingListener] | None = (),
     ) -> Estimator:
         """Trains, from the newest checkpoint on; saves checkpoints on the way and at the end.
 
@@ -118,11 +119,12 @@ class Estimator:
         if steps is not None and max_steps is not None:
             raise ConfigurationError("expected steps or max_steps, got both")
         whole_numbers(steps=steps, max_steps=max_steps)
+        listeners = listening(saving_listeners)
         given = Input(input_fn, ModeKeys.TRAIN, self.params, self.config)
         if self._training is None:
             strategy = _made(self.config.train_distribute) or _of_process()
             self._training = EstimatorTraining(self._function, strategy, self.model_dir, self.config)
-        step = self._training.run(given, steps, max_steps, saving_listeners)
+        step = self._training.run(given, steps, max_steps, listeners)
         logger.info("Trained %d steps in all", step)
         return self
 
@@ -141,7 +143,7 @@ class Estimator:
         Args:
             input_fn: returns a DataLoader, or an iterable, of batches.
             steps: batches at most; None: all.
-            checkpoint_path: None: the newest one.
+            checkpoint_path: a checkpoint, or a folder of them; None: the newest one of the model.
             name: of the data: the summary goes to ``eval_<name>``.
 
         Raises:
@@ -164,7 +166,7 @@ class Estimator:
 
         Args:
             input_fn: returns a DataLoader, or an iterable, of batches; labels in them are left out.
-            checkpoint_path: None: the newest one.
+            checkpoint_path: a checkpoint, or a folder of them; None: the newest one of the model.
 
         Raises:
             CheckpointError: it is damaged or of another model.
@@ -191,7 +193,7 @@ class Estimator:
         Args:
             path: of the folder.
             example_inputs: features, or ``TensorSpec`` in their place; None: as ``evaluate`` or ``predict`` was given.
-            checkpoint_path: None: the newest one.
+            checkpoint_path: a checkpoint, or a folder of them; None: the newest one of the model.
             metadata: goes with it; anything JSON can hold.
 
         Raises:
@@ -203,7 +205,7 @@ class Estimator:
         if example_inputs is None:
             raise ConfigurationError("export_model needs example_inputs=, a batch of features, or an evaluation before")
         restored = RestoredObjects(self._function, ModeKeys.PREDICT, DefaultStrategy(), torch.device("cpu"))
-        restored.build(batch_of((example_inputs,), 2))
+        restored.build(batch_of(as_arguments((example_inputs,)), 2))
         step = restored.load(self._checkpoint(checkpoint_path))
         predictor = Predictor(self._function, restored.objects.modules, step)
         return export_model(predictor, path, (example_inputs,), {"global_step": step, **(metadata or {})})
@@ -221,7 +223,7 @@ class Estimator:
 
     def _checkpoint(self, path: str | os.PathLike[str] | None) -> Path | None:
         chosen = self.latest_checkpoint() if path is None else path
-        return None if chosen is None else Path(chosen)
+        return None if chosen is None else find(chosen)
 
 
 def _made(given: StrategyOrFactory | None) -> Strategy | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from stratagem.arguments import checked, whole_numbers
+from stratagem.training.export.inputs import as_arguments
 
 if TYPE_CHECKING:
     from stratagem.training.estimator.estimator import Estimator
@@ -62,6 +63,8 @@ class LatestExporter:
 
     def __init__(self, name: str = "latest", example_inputs: Any = None, exports_to_keep: int | None = 5) -> None:
         whole_numbers(exports_to_keep=exports_to_keep)
+        if example_inputs is not None:
+            as_arguments((example_inputs,))
         self.name = name
         self._example_inputs = example_inputs
         self._keep = exports_to_keep

@@ -50,6 +50,18 @@ class SavedStep:
 SavingListener = Callable[[SavedStep], None]
 
 
+def listening(given: Sequence[SavingListener] | None) -> tuple[SavingListener, ...]:
+    """``saving_listeners``, or none.
+
+    Raises:
+        ConfigurationError: one is no function.
+    """
+    for listener in given or ():
+        if not callable(listener):
+            raise ConfigurationError(f"expected functions of a SavedStep in saving_listeners=, got {listener!r}")
+    return tuple(given or ())
+
+
 class EstimatorTraining:
     """The objects of mode TRAIN under one strategy, and how far they have been trained."""
 

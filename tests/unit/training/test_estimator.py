@@ -463,6 +463,18 @@ def test_what_an_input_fn_cannot_be(tmp_path: Path, input_fn: Any, match: str) -
         make(tmp_path).train(input_fn, steps=3)
 
 
+def test_a_folder_of_checkpoints_stands_for_its_newest(tmp_path: Path) -> None:
+    make(tmp_path / "other").train(loader, steps=2, saving_listeners=None)
+    estimator = make(tmp_path / "own")
+    assert estimator.evaluate(loader, checkpoint_path=tmp_path / "other")["global_step"] == 2
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        estimator.evaluate(loader, checkpoint_path=tmp_path / "nowhere")
+    with pytest.raises(ConfigurationError, match="expected functions of a SavedStep in saving_listeners="):
+        estimator.train(loader, steps=1, saving_listeners=[object()])  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match="expected example_inputs with a tensor"):
+        estimator.export_model(tmp_path / "export", lambda: None)
+
+
 def test_what_an_estimator_is_not_made_of(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="expected config= RunConfig or None, got a dict"):
         Estimator(model_fn, tmp_path, {"seed": 1})  # type: ignore[arg-type]

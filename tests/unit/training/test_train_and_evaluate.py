@@ -83,6 +83,13 @@ def test_alone_each_checkpoint_is_evaluated_and_training_does_not_notice(tmp_pat
     assert scalars(estimator.model_dir / "eval", "accuracy")[-1][1] == pytest.approx(found.results["accuracy"])
 
 
+def test_listeners_of_a_spec_hear_of_each_checkpoint(tmp_path: Path) -> None:
+    heard: list[int] = []
+    spec = TrainSpec(loader, max_steps=7, saving_listeners=[lambda saved: heard.append(saved.step)])
+    train_and_evaluate(make(tmp_path), spec, EvalSpec(loader))
+    assert heard == [4, 7]
+
+
 def test_one_pass_ends_with_a_final_export(tmp_path: Path) -> None:
     recorder = Recorder()
     train_and_evaluate(
@@ -162,6 +169,16 @@ def test_specs_that_cannot_be(tmp_path: Path) -> None:
         EvalSpec(loader, exporters=[LatestExporter(), LatestExporter()])
     with pytest.raises(ConfigurationError, match="expected exporters, got int"):
         EvalSpec(loader, exporters=[1])  # type: ignore[list-item]
+    for name in ("", ".", "../elsewhere", "/elsewhere", "latest/"):
+        with pytest.raises(ConfigurationError, match="expected an exporter whose name is that of a folder"):
+            EvalSpec(loader, exporters=LatestExporter(name))
+    assert EvalSpec(loader, exporters=None) == EvalSpec(loader, exporters=())
+    with pytest.raises(ConfigurationError, match="expected example_inputs with a tensor"):
+        LatestExporter("serving", lambda: None)
+    with pytest.raises(ConfigurationError, match="max_steps of at least 1"):
+        TrainSpec(loader, max_steps=0)
+    with pytest.raises(ConfigurationError, match="expected functions of a SavedStep in saving_listeners="):
+        TrainSpec(loader, saving_listeners=[object()])  # type: ignore[list-item]
     with pytest.raises(ConfigurationError, match="start_delay_secs of at least 0"):
         EvalSpec(loader, start_delay_secs=-1)
     with pytest.raises(ConfigurationError, match="steps of at least 1"):
