@@ -213,6 +213,7 @@ class Model(SingleBatches):
             raise ConfigurationError("fit needs compile(optimizer=..., loss=...)")
         whole_numbers(0, epochs=epochs, initial_epoch=initial_epoch)
         whole_numbers(steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
+        whole_numbers(validation_batch_size=validation_batch_size)
         callbacks = listed(callbacks)
         held_out: list[Arrays] = []
 
@@ -236,10 +237,11 @@ class Model(SingleBatches):
                 f"a {type(source).__name__} can be gone through once, and there are {epochs - initial_epoch} epochs: "
                 "give steps_per_epoch=, or something that starts anew with each iter()"
             )
-        if isinstance(validation, Iterator) and validation_freq == 1 and epochs - initial_epoch > 1:
+        validates = at_epochs(validation_freq)
+        if isinstance(validation, Iterator) and (times := sum(map(validates, range(initial_epoch, epochs)))) > 1:
             raise ConfigurationError(
-                f"a {type(validation).__name__} can be gone through once, and there are {epochs - initial_epoch} "
-                "validations: give validation_data= a list, or something that starts anew with each iter()"
+                f"a {type(validation).__name__} can be gone through once, and there are {times} validations: give "
+                "validation_data= a list, or something that starts anew with each iter()"
             )
         with self._scope(), self._fitting():
             dataset = for_training(self.strategy, source, self.module, self._device, self._num_fits)
@@ -258,7 +260,8 @@ class Model(SingleBatches):
             validate = None
             if validation is not None:
                 evaluation = self._evaluation(validation, called, validation_steps)
-                validate, self._position.validation = at_epochs(validation_freq, evaluation), evaluation.in_step
+                self._position.validation = evaluation.in_step
+                validate = lambda number, is_silent: evaluation.run(is_silent) if validates(number) else {}  # noqa: E731
             self.history = history
             passes = Passes(self._sampled(dataset), steps_per_epoch)
             agreement = self._agreement(dataset, self._position)

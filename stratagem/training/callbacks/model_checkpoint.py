@@ -25,7 +25,8 @@ class ModelCheckpoint(Callback):
 
     Args:
         filepath: a folder for each, which may hold "{epoch}" (from 1) and values of the logs:
-            "runs/{epoch}-{val_loss:.2f}". The same path again replaces what is there.
+            "runs/{epoch}-{val_loss:.2f}"; with a number of batches as ``save_freq`` also "{batch}" of the epoch, from
+            1. The same path again replaces what is there.
         monitor: a value of the epochs' logs.
         verbose: 1: says each.
         save_best_only: only when ``monitor`` is better than ever.
@@ -56,7 +57,7 @@ class ModelCheckpoint(Callback):
         self._monitor = Monitor(monitor, mode if save_best_only or mode != "auto" else "min")
         if initial_value_threshold is not None:
             self._monitor.best = initial_value_threshold
-        self._epoch = 0
+        self._named: dict[str, int] = {}
         self.last_path: str | None = None
         """Of the newest checkpoint."""
         if save_freq != "epoch":
@@ -68,7 +69,7 @@ class ModelCheckpoint(Callback):
         return self._monitor.best
 
     def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
-        self._epoch = epoch
+        self._named = {"epoch": epoch + 1}
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         if self._every == "epoch":
@@ -76,7 +77,8 @@ class ModelCheckpoint(Callback):
 
     def _end_batch(self, batch: int, logs: LogsArgument = None) -> None:
         if self.model.num_steps % int(self._every) == 0:
-            needs_logs = self._best_only or "{" in self._template.replace("{epoch", "")
+            self._named["batch"] = batch + 1
+            needs_logs = self._best_only or "{" in self._template.replace("{epoch", "").replace("{batch", "")
             self._consider(self.model.logs_of_all(logs or {}) if needs_logs else {})
 
     def _consider(self, logs: Mapping[str, float]) -> None:
@@ -91,18 +93,18 @@ class ModelCheckpoint(Callback):
         objects: dict[str, Any] = {"model": self.model.module}
         if not self._weights_only:
             objects["optimizer"] = self.model.optimizer
-        path = self._path(logs)
+        path = self._path({**logs, **self._named})
         checkpoint = Checkpoint(strategy=self.model.strategy, **objects)
         self.last_path = checkpoint.write(path, step=next_number(path, self.model.num_steps))
         if self._verbose and self.model.strategy.is_lead:
-            logger.info("epoch %d: saved %s", self._epoch + 1, self.last_path)
+            logger.info("epoch %d: saved %s", self._named["epoch"], self.last_path)
 
-    def _path(self, logs: Mapping[str, float]) -> str:
+    def _path(self, values: Mapping[str, float]) -> str:
         try:
-            return self._template.format(**{**logs, "epoch": self._epoch + 1})
-        except (KeyError, ValueError, IndexError) as error:
+            return self._template.format(**values)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise ConfigurationError(
-                f"the filepath {self._template!r} cannot be filled in ({error}); there are epoch and {', '.join(logs)}"
+                f"the filepath {self._template!r} cannot be filled in ({error}); there are {', '.join(values)}"
             ) from None
 
     def state_dict(self) -> dict[str, Any]:

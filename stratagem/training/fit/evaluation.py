@@ -101,11 +101,10 @@ def _leased(strategy: Strategy, servers: Servers, source: Any, num_steps: int | 
     return servers.lease_whole(distribute(source, placement=InputPlacement(strategy.local_devices)), num_steps)
 
 
-def at_epochs(chosen: int | Collection[int], evaluation: Evaluation) -> Callable[[int, bool], dict[str, float]]:
-    """What evaluates after every so many epochs, or after those whose numbers, from 1, are given, and gives no logs
-    after the others."""
+def at_epochs(chosen: int | Collection[int]) -> Callable[[int], bool]:
+    """Whether an epoch, from 0, has a validation: every so many, or those whose numbers, from 1, are given."""
     if not isinstance(chosen, Collection):
         every = whole_number("validation_freq", chosen)
-        return lambda number, is_silent: {} if (number + 1) % every else evaluation.run(is_silent)
+        return lambda number: not (number + 1) % every
     whole_numbers(**{f"validation_freq[{place}]": number for place, number in enumerate(chosen)})
-    return lambda number, is_silent: evaluation.run(is_silent) if number + 1 in chosen else {}
+    return lambda number: number + 1 in chosen

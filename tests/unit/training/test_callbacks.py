@@ -312,6 +312,13 @@ def test_only_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     assert len([path for path in (tmp_path / "best").iterdir() if path.is_dir()]) == 1
     with pytest.raises(ConfigurationError, match="cannot be filled in"):
         fit(model, [ModelCheckpoint(tmp_path / "{nothing}")])
+    with pytest.raises(ConfigurationError, match=r"cannot be filled in .*; there are loss, .*epoch"):
+        fit(model, [ModelCheckpoint(tmp_path / "{epoch.name}")])
+
+
+def test_names_of_checkpoints_may_hold_the_batch(tmp_path: Path) -> None:
+    fit(make_model(), [ModelCheckpoint(tmp_path / "{epoch}-{batch:02d}", save_freq=2)], epochs=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-02", "2-01", "2-03"]
 
 
 @pytest.mark.parametrize("crash_after", [4, 6, 8])
