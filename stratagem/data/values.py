@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Generic, NoReturn, TypeVar
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.data.nested import map_values
+from stratagem.data.nested import map_values, values_in
 from stratagem.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -47,8 +47,11 @@ class ValueContext:
 
 
 def local_values(value: Any) -> tuple[Any, ...]:
-    """The values in ``value``: those of a :class:`PerReplica`, or ``value`` itself."""
-    return value.values if isinstance(value, PerReplica) else (value,)
+    """The values in ``value``: those of a :class:`PerReplica`, also inside dicts, lists and tuples, or ``value``."""
+    if isinstance(value, PerReplica):
+        return value.values
+    counts = [len(leaf.values) for leaf in values_in(value) if isinstance(leaf, PerReplica)]
+    return tuple(part_of_replica(value, replica) for replica in range(max(counts, default=0))) or (value,)
 
 
 def part_of_replica(value: Any, replica: int) -> Any:

@@ -68,6 +68,8 @@ def test_the_evaluator_beside_one_worker_does_not_train_either(monkeypatch: pyte
 def test_names_that_begin_with_experimental() -> None:
     strategy: Any = sg.MirroredStrategy(["cpu:0", "cpu:1"])
     assert strategy.experimental_local_results(strategy.run(lambda: 1)) == (1, 1)
+    nested = {"loss": strategy.run(lambda: 1), "others": [strategy.run(lambda: 2), 3]}
+    assert strategy.experimental_local_results(nested) == ({"loss": 1, "others": [2, 3]},) * 2
     dataset = strategy.experimental_distribute_dataset([torch.arange(4)])
     assert [part.tolist() for part in strategy.local_results(next(iter(dataset)))] == [[0, 1], [2, 3]]
     with pytest.raises(
