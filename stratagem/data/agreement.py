@@ -21,11 +21,15 @@ logger = logging.getLogger(__name__)
 
 class StepAgreement:
     """All workers make the same steps, until none has any data; who has none left gets batches of size 0. Workers that
-    do not ask (``asks``) know it alike: :class:`Parts` say all there is to know."""
+    do not ask (``asks``) know it alike: :class:`Parts` say all there is to know. Those that share each global batch
+    (``is_shared``) all have it, or none does."""
 
-    def __init__(self, communicator: Communicator | None, num_local_replicas: int, asks: bool) -> None:
+    def __init__(
+        self, communicator: Communicator | None, num_local_replicas: int, asks: bool, is_shared: bool = False
+    ) -> None:
         self._communicator = communicator
         self._asks = asks
+        self._is_shared = is_shared
         self._num_local_replicas = num_local_replicas
         self._empty: Any = None
         self._has_met = False
@@ -55,7 +59,7 @@ class StepAgreement:
             common: what has to be equal on all workers that have read something; see ``IndexReader.common``.
 
         Raises:
-            ConfigurationError: it is not.
+            ConfigurationError: it is not, or one has a global batch to share that another has not.
         """
         if self._communicator is None or not self._asks:
             return None if parts is None else (parts, parts.totals or _local(parts))
@@ -69,6 +73,13 @@ class StepAgreement:
             num_examples, num_empty, num_with_data = self._communicator.all_reduce(counts).tolist()
         if not num_with_data:
             return None
+        if self._is_shared and num_with_data < self._communicator.size:
+            raise ConfigurationError(
+                f"the workers must read the same, but {self._communicator.size - num_with_data} of "
+                f"{self._communicator.size} have no batch left where others have one, of which a part would be lost: "
+                "give every worker equally many batches, or use AutoShardPolicy.OFF, which lets every worker read what "
+                "it likes"
+            )
         if parts is None:
             if not self._has_warned:
                 self._has_warned = True

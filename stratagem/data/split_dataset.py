@@ -49,7 +49,8 @@ class SplitDataset:
         self._policy = policy
         self._plan = plan
         self._seed = seed
-        self._agreement = StepAgreement(placement.communicator, placement.num_local_replicas, not reader.knows_totals)
+        asks, is_shared = not reader.knows_totals, policy is AutoShardPolicy.DATA
+        self._agreement = StepAgreement(placement.communicator, placement.num_local_replicas, asks, is_shared)
         copying = any(device.type != "cpu" for device in placement.devices)
         ahead = placement.num_local_replicas if copying else 0
         self._copies = DeviceCopies(placement.devices, ahead if options.prefetch is None else options.prefetch)

@@ -251,9 +251,12 @@ def test_a_set_of_batches_without_examples_is_no_step() -> None:
 
 
 def test_reading_stops_together_when_a_worker_has_fewer_batches() -> None:
-    def work(placement: InputPlacement) -> Any:
-        make = functools.partial(batches, 8, 2)
-        source = make() if placement.worker == 0 else make()[:3]
-        return [values(item) for item in distribute(source, placement=placement)]
+    def work(options: DistributeOptions, placement: InputPlacement) -> Any:
+        make = functools.partial(batches, 6, 2)
+        source = make() if placement.worker == 0 else make()[:2]
+        return [values(item) for item in distribute(source, placement=placement, options=options)]
 
-    assert on_workers(2, work) == [[[[0]], [[2]], [[4]], [[6]]], [[[1]], [[3]], [[5]], [[]]]]
+    own = [[[number]] for number in range(6)]
+    assert on_workers(2, functools.partial(work, OFF)) == [own, [*own[:4], [[]], [[]]]]
+    with pytest.raises(ConfigurationError, match=r"must read the same, but 1 of 2 have no batch left .*OFF"):
+        on_workers(2, functools.partial(work, DATA))  # half of the last batch would be nobody's
