@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -81,10 +83,13 @@ def place(
         rows = shape[0] if shape else 1
         shards = 1
         if partitioner is not None and shape and rows:
-            counts = list(partitioner(shape, dtype))
+            given: Any = partitioner(shape, dtype)
+            is_list = isinstance(given, Iterable) and all(isinstance(count, SupportsIndex) for count in given)
+            counts = list(map(operator.index, given)) if is_list else []
             if len(counts) != len(shape) or any(count != 1 for count in counts[1:]) or not 1 <= counts[0] <= rows:
                 raise ConfigurationError(
-                    f"a partitioner must cut axis 0 only, into 1 to {rows} shards for shape {list(shape)}; got {counts}"
+                    f"expected a partitioner that cuts axis 0 only, {_per_axis(shape, rows)} at most for shape "
+                    f"{list(shape)}, got {given}"
                 )
             shards = counts[0]
         row_bytes = sizes[index] // max(1, rows)

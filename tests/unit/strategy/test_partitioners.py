@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,8 +71,12 @@ def test_scalars_are_never_cut() -> None:
     assert place([([], F32)], FixedShardsPartitioner(4), [0, 0]) == [[(0, 0, 1)]]
 
 
-def test_other_axes_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="axis 0"):
-        place([([4, 4], F32)], lambda shape, dtype: [1, 2], [0])
+@pytest.mark.parametrize("given", [[1, 2], [5, 1], [2], 2, None, [2.0, 1], ["2", 1]])
+def test_other_axes_and_what_is_no_list_of_counts_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"cuts axis 0 only, \[4, 1\] at most for shape \[4, 4\], got"):
+        place([([4, 4], F32)], lambda shape, dtype: given, [0])
+
+
+def test_a_number_of_shards_is_at_least_one() -> None:
     with pytest.raises(ConfigurationError, match="num_shards"):
         FixedShardsPartitioner(0)
