@@ -1,9 +1,9 @@
-"""Arguments that Keras and TensorFlow have and nothing here does: what to write instead."""
+"""Arguments and attributes that Keras and TensorFlow have and nothing here does: what to write instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 Foreign = Mapping[str, tuple[str, tuple[Any, ...]]]
 """By the argument's name: the way out, and the values that ask for what is done anyway."""
@@ -119,3 +119,39 @@ def way_out(called: str, name: str, value: Any) -> str | None:
         return None
     instead, same = found
     return "" if any(type(value) is type(one) and value == one for one in same) else instead
+
+
+_EXPORT = "export_model(path, example_inputs) writes a program that torch runs alone"
+_VALUES = "sg.load_checkpoint(estimator.latest_checkpoint()) gives the weights by name"
+_GENERATOR = "{} takes generators too"
+_WEIGHTS = "state_dict() and load_state_dict() have the weights, by name"
+_PARAMETERS = "model.module has parameters(), children() and all that an nn.Module has"
+
+_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "Estimator": {
+        **dict.fromkeys(("export_saved_model", "export_savedmodel", "experimental_export_all_saved_models"), _EXPORT),
+        **dict.fromkeys(("get_variable_names", "get_variable_value"), _VALUES),
+        "eval_dir": "<model_dir>/eval has the summaries of evaluations",
+    },
+    "Model": {
+        **{f"{name}_generator": _GENERATOR.format(name) for name in ("fit", "evaluate", "predict")},
+        **dict.fromkeys(("get_weights", "set_weights"), _WEIGHTS),
+        **dict.fromkeys(("layers", "get_layer", "weights", "trainable_variables", "trainable_weights"), _PARAMETERS),
+        "add_loss": "give compile(loss=f), where f(outputs, targets) adds it",
+        "export": "save(path) writes a program that torch runs alone",
+        "to_json": "save(path) writes a program that torch runs alone",
+    },
+}
+"""By the name of the class."""
+
+
+class WithWaysOut:
+    """What a class of TensorFlow's or Keras's has, and that of the same name here has not, says what to write."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            for kind in type(self).__mro__:
+                if hint := _ATTRIBUTES.get(kind.__name__, {}).get(name):
+                    raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: {hint}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -18,6 +18,7 @@ from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
+from stratagem.tensorflow_arguments import WithWaysOut
 from stratagem.training.export.export import export_model
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
@@ -26,7 +27,7 @@ from stratagem.training.saving.checkpoint import Checkpoint
 _NEVER_CALLED = frozenset({"train_step", "test_step", "predict_step", "make_train_function", "compute_loss", "call"})
 
 
-class ModelState:
+class ModelState(WithWaysOut):
     """A model and how far its training has come."""
 
     def __init__(self, strategy: Strategy, module: nn.Module) -> None:

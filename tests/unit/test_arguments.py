@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
 
@@ -212,6 +214,22 @@ def test_arguments_of_tensorflow_that_ask_for_what_is_done_anyway() -> None:
     assert config("runs", session_config=None, keep_checkpoint_every_n_hours=10000) == sg.RunConfig("runs")
     with pytest.raises(ConfigurationError, match="expected seed= a whole number or None, got '1'"):
         config(seed="1", session_config=None)
+
+
+def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -> None:
+    model: Any = sg.Model(torch.nn.Linear(1, 1))
+    estimator: Any = sg.Estimator(lambda features: None, tmp_path)  # type: ignore[arg-type,return-value]
+    for owner, name, hint in (
+        (model, "fit_generator", "fit takes generators too"),
+        (model, "get_weights", "state_dict"),
+        (estimator, "export_saved_model", "export_model"),
+        (estimator, "get_variable_names", "load_checkpoint"),
+    ):
+        with pytest.raises(AttributeError, match=rf"{type(owner).__name__} has no attribute '{name}': .*{hint}"):
+            getattr(owner, name)
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'nothing'"):
+        _ = model.nothing
+    assert copy.deepcopy(model).compiled == model.compiled
 
 
 def test_the_table_names_what_is_there() -> None:

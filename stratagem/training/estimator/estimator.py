@@ -21,6 +21,7 @@ from stratagem.strategy.current import current_strategy, set_strategy
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.devices import default_device
 from stratagem.strategy.environment import strategy_from_environment
+from stratagem.tensorflow_arguments import WithWaysOut
 from stratagem.training.estimator import evaluation
 from stratagem.training.estimator.evaluation import Predictor, RestoredObjects
 from stratagem.training.estimator.inputs import Input, InputFunction
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @checked
-class Estimator:
+class Estimator(WithWaysOut):
     """Trains, evaluates and asks the model of a ``model_fn``.
 
     ``model_fn(features, labels, mode, params)`` is called with every batch and returns an :class:`EstimatorSpec`. What
