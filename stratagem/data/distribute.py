@@ -53,6 +53,7 @@ def distribute(
         common = None
     batch_split = BatchSplit(placement.num_workers, placement.worker, placement.num_local_replicas, alone)
     plan: Plan | None = None
+    batches: IndexBatches | None = None
     reader: Reader
     if not isinstance(batched, DataLoader) or isinstance(batched.dataset, IterableDataset):
         reader = StreamReader(Reopened(batched), batch_split, common)
@@ -61,7 +62,6 @@ def distribute(
         # The indices of an epoch are the same on all workers, or (FILE, OFF) each worker's own.
         shift, communicator = (placement.worker, None) if alone else (0, placement.communicator)
         sampler: Iterable[Any] = batched.sampler if batched.batch_sampler is None else batched.batch_sampler
-        batches: IndexBatches
         if (planned := _plan(batched, num_slices=1)) is not None:
             batches = PlannedBatches(planned, ordinal, shift)
         else:
@@ -86,6 +86,7 @@ def distribute(
         listener=listener,
         policy=policy,
         plan=plan,
+        batches=batches,
         healing_reader=healing_reader,
     )
 
@@ -165,6 +166,10 @@ def _not_healing(source: str) -> ConfigurationError:
 
 
 def _with_batches(source: Any, batch_size: int | None) -> Any:
+    if isinstance(source, SplitDataset):
+        raise ConfigurationError(
+            "expected a source of global batches, got what distribute_dataset has made of one: go through it as it is"
+        )
     if isinstance(source, Dataset):
         if batch_size is None:
             raise ConfigurationError(

@@ -35,7 +35,8 @@ class PlannedBatches:
 
     _plan: Plan
     """Its seed does not matter."""
-    _ordinal: int
+    ordinal: int
+    """Of the dataset whose order this is; a position that is restored brings its own."""
     _shift: int
     """Added to the seed, for an order of this worker's own."""
 
@@ -47,7 +48,7 @@ class PlannedBatches:
     def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
         """The batches of an epoch from number ``first`` on."""
         plan = self._plan
-        order = epoch_order(plan.num_examples, plan.shuffle, seed + self._shift, self._ordinal, epoch)
+        order = epoch_order(plan.num_examples, plan.shuffle, seed + self._shift, self.ordinal, epoch)
         for start in range(first * plan.batch_size, plan.num_batches * plan.batch_size, plan.batch_size):
             yield order[start : start + plan.batch_size].tolist()
 
@@ -62,7 +63,7 @@ class DrawnBatches:
 
     _sampler: Iterable[Any]
     """Gives indices, or lists of them."""
-    _ordinal: int
+    ordinal: int
     _shift: int
     """As of :class:`PlannedBatches`."""
     _communicator: Communicator | None
@@ -91,7 +92,7 @@ class DrawnBatches:
         return (_as_list(batch) for batch in islice(batches, first, None))
 
     def _draw(self, epoch: int, seed: int) -> list[list[Any]]:
-        number = _seed_of(f"{seed + self._shift}/{self._ordinal}/{epoch}/sampler")
+        number = _seed_of(f"{seed + self._shift}/{self.ordinal}/{epoch}/sampler")
         with _seeded(number, self._sampler):
             return [_as_list(batch) for batch in self._sampler]
 

@@ -10,6 +10,7 @@ from stratagem.cluster.units import Plan
 from stratagem.data.agreement import StepAgreement
 from stratagem.data.device_copies import DeviceCopies
 from stratagem.data.healing_reader import HealingReader
+from stratagem.data.index_batches import IndexBatches
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.readers import Reader
@@ -26,6 +27,7 @@ class SplitDataset:
     Args:
         policy: how the source is shared out; None: it gives batches of single replicas.
         plan: how epochs are cut, if they follow from a plan on all workers.
+        batches: what ``reader`` reads, where that is by indices.
         healing_reader: reads in the place of ``reader`` where workers may be lost.
     """
 
@@ -39,8 +41,10 @@ class SplitDataset:
         listener: Listener,
         policy: AutoShardPolicy | None,
         plan: Plan | None = None,
+        batches: IndexBatches | None = None,
         healing_reader: HealingReader | None = None,
     ) -> None:
+        self._batches = batches
         self._healing_reader = healing_reader
         self._reader = reader
         self._placement = placement
@@ -142,6 +146,8 @@ class SplitDataset:
             state |= {"num_workers": placement.num_workers, "num_local_replicas": placement.num_local_replicas}
         if self._plan is not None:
             state |= {"num_examples": self._plan.num_examples, "batch_size": self._plan.batch_size}
+        if self._batches is not None:
+            state["ordinal"] = self._batches.ordinal
         if self._healing_reader is not None and (left := self._healing_reader.note_losses()):
             state["left"] = left
         return state
@@ -167,7 +173,7 @@ class SplitDataset:
             ConfigurationError: the state belongs to data that is shared out in another way.
         """
         for name, here in self.state_dict().items():
-            if name == "left":
+            if name in ("left", "ordinal"):
                 continue
             if name not in state:
                 raise ConfigurationError(f"expected the state of a distributed dataset, got one without {name!r}")
@@ -178,6 +184,8 @@ class SplitDataset:
                 )
         self._epoch, self._step, self._seed = int(state["epoch"]), int(state["step"]), int(state["seed"])
         self._pass = None
+        if self._batches is not None:  # the order is that of the dataset that was saved
+            self._batches.ordinal = int(state.get("ordinal", self._batches.ordinal))
         if self._healing_reader is not None:
             self._healing_reader.left = list(state.get("left", ()))
         elif state.get("left"):

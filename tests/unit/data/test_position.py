@@ -52,6 +52,23 @@ def test_a_resumed_epoch_goes_on_where_it_was(source: str, seen: int) -> None:
     assert steps == whole + (whole if seen == 5 else [])
 
 
+def test_a_position_goes_on_in_its_order_whichever_dataset_of_the_script_takes_it() -> None:
+    first = distribute(shuffled(), placement=ALONE, ordinal=1)
+    steps = read(first, 2)
+    second = distribute(shuffled(), placement=ALONE, ordinal=3)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    steps += steps_of(second)
+    assert steps == steps_of(distribute(shuffled(), placement=ALONE, ordinal=1))
+    third = distribute(shuffled(), placement=ALONE, ordinal=3)
+    third.load_state_dict({name: value for name, value in first.state_dict().items() if name != "ordinal"})
+    assert len(steps_of(third)) == 3  # a state of before, without the ordinal
+
+
+def test_what_is_distributed_already_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="got what distribute_dataset has made of one"):
+        distribute(distribute(shuffled(), placement=ALONE), placement=ALONE)
+
+
 def test_shuffled_epochs_are_resumed_on_any_number_of_workers() -> None:
     def seeded(placement: InputPlacement) -> SplitDataset:
         return distribute(shuffled(), placement=placement)
