@@ -221,7 +221,7 @@ def test_resumed(column: Column, results: list[dict[str, Any]]) -> None:
 @law("a position is the same under every number of replicas", resplitting.position, without=ANY_STEP)
 def test_position(column: Column, results: list[dict[str, Any]]) -> None:
     for one in results:
-        assert one["saved"] == resplitting.POSITION
+        assert resplitting.POSITION.items() <= one["saved"].items()  # beside the number of the dataset
     assert flat(joined(column, [one["rest"] for one in results])) == list(range(8, 18))
 
 

@@ -198,7 +198,7 @@ def resumed(strategy: sg.Strategy) -> dict[str, Any]:
     return {"whole": whole, "again": reader.epoch(dataset) + reader.epoch(dataset)}
 
 
-POSITION = {"epoch": 0, "step": 2, "seed": 0, "policy": "data", "num_examples": 18, "batch_size": 4, "ordinal": 1}
+POSITION = {"epoch": 0, "step": 2, "seed": 0, "policy": "data", "num_examples": 18, "batch_size": 4}
 
 
 def position(strategy: sg.Strategy) -> dict[str, Any]:
