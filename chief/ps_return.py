@@ -244,7 +244,9 @@ class PsReturn(ChiefPart):
             logger.warning("%s cannot go on from a copy: %s", task, refusal)
         if refusal != "":
             return refusal is None  # it is lost: there is nobody to put back
-        self._in_doubt[server.incarnation] = {}
+        self._in_doubt[server.incarnation] = self._in_doubt.get(last, {})
+        if last in self.restarted:  # what that one lacks of what is reported later, this one lacks too
+            self._note_put_back(server)
         num_lost, step = await self._mark_lost(server, self._lease_book.positions())
         logger.warning(
             "%s goes on from step %d, which %s had a copy of: %d updates lost", task, step, holder.task, num_lost

@@ -461,6 +461,29 @@ def test_a_ps_that_comes_back_takes_the_copy_of_the_process_that_served_last(
         run(scenario)
 
 
+async def test_the_copy_of_a_ps_that_was_put_back_lacks_what_that_one_lacked(tmp_path: Path) -> None:
+    """What was reported only then was gone without a word."""
+    async with cluster(checkpoint_dir=str(tmp_path), ps_replicas=2) as (running, [worker, *_], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next(want=2)
+        applied(servers, 0, 1)
+        await worker.next([0], held=[1], wait=False)
+        await lose(running, servers[0])
+        put_back, copied = FakePs(0), FakePs(0)
+        put_back.initialized, put_back.refusal = False, "ps:1 has no whole copy of ps:0"
+        async with ps(running.address, put_back):
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            assert put_back.restored_from and running.job.get_status().updates_lost == 1
+            await lose(running, put_back)
+        copied.initialized, copied.closed = False, put_back.closed
+        async with ps(running.address, copied):
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            assert copied.taken_from and running.job.get_status().updates_lost == 1
+            await worker.next([1], wait=False)
+            assert running.job.get_status().updates_lost == 2 and copied.closed == {(1, 0): UnitBitmap.of([0, 1])}
+
+
 @pytest.mark.parametrize("refusal", ["", "ps:1 has no whole copy of ps:0"])
 async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path, refusal: str) -> None:
     """Where there was none it was put back, and then took the copy of itself: what it had lost was not counted."""
