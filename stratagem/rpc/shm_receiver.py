@@ -103,29 +103,15 @@ class ShmReceiver(SocketReceiver):
             weakref.finalize(array, _release, weakref.ref(self), block or slot)
             return Frame(kind, number, group, offset, torch.from_numpy(array).view(dtype))
 
-    def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
-        """See :data:`stratagem.rpc.socket_lane.Receive`. The kernel ends a read behind a descriptor, whose message is
-        the last one in it therefore."""
-        while True:
-            if self._error is not None:
-                raise self._error
-            came: int | None = None
-            try:
-                if whole:
-                    count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
-                else:
-                    count, came = receive_descriptor_into(self._sock, view)
-            except (BlockingIOError, TimeoutError):
-                self._waited(transfer, deadline)
-                continue
-            except OSError as error:
-                raise self._broken(error) from None
-            if came is not None:
-                self._drop_descriptor()
-                self._descriptor = came
-            if not count:
-                raise self._closed()
-            return count
+    def _read(self, view: memoryview, whole: bool) -> int:
+        """The kernel ends a read behind a descriptor, whose message is the last one in it therefore."""
+        if whole:
+            return self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+        count, descriptor = receive_descriptor_into(self._sock, view)
+        if descriptor is not None:
+            self._drop_descriptor()
+            self._descriptor = descriptor
+        return count
 
     def _drop_descriptor(self) -> None:
         if self._descriptor is not None:

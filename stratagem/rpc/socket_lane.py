@@ -158,21 +158,27 @@ class SocketReceiver(abc.ABC):
         """Reads a frame of any transfer; ``into`` is for one of ``transfer``."""
 
     @abc.abstractmethod
+    def _read(self, view: memoryview, whole: bool) -> int:
+        """Reads from the socket once; gives the number of bytes, 0 at its end."""
+
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
         """See :data:`Receive`."""
-
-    def _waited(self, transfer: int, deadline: float) -> None:
-        """A read has waited :data:`POLL_S`."""
-        if time.monotonic() > deadline:  # a frame may be half read: nothing after it can be understood
-            self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
-            raise self._error from None
-        self._on_wait()
-
-    def _broken(self, error: OSError) -> StratagemError:
-        return self._error or PeerUnavailableError(f"the lane from {self._peer} broke: {error}")
-
-    def _closed(self) -> StratagemError:
-        return self._error or PeerUnavailableError(f"{self._peer} closed the lane")
+        while True:
+            if self._error is not None:
+                raise self._error
+            try:
+                count = self._read(view, whole)
+            except (BlockingIOError, TimeoutError):
+                if time.monotonic() > deadline:  # a frame may be half read: nothing after it can be understood
+                    self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
+                    raise self._error from None
+                self._on_wait()
+                continue
+            except OSError as error:
+                raise self._error or PeerUnavailableError(f"the lane from {self._peer} broke: {error}") from None
+            if not count:
+                raise self._error or PeerUnavailableError(f"{self._peer} closed the lane")
+            return count
 
 
 class TwoSocketLane(Corkable):

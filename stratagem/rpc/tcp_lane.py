@@ -311,23 +311,12 @@ class TcpReceiver(SocketReceiver):
         self._meter.received_bytes += _HEADER.size + num_bytes
 
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
-        """See :data:`stratagem.rpc.socket_lane.Receive`."""
-        flags = socket.MSG_WAITALL if whole and not self._secure else 0
         if not whole and self._spin is not None:
             self._spin.until(self._look)
-        while True:
-            if self._error is not None:
-                raise self._error
-            try:
-                count = self._sock.recv_into(view, 0, flags)
-            except (BlockingIOError, TimeoutError):
-                self._waited(transfer, deadline)
-                continue
-            except OSError as error:
-                raise self._broken(error) from None
-            if not count:
-                raise self._closed()
-            return count
+        return super()._receive(view, whole, transfer, deadline)
+
+    def _read(self, view: memoryview, whole: bool) -> int:
+        return self._sock.recv_into(view, 0, socket.MSG_WAITALL if whole and not self._secure else 0)
 
 
 class TcpLane(TcpSender, TwoSocketLane):
