@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 
@@ -14,31 +15,24 @@ SEGMENT_BYTES = 8 << 20
 MIN_SLOT_BYTES = 64 << 10
 
 
+@dataclasses.dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class ShmBlock:
-    """A piece of a segment. It returns to its pool when the last reference to this object goes.
+    """A piece of a segment. It returns to its pool when the last reference to this object goes."""
 
-    Attributes:
-        number: of the slot, in its pool.
-        segment: number of its segment.
-        at: first byte in the segment.
-        size: bytes.
-        memory: those bytes, flat uint8.
-        num_readers: peers that were shown it and have not let go of it.
-        is_borrowed: whether the pool is the receiver's.
-    """
-
-    __slots__ = ("__weakref__", "at", "is_borrowed", "memory", "num_readers", "number", "segment", "size")
-
-    def __init__(
-        self, number: int, segment: int, at: int, size: int, memory: torch.Tensor, is_borrowed: bool = False
-    ) -> None:
-        self.number = number
-        self.segment = segment
-        self.at = at
-        self.size = size
-        self.memory = memory
-        self.num_readers = 0
-        self.is_borrowed = is_borrowed
+    number: int
+    """Of the slot, in its pool."""
+    segment: int
+    """Number of its segment."""
+    at: int
+    """First byte in the segment."""
+    size: int
+    """Bytes."""
+    memory: torch.Tensor
+    """Those bytes, flat uint8."""
+    is_borrowed: bool = False
+    """Whether the pool is the receiver's."""
+    num_readers: int = 0
+    """Peers that were shown it and have not let go of it."""
 
 
 def slot_bytes(num_bytes: int) -> int:
