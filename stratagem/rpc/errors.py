@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
@@ -20,8 +20,6 @@ from stratagem.rpc.throttle import THROTTLE
 logger = logging.getLogger(__name__)
 
 DOMAIN = "stratagem"
-
-_Error = TypeVar("_Error", bound=BaseException)
 
 _CODES: dict[type[errors.StratagemError], int] = {
     errors.LimitError: code_pb2.RESOURCE_EXHAUSTED,
