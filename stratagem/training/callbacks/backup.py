@@ -10,9 +10,8 @@ from typing import Literal
 
 import torch
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, whole_number
 from stratagem.checkpoint.catalog import scan
-from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
@@ -52,10 +51,8 @@ class BackupAndRestore(Callback):
         delete_checkpoint: bool = True,
         save_before_preemption: bool = True,
     ) -> None:
-        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
-            raise ConfigurationError(f"expected save_freq 'epoch' or a number of batches, got {save_freq!r}")
         self._folder = Path(backup_dir)
-        self._every = save_freq
+        self._every = save_freq if save_freq == "epoch" else whole_number("save_freq 'epoch' or a number", save_freq)
         self._deletes = delete_checkpoint
         self._hears_signals = save_before_preemption
         self._is_watching = False
@@ -75,7 +72,7 @@ class BackupAndRestore(Callback):
             return  # gradients that wait for more are in no checkpoint
         if self._is_watching and preemption.is_due(self.model.strategy.communicator):
             leave(self.model.strategy, self._save)
-        if self._every != "epoch" and self.model.num_steps % int(self._every) == 0:
+        if self._every != "epoch" and self.model.num_steps % self._every == 0:
             self._save()
 
     def on_test_batch_end(self, batch: int, logs: LogsArgument = None) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, whole_number
 from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
@@ -47,13 +47,11 @@ class ModelCheckpoint(Callback):
         save_freq: Literal["epoch"] | int = "epoch",
         initial_value_threshold: float | None = None,
     ) -> None:
-        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
-            raise ConfigurationError(f"expected save_freq 'epoch' or a number of batches, got {save_freq!r}")
         self._template = os.fspath(filepath)
         self._verbose = verbose
         self._best_only = save_best_only
         self._weights_only = save_weights_only
-        self._every = save_freq
+        self._every = save_freq if save_freq == "epoch" else whole_number("save_freq 'epoch' or a number", save_freq)
         self._monitor = Monitor(monitor, mode if save_best_only or mode != "auto" else "min")
         if initial_value_threshold is not None:
             self._monitor.best = initial_value_threshold

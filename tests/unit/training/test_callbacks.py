@@ -375,3 +375,10 @@ def test_what_is_no_callback_is_refused() -> None:
         ModelCheckpoint("x", save_freq=0)
     with pytest.raises(ConfigurationError, match="update_freq"):
         TensorBoard("x", update_freq=0)
+
+
+def test_a_number_of_batches_may_be_one_of_numpy(tmp_path: Path) -> None:
+    often: Any = np.int64(2)
+    saving = ModelCheckpoint(tmp_path / "{epoch}", "loss", save_freq=often)
+    fit(make_model(), [saving, BackupAndRestore(tmp_path / "backup", save_freq=often)], epochs=1)
+    assert saving.last_path == latest_checkpoint(tmp_path / "1")
