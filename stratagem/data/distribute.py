@@ -65,7 +65,7 @@ def distribute(
         if (planned := _plan(batched, num_slices=1)) is not None:
             batches = PlannedBatches(planned, ordinal, shift)
         else:
-            batches = DrawnBatches(sampler, ordinal, shift, communicator)
+            batches = DrawnBatches(sampler, batched.batch_sampler is not None, ordinal, shift, communicator)
         if batched.batch_sampler is None:
             reader = StreamReader(ItemBatches(batched, batches), batch_split, common or "")
         else:

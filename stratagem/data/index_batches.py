@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -63,6 +64,8 @@ class DrawnBatches:
 
     _sampler: Iterable[Any]
     """Gives indices, or lists of them."""
+    _is_of_batches: bool
+    """Whether what it gives are batches, of indices in whatever can be gone through, arrays of numpy say."""
     ordinal: int
     _shift: int
     """As of :class:`PlannedBatches`."""
@@ -89,21 +92,20 @@ class DrawnBatches:
             batches = _shared(
                 self._draw(epoch, seed) if self._communicator.rank == 0 else [], self._communicator, self._sampler
             )
-        return (_as_list(batch) for batch in islice(batches, first, None))
+        return (self._as_list(batch) for batch in islice(batches, first, None))
 
     def _draw(self, epoch: int, seed: int) -> list[list[Any]]:
         number = _seed_of(f"{seed + self._shift}/{self.ordinal}/{epoch}/sampler")
         with _seeded(number, self._sampler):
-            return [_as_list(batch) for batch in self._sampler]
+            return [self._as_list(batch) for batch in self._sampler]
+
+    def _as_list(self, batch: Any) -> list[Any]:
+        if isinstance(batch, torch.Tensor):
+            return batch.reshape(-1).tolist()
+        return list(batch) if self._is_of_batches or isinstance(batch, list | tuple | range) else [batch]
 
 
 IndexBatches = PlannedBatches | DrawnBatches
-
-
-def _as_list(batch: Any) -> list[Any]:
-    if isinstance(batch, torch.Tensor):
-        return batch.reshape(-1).tolist()
-    return list(batch) if isinstance(batch, list | tuple | range) else [batch]
 
 
 @contextlib.contextmanager
@@ -123,13 +125,13 @@ def _seeded(seed: int, sampler: Any) -> Iterator[None]:
 
 def _shared(batches: list[list[Any]], communicator: Communicator, sampler: Iterable[Any]) -> list[list[int]]:
     """Worker 0's batches, on every worker."""
-    for index in (index for batch in batches for index in batch):
-        if not isinstance(index, int):
-            raise ConfigurationError(
-                f"expected indices that are whole numbers, got {index!r} from {type(sampler).__name__}; several "
-                "workers cannot share others"
-            )
     sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
-    indices = torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
+    try:
+        indices = torch.tensor([operator.index(index) for batch in batches for index in batch], dtype=torch.int64)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"expected indices that are whole numbers from {type(sampler).__name__} ({error}); several workers cannot "
+            "share others"
+        ) from None
     sizes, indices = communicator.all_gather(sizes)[0], communicator.all_gather(indices)[0]
     return [part.tolist() for part in indices.split(sizes.tolist())]

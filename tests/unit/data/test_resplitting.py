@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -33,6 +34,10 @@ SOURCES: dict[str, Callable[[int, int], Any]] = {
     "items": lambda num, size: DataLoader(batches(num, size), batch_size=None),  # type: ignore[arg-type]
     "batch sampler": lambda num, size: DataLoader(
         Numbers(num), batch_sampler=[list(range(num))[first : first + size] for first in range(0, num, size)]
+    ),
+    "batch sampler with numpy": lambda num, size: DataLoader(
+        Numbers(num),
+        batch_sampler=np.split(np.arange(num), range(size, num, size)),  # type: ignore[arg-type]
     ),
     "whole lists": lambda num, size: DataLoader(
         FetchedAtOnce(num),
