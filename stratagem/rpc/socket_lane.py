@@ -19,6 +19,7 @@ from stratagem.rpc.codec import Frame
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import Corkable, Place
 from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.spin import Spin
 
 POLL_S = 0.5
 """How often a waiting read looks at its deadline."""
@@ -100,6 +101,9 @@ class SocketReceiver(abc.ABC):
     """
 
     name: str
+    _spin: Spin | None = None
+    """Looks for a moment before a wait sleeps, by ``_look``."""
+    _look: Callable[[], object]
 
     def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter, on_wait: Callable[[], None]) -> None:
         close_in_children(sock)
@@ -163,6 +167,8 @@ class SocketReceiver(abc.ABC):
 
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
         """See :data:`Receive`."""
+        if not whole and self._spin is not None:
+            self._spin.until(self._look)
         while True:
             if self._error is not None:
                 raise self._error

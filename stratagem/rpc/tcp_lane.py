@@ -310,11 +310,6 @@ class TcpReceiver(SocketReceiver):
         self._meter.received_frames += 1
         self._meter.received_bytes += _HEADER.size + num_bytes
 
-    def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
-        if not whole and self._spin is not None:
-            self._spin.until(self._look)
-        return super()._receive(view, whole, transfer, deadline)
-
     def _read(self, view: memoryview, whole: bool) -> int:
         return self._sock.recv_into(view, 0, socket.MSG_WAITALL if whole and not self._secure else 0)
 
