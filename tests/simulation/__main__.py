@@ -18,6 +18,7 @@ from tests.simulation.plans import FORMS, plan
 from tests.simulation.schedule import Outcome, Schedule, run
 from tests.simulation.shares import shares
 from tests.simulation.shrink import shrink
+from tests.simulation.world import START
 
 TELL_EVERY = 10_000
 """Schedules after which a long run says that it goes on."""
@@ -28,7 +29,7 @@ class _Story(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         world = threads.here()
-        return f"{world.now - 1000:9.4f} {world.process}: {record.levelname} {super().format(record)}"
+        return f"{world.now - START:9.4f} {world.process}: {record.levelname} {super().format(record)}"
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.loop import Loop
 from tests.simulation.network import AioChannel, Channel, Network, Server
 from tests.simulation.threads import enter, here
-from tests.simulation.world import Process, World
+from tests.simulation.world import START, Process, World
 
 CHIEF = "10.0.0.1:7000"
 DEADLINE_S = 400.0
@@ -56,6 +56,10 @@ class Job:
     staleness: float = float("inf")
     step_s: float = 0.1
     """Seconds a step takes, at most."""
+    calm_s: float = 0.0
+    """So long the scripts do nothing, all at the same time, before a step; 0: they never do."""
+    calm_at: float = 0.0
+    """The second in which that is, or (of a ring, whose workers wait for each other) the step."""
     session_timeout_s: float = 6.0
     checkpoint_every_s: float = 0.0
     checkpoints: bool = True
@@ -112,6 +116,8 @@ class Cluster:
         self.disk = Disk(self.folder)
         world.disk = self.disk  # type: ignore[attr-defined]
         world.cluster = self  # type: ignore[attr-defined]
+        self.calm_until = 0.0
+        """When what is calm goes on; 0: it has not been yet."""
         self.dismissed: set[str] = set()
         """Tasks that ended because fewer were wanted."""
         self._loops: dict[Process, Loop] = {}
@@ -120,6 +126,15 @@ class Cluster:
     @property
     def checkpoint_dir(self) -> str:
         return str(self.folder / "checkpoints") if self.job.checkpoints else ""
+
+    def compute(self, step: int, share: float = 1.0) -> None:
+        """What the script of a worker does for a step, which takes a while."""
+        job, world = self.job, self.world
+        world.block(job.step_s * world.random.random() * share)
+        if job.calm_s and (step == job.calm_at if job.min_workers else world.now >= START + job.calm_at):
+            self.calm_until = self.calm_until or world.now + job.calm_s
+            if self.calm_until > world.now:
+                world.block(self.calm_until - world.now)
 
     # -- processes -------------------------------------------------------------------------------------------
 
@@ -306,7 +321,9 @@ class Cluster:
         enter(self.world)
         worker_runtime._newest = None
         self.start()
-        self.world.run(self.world.now + DEADLINE_S, lambda: self.finished is not None and self.is_over)
+        self.world.run(
+            self.world.now + DEADLINE_S + self.job.calm_s, lambda: self.finished is not None and self.is_over
+        )
 
     def close(self) -> None:
         """Ends everything."""

@@ -45,8 +45,8 @@ class Steps(Callback):
         return float(BASE**self.epoch)
 
     def _wait(self) -> None:
-        world = self._cluster.world
-        world.block(self._cluster.job.step_s * world.random.random())
+        communicator = self.model.strategy.communicator
+        self._cluster.compute(0 if communicator is None else communicator.step)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch

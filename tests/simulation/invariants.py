@@ -30,7 +30,7 @@ from stratagem.ps.table_group import TableGroup
 from stratagem.ps.units import UnitLedger
 from stratagem.worker.push.variables import RemoteVariables
 from tests.simulation.threads import here
-from tests.simulation.world import World
+from tests.simulation.world import START, World
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -265,7 +265,7 @@ class Invariants:
         """Everybody has finished; every example of every epoch counts once on every ps, or was told to be lost."""
         cluster, world = self.cluster, self.world
         if cluster.finished is None or not cluster.is_over:
-            world.fail(f"not over after {world.now - 1000:.0f} s: {self.waiting()}")
+            world.fail(f"not over after {world.now - START:.0f} s: {self.waiting()}")
             return
         job: ChiefJob = cluster.chief_job
         kept = {path.name for path in pathlib.Path(cluster.checkpoint_dir).glob("step-*")}

@@ -27,11 +27,13 @@ from stratagem.ps.senders import Senders
 from stratagem.ps.state import StoreState
 from stratagem.ps.sync_steps import SyncSteps
 from stratagem.ps.units import UnitLedger
+from stratagem.rpc import session
 from stratagem.strategy import newcomers
 from stratagem.worker.reduction.backward_status import BackwardStatus
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.healing import Healing
 from stratagem.worker.ring.ring_member import RingMember
+from tests.simulation.threads import here
 
 _Change = tuple[Any, str, Any]
 
@@ -261,6 +263,22 @@ def _ring_late_rank_alone() -> Iterator[_Change]:
     yield Healing, "begin_late", _nothing
 
 
+def _long_away() -> Iterator[_Change]:
+    """A task counts how long its chief is away from the last event that it had of it."""
+    handle, lose, heard_at = session.SessionClient._handle, session.SessionClient._handle_loss, dict[Any, float]()
+
+    def hear(self: Any, event: Any) -> None:
+        handle(self, event)
+        heard_at[self] = here().now
+
+    def be_lost(self: Any, error: Any) -> None:
+        self._connected, self._lost_since = False, heard_at.get(self, here().now)
+        lose(self, error)
+
+    yield session.SessionClient, "_handle", hear
+    yield session.SessionClient, "_handle_loss", be_lost
+
+
 def _loaded_nowhere() -> Iterator[_Change]:
     """What workers load is in no checkpoint before the next one."""
     yield Maintenance, "save_loaded", _soon
@@ -279,6 +297,7 @@ MUTATIONS = {
     "ring: first meeting again": _ring_first_meeting_again,
     "ring: no second meeting": _ring_without_a_second_meeting,
     "ring: late rank alone": _ring_late_rank_alone,
+    "long away": _long_away,
     "loaded nowhere": _loaded_nowhere,
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,

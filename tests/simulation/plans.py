@@ -92,7 +92,7 @@ def plan(seed: int, form: str = "") -> Schedule:
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # all may begin anew, as above
-    faults.sort(key=lambda fault: fault.at_s)
+    job, faults = _calm(seed, job, faults)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
 
 
@@ -115,6 +115,22 @@ def _of_a_host(rng: random.Random, job: Job) -> Iterator[Fault]:
         for _ in range(rng.choice((1, 3))):
             yield from (Fault(at_s, "reset", "chief:0", task) for task in (*workers, *ps))
             at_s += 0.5 * rng.random()
+
+
+def _calm(seed: int, job: Job, faults: list[Fault]) -> tuple[Job, list[Fault]]:
+    """The faults, in order. In every twentieth job nothing happens for a minute or more, and then the chief, or another
+    task, dies too: longer than most of what the product calls a while."""
+    rng = random.Random(-19 * seed - 1)
+    if rng.random() < 0.05:
+        job = dataclasses.replace(job, calm_s=rng.choice((40.0, 70.0, 130.0)), calm_at=rng.choice((1.0, 2.0)))
+        tasks = ["chief:0", *(f"worker:{i}" for i in range(job.num_workers)), *(f"ps:{i}" for i in range(job.num_ps))]
+        faults.append(Fault(job.calm_at, "kill", rng.choice(("chief:0", rng.choice(tasks)))))
+        late_s = job.calm_s - 6.0 * rng.random()
+        faults = [
+            dataclasses.replace(fault, at_s=fault.at_s + late_s) if fault.at_s >= job.calm_at else fault
+            for fault in faults
+        ]
+    return job, sorted(faults, key=lambda fault: fault.at_s)
 
 
 def _plan_ring(seed: int) -> Schedule:
@@ -154,7 +170,7 @@ def _plan_ring(seed: int) -> Schedule:
         faults += _of_a_host(hosts, job)
     if random.Random(-10 * seed - 1).random() < 0.25:
         job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)
-    faults.sort(key=lambda fault: fault.at_s)
+    job, faults = _calm(seed, job, faults)
     slow_disk_s = rng.choice((0.0, 0.0, 0.05))
     return Schedule(seed, job, conditions, 0.0, slow_disk_s, tuple(faults))
 

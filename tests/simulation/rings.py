@@ -21,7 +21,7 @@ from stratagem.worker.ring.ring_member import RingMember
 from tests.simulation import fits
 from tests.simulation.script import BASE, Counters
 from tests.simulation.threads import here
-from tests.simulation.world import Process, World
+from tests.simulation.world import START, Process, World
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster, Job
@@ -91,7 +91,7 @@ class Rings:
         every = torch.tensor([value * scale for scale in _scales(self.cluster.job)], dtype=torch.float64)
         if not torch.allclose(change[:, made.examples], every[:, None]):
             self.world.fail(f"step {step} of {self.world.process} is {change.tolist()}, not {value} for each example")
-        if (stood_s := self.world.now - self._newest_at) > STANDSTILL_S:
+        if (stood_s := self.world.now - self._newest_at) > STANDSTILL_S + self.cluster.job.calm_s:
             self.world.fail(f"no step was made for {stood_s:.0f} s")
         self._newest_at = self.world.now
         assert self.world.process is not None
@@ -101,7 +101,7 @@ class Rings:
         """Everybody has finished, with the same weights, and each example of each epoch has counted once in them."""
         cluster, world, job = self.cluster, self.world, self.cluster.job
         if cluster.finished is None or not cluster.is_over:
-            world.fail(f"not over after {world.now - 1000:.0f} s: {world.checks.waiting()}")  # type: ignore[attr-defined]
+            world.fail(f"not over after {world.now - START:.0f} s: {world.checks.waiting()}")  # type: ignore[attr-defined]
             return
         if cluster.finished != 0:
             stopping = cluster.chief_job.sessions.stopping
@@ -250,7 +250,7 @@ def train(cluster: Cluster, process: Process) -> None:
     validation = strategy.distribute_dataset(DataLoader(few, batch_size=4)) if job.validates else ()
 
     def count(batch: list[torch.Tensor]) -> torch.Tensor:
-        world.block(job.step_s * world.random.random())
+        cluster.compute(0)
         return torch.tensor(float(len(batch[0])))
 
     def step(batch: list[torch.Tensor], epoch: int) -> None:
@@ -267,7 +267,7 @@ def train(cluster: Cluster, process: Process) -> None:
 
     for epoch in range(batches.epoch, job.epochs):
         for batch in batches:
-            world.block(job.step_s * world.random.random())
+            cluster.compute(strategy.communicator.step)
             strategy.run(step, args=(batch, epoch))
             if job.leaves_every and strategy.communicator.step % job.leaves_every == 0:
                 break

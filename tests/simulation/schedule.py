@@ -15,9 +15,7 @@ from tests.simulation.copies import Copies
 from tests.simulation.invariants import Invariants
 from tests.simulation.network import Conditions
 from tests.simulation.rings import Rings
-from tests.simulation.world import SimulationError, World
-
-START = 1000.0
+from tests.simulation.world import START, SimulationError, World
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,7 +101,7 @@ def train(cluster: Cluster, process: Process) -> None:
             gradient = torch.zeros(job.num_examples).index_fill_(0, batch[0], -scale)
             torch.autograd.backward(trained, [gradient] * len(trained))
             other.step()
-            world.block(job.step_s * world.random.random() / 2)
+            cluster.compute(0, share=0.5)
 
     def step(batch: list[torch.Tensor], scale: int) -> None:
         optimizer.zero_grad()
@@ -118,7 +118,7 @@ def train(cluster: Cluster, process: Process) -> None:
 
     for epoch in range(job.epochs):
         for batch in batches:
-            world.block(job.step_s * world.random.random())
+            cluster.compute(0)
             strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
             if save is not None and world.random.random() < job.saves:
                 save()

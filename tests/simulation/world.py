@@ -17,6 +17,10 @@ MAX_EVENTS_AT_ONCE = 50_000
 """Events in which time may stand still."""
 
 
+START = 1000.0
+"""What monotonic clocks say when a world begins."""
+
+
 class SimulationError(AssertionError):
     """An invariant does not hold."""
 
@@ -125,7 +129,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.now = 1000.0
+        self.now = START
         self.processes: list[Process] = []
         self.process: Process | None = None
         """Whose event is being done."""
@@ -145,7 +149,7 @@ class World:
     def note(self, text: str) -> None:
         """A line of the story that a failed schedule tells."""
         text = re.sub(r"/\S*?simulation-[\w-]+|(?<=draft-)\w+", "", text)  # names that differ each time
-        self.trace.append(f"{self.now - 1000:9.4f} {text}")
+        self.trace.append(f"{self.now - START:9.4f} {text}")
 
     def jitter(self) -> float:
         """What the scheduler of an operating system takes, in seconds."""
@@ -167,7 +171,7 @@ class World:
                 self.now, self._at_once = at, 0
             self._at_once += 1
             if self._at_once > MAX_EVENTS_AT_ONCE:
-                raise SimulationError(f"time stands still at {at - 1000:.4f} s: {process} calls {run}")
+                raise SimulationError(f"time stands still at {at - START:.4f} s: {process} calls {run}")
             if process is not None:
                 if not process.alive:
                     continue
