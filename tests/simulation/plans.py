@@ -123,6 +123,7 @@ def _calm(seed: int, job: Job, faults: list[Fault]) -> tuple[Job, list[Fault]]:
     rng = random.Random(-19 * seed - 1)
     if rng.random() < 0.05:
         job = dataclasses.replace(job, calm_s=rng.choice((40.0, 70.0, 130.0)), calm_at=rng.choice((1.0, 2.0)))
+        job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # all may begin anew, as above
         tasks = ["chief:0", *(f"worker:{i}" for i in range(job.num_workers)), *(f"ps:{i}" for i in range(job.num_ps))]
         faults.append(Fault(job.calm_at, "kill", rng.choice(("chief:0", rng.choice(tasks)))))
         late_s = job.calm_s - 6.0 * rng.random()
