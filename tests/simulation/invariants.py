@@ -441,6 +441,14 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
         return revoke
 
+    def on_roll_back(real: Any) -> Any:
+        def roll_back(self: Any, *arguments: Any, **named: Any) -> Any:
+            if named.get("reopen"):  # also what a chief that was killed had not written yet
+                checks().accepted.clear()
+            return real(self, *arguments, **named)
+
+        return roll_back
+
     def on_committed(real: Any) -> Any:
         def committed(self: Any, saved: Any) -> Any:
             real(self, saved)
@@ -503,6 +511,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield LeaseBook, "epoch", on_epoch
     yield EpochLeases, "acquire", on_acquire
     yield EpochLeases, "_end", on_end
+    yield LeaseBook, "roll_back", on_roll_back
     yield EpochLeases, "mark_accepted", on_accept
     yield EpochLeases, "revoke", on_revoke
     yield ChiefJob, "_committed", on_committed
