@@ -35,6 +35,8 @@ class Recent:
 
     def add(self, task: str, measured: Measures, now: float) -> None:
         kept = self._kept.setdefault(task, collections.deque())
+        if kept and now - kept[-1][0] > WINDOW_S:  # it, or this chief, stood still: no step took that long
+            kept.clear()
         if len(kept) > 1 and now - kept[-2][0] < SPACING_S:
             kept.pop()
         kept.append((now, measured))

@@ -37,3 +37,11 @@ def test_the_chief_keeps_few_of_each_task_and_looks_back_some_seconds() -> None:
     assert WINDOW_S - SPACING_S <= found.window_s <= WINDOW_S + SPACING_S
     recent.forget("worker:0")
     assert recent.of("worker:0", 100.0).newest == b""
+
+
+def test_a_time_in_which_a_task_stood_still_is_in_no_window() -> None:
+    recent = Recent()
+    for at in (0.0, 0.5, 60.5, 61.0, 61.5):  # stopped between the second and the third
+        recent.add("worker:0", str(at).encode(), at)
+    found = recent.of("worker:0", 61.5)
+    assert (found.earlier, found.newest, found.window_s) == (b"60.5", b"61.5", 1.0)
