@@ -113,7 +113,8 @@ class LaneListener:
                 lambda: who in self._arrived or self._closed.is_set(), max(0.0, deadline - time.monotonic())
             )
             if who not in self._arrived:
-                raise PeerUnavailableError(f"{who} did not connect in time")
+                task = next((pending.task for pending in self._tokens.values() if pending.who == who), "the peer")
+                raise PeerUnavailableError(f"{task} did not connect in time")
             return self._arrived.pop(who)[1]
 
     def forget(self, who: Hashable) -> None:

@@ -114,6 +114,9 @@ def test_visitors_that_say_nothing_keep_nobody_out(listener: LaneListener, monke
 def test_waiting_ends_at_the_deadline_and_with_the_door(listener: LaneListener) -> None:
     with pytest.raises(PeerUnavailableError, match="did not connect"):
         listener.wait("nobody", soon(0.05))
+    listener.expect(("worker:1", 2, "ring"), "tcp", "worker:1")
+    with pytest.raises(PeerUnavailableError, match=r"^worker:1 did not connect in time$"):
+        listener.wait(("worker:1", 2, "ring"), soon(0.05))
     ticket = listener.expect("a", "tcp")
     listener.close()
     with pytest.raises(PeerUnavailableError):
