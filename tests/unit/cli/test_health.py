@@ -60,6 +60,8 @@ def test_live_is_not_ready(server: RunningServer) -> None:
     assert health(*ask, "--ready") == (1, "chief:0: NOT_SERVING")
     server.set_serving(True)
     assert health(*ask, "--ready") == (0, "chief:0: SERVING")
+    code, words = health("--task", "ps:0", "--address", server.address, "--ready")
+    assert code == 2 and f"at the address of ps:0 at {server.address} is something else (NOT_FOUND): check" in words
 
 
 def test_it_finds_the_task_as_the_task_does(server: RunningServer, tmp_path: Path) -> None:
