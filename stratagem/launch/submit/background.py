@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 ALIVE, EXIT_CODE, OUTPUT, ORDER = "alive", "exit_code", "output.log", "order.json"
@@ -43,13 +44,16 @@ def _redirect(log: Path) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    from stratagem.cli.__main__ import main as stratagem  # after the fork: it takes a second to load
-
     sys.argv = ["stratagem", "run", *arguments]
     try:
+        from stratagem.cli.__main__ import main as stratagem  # after the fork: it takes a second to load
+
         stratagem()
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
+    except Exception:
+        traceback.print_exc()  # into the job's output; its exit code says that nobody killed it
+        return 1
     return 0
 
 
