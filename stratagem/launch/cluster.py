@@ -169,7 +169,7 @@ class LocalCluster:
         code = self._processes[task].returncode
         if code is None or code <= 0 or code == EXIT_PREEMPTED:
             return False
-        return task.type != "worker" or bool(read_report(self.folders.report(task)).get("follows"))
+        return task.type not in ("worker", "evaluator") or bool(read_report(self.folders.report(task)).get("follows"))
 
     def _exited(self, task: TaskId, now: float) -> None:
         process = self._processes.pop(task)
@@ -186,7 +186,7 @@ class LocalCluster:
             if code == EXIT_DONE and self._owes_goodbye(process):
                 code = EXIT_FAILED
                 self.output.say(f"{task} ended with exit code 0 in the middle of its script: it has failed")
-        had_failed, lost = self.supervisor.failure is not None, len(self.supervisor.lost)
+        told, lost = self.supervisor.failure, len(self.supervisor.lost)
         was_renewing = self.supervisor.phase is Phase.RENEWING
         if self.folders.resume_mark.exists():
             self.supervisor.can_resume()
@@ -204,7 +204,7 @@ class LocalCluster:
         if len(self.supervisor.lost) > lost:
             left = len(self.supervisor.workers) - lost - 1
             self.output.say(f"{task} ended ({describe_exit(code)}); the ring goes on with {left} workers")
-        if self.supervisor.failure is not None and not had_failed:
+        if self.supervisor.failure is not None and self.supervisor.failure is not told:
             self.failure_tail = self.output.tail(self.supervisor.failure.task)
             self.output.say(f"{task} ended ({describe_exit(code)}): {self.supervisor.failure.reason}")
         self._do(actions)

@@ -275,8 +275,9 @@ def plan_launch(
         )
     if job.servers and job.token_file:
         variables["STRATAGEM_TOKEN_FILE"] = str(Path(job.token_file).resolve())
-    if task.type == "worker":
+    if task.type in ("worker", "evaluator"):
         variables["STRATAGEM_REPORT_FILE"] = str(folders.report(task))
+    if task.type == "worker":
         variables["STRATAGEM_RESUME_FILE"] = str(folders.resume_mark)
     command = _command(job, task, folders, chief_address, num_threads, relayed, chief or chief_address)
     return Launch(command, variables | _place(job, task, chief_address, master_port))

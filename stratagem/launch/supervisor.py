@@ -6,9 +6,9 @@ ring goes on with those who are left (``min_workers``): then the one is started 
 be, they go on without it. Exit codes 2 and 42 are never retried; exit code 1 only if the task had made a step in that
 life (else the script is simply broken), and of a script alone if it goes on where it was. When the workers are done, an
 evaluator takes as long as it needs for the last checkpoint, and ps and chief get ``shutdown_timeout_s`` to end by
-themselves. The first failure ends the job. Of two chiefs one stands by: the job needs one of them. A ps is signalled
-only after the chief has ended, so that the chief can take a last checkpoint and stop it; the chief of a ring after its
-workers, which may be saving.
+themselves. The first failure ends the job, but for an evaluator's, which is told at the end. Of two chiefs one stands
+by: the job needs one of them. A ps is signalled only after the chief has ended, so that the chief can take a last
+checkpoint and stop it; the chief of a ring after its workers, which may be saving.
 """
 
 from __future__ import annotations
@@ -168,7 +168,10 @@ class Supervisor:
                     self.phase, self._deadline = Phase.RENEWING, now + self.policy.shutdown_timeout_s
                     return [*(self._signal_all() if task.type == "chief" else []), *self._renew(task, now)]
                 return [self._start(task)]
-            actions = self._fail(Failure(task, code, reason), now)
+            if task.type == "evaluator" and self.phase is Phase.RUNNING and code not in _NEVER_RETRIED:
+                self.failure = self.failure or Failure(task, code, "the training goes on without it")
+            else:
+                actions = self._fail(Failure(task, code, reason), now)
         elif self.phase is Phase.DRAINING and task.type == "ps" and self._why_not_again(task, code) is None:
             self.restarts[task] = self.restarts.get(task, 0) + 1  # the chief waits for it with the last checkpoint
             return [self._start(task)]
@@ -324,7 +327,8 @@ class Supervisor:
         return [Renew(), *self.begin(now)]
 
     def _fail(self, failure: Failure, now: float) -> list[Action]:
-        self.failure = self.failure or failure
+        if self.failure is None or self.failure.task.type == "evaluator":  # which has ended no job
+            self.failure = failure
         self.phase = Phase.ENDING
         self._deadline = now + min(self.policy.failure_timeout_s, self.policy.shutdown_timeout_s)
         return self._signal_all()

@@ -125,6 +125,34 @@ def test_an_evaluator_takes_its_time_for_the_last_checkpoint() -> None:
     assert supervisor.failure is not None and "ps:0" in supervisor.failure.reason
 
 
+def test_an_evaluator_that_fails_ends_no_training() -> None:
+    supervisor = Supervisor([W0], [CHIEF, PS, EVALUATOR], POLICY)
+    supervisor.begin(0.0)
+    supervisor.listening(CHIEF)
+    assert supervisor.exited(EVALUATOR, 1, 5.0) == []
+    assert supervisor.phase is Phase.RUNNING and supervisor.failure is not None
+    assert (supervisor.failure.task, supervisor.failure.reason) == (EVALUATOR, "the training goes on without it")
+    assert supervisor.exited(W0, 0, 6.0) == supervisor.exited(CHIEF, 0, 7.0) == []
+    assert supervisor.exited(PS, 0, 7.1) == [Finish(1)]
+
+
+@pytest.mark.parametrize("code", [2, 42])
+def test_an_evaluator_that_can_never_work_ends_the_job(code: int) -> None:
+    supervisor = Supervisor([W0], [CHIEF, PS, EVALUATOR], POLICY)
+    supervisor.begin(0.0)
+    supervisor.listening(CHIEF)
+    assert supervisor.exited(EVALUATOR, code, 5.0) != [] and supervisor.phase is Phase.ENDING
+
+
+def test_a_failure_that_ends_the_job_counts_before_an_evaluators() -> None:
+    supervisor = Supervisor([W0], [CHIEF, PS, EVALUATOR], POLICY)
+    supervisor.begin(0.0)
+    supervisor.listening(CHIEF)
+    supervisor.exited(EVALUATOR, 1, 5.0)
+    supervisor.exited(W0, 42, 6.0)
+    assert supervisor.failure is not None and (supervisor.failure.task, supervisor.failure.code) == (W0, 42)
+
+
 def test_servers_may_end_before_the_last_worker_is_gone() -> None:
     supervisor = _running()
     for task in (W1, PS, CHIEF):
