@@ -69,7 +69,7 @@ def build_summary(
         tail: last lines of stderr of the task that failed first.
         checkpoint: path of the newest checkpoint that stays.
     """
-    in_turn = job.staleness == 0 and job.chosen_strategy == "ps"
+    in_turn = job.chosen_strategy == "ring" or (job.staleness == 0 and job.chosen_strategy == "ps")
     steps = [int(report.get("steps", 0)) for report in reports.values()]
     reported_steps = max(steps, default=0) if in_turn else sum(steps)
     applied = max((task.step for task in status.tasks if task.task.startswith("ps:")), default=0)
@@ -85,7 +85,7 @@ def build_summary(
         "exit_code": exit_code,
         "duration_s": round(duration_s, 3),
         "steps": max(reported_steps, applied, int(saved[1]) if saved else 0),
-        "examples": max(sum(int(report.get("examples", 0)) for report in reports.values()), status.examples),
+        "examples": status.examples or sum(int(report.get("examples", 0)) for report in reports.values()),
         "loss": losses[0] if losses else status.loss,
         "metrics": dict(ended[0]["metrics"]) if ended else dict(from_status),
         "updates_lost": status.updates_lost,

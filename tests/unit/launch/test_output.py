@@ -294,10 +294,17 @@ def test_summary_of_a_synchronous_job(tmp_path: Path) -> None:
         W1: {"steps": 10, "examples": 50, "loss": 0.3},
     }
     summary = build_summary(job, supervisor, status, reports, 0, 1.23456, [])
-    assert (summary["steps"], summary["examples"], summary["loss"]) == (10, 100, 0.3)
+    assert (summary["steps"], summary["examples"], summary["loss"]) == (10, 90, 0.3)  # 10 were computed twice
     assert json.loads(json.dumps(summary))["duration_s"] == 1.235
     assert build_summary(job, supervisor, StatusView(), {}, 1, 1.0, [])["loss"] is None
     assert math.isinf(LocalJob(script=job.script).staleness)
+
+
+def test_summary_of_a_ring(tmp_path: Path) -> None:
+    job = _job(tmp_path, num_workers=2)
+    reports = {worker: {"steps": 10, "examples": 50} for worker in (W0, W1)}
+    summary = build_summary(job, Supervisor(job.workers, job.servers), StatusView(), reports, 0, 1.0, [])
+    assert (summary["strategy"], summary["steps"], summary["examples"]) == ("ring", 10, 100)
 
 
 def test_a_summary_has_what_the_journal_says_of_the_last_second(tmp_path: Path) -> None:
