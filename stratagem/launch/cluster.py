@@ -62,6 +62,8 @@ class LocalCluster:
         """The process that serves as chief, or did last."""
         self.takeovers = 0
         """By one that stood by."""
+        self.lived_s: dict[TaskId, float] = {}
+        """Of each task, how long its last process ran."""
         self.failure_tail: list[str] = []
         self._processes: dict[TaskId, TaskProcess] = {}
         self._ended_at: dict[TaskId, float] = {}
@@ -173,6 +175,7 @@ class LocalCluster:
 
     def _exited(self, task: TaskId, now: float) -> None:
         process = self._processes.pop(task)
+        self.lived_s[task] = now - process.started_at
         del self._ended_at[task]
         for reader in process.streams.values():
             if not reader.at_end:

@@ -125,7 +125,9 @@ def _report(job: LocalJob, folders: RunFolders, cluster: LocalCluster, exit_code
     stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
     checkpoint = str(newest(stays) or "") if stays is not None else ""
     status = last_status(cluster.status, folders.journal)
-    summary = build_summary(job, supervisor, status, reports, exit_code, duration_s, tail, checkpoint)
+    lived_s = {str(task): seconds for task, seconds in cluster.lived_s.items()}
+    lived_s["chief:0"] = cluster.lived_s.get(cluster.chief, 0.0)  # a status calls the one that serves so
+    summary = build_summary(job, supervisor, status, reports, exit_code, duration_s, tail, checkpoint, lived_s)
     if job.num_chiefs > 1:
         standby = TaskId("chief", 1 - cluster.chief.index)
         summary["chief"] = {"serves": str(cluster.chief), "stands_by": str(standby), "takeovers": cluster.takeovers}

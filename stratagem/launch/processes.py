@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
@@ -99,6 +100,7 @@ class LineReader:
 class TaskProcess:
     def __init__(self, task: TaskId, launch: Launch, start: Starter = OwnChild) -> None:
         self.task = task
+        self.started_at = time.monotonic()
         self.returncode: int | None = None
         """The exit code once :meth:`reap` has seen it; negative: a signal."""
         reading_out, writing_out = os.pipe()

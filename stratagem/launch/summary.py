@@ -59,6 +59,7 @@ def build_summary(
     duration_s: float,
     tail: list[str],
     checkpoint: str = "",
+    lived_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The summary that ``--summary`` writes.
 
@@ -68,6 +69,7 @@ def build_summary(
         duration_s: from the first start to the last exit, in seconds.
         tail: last lines of stderr of the task that failed first.
         checkpoint: path of the newest checkpoint that stays.
+        lived_s: how long the last process of each task ran.
     """
     in_turn = job.chosen_strategy == "ring" or (job.staleness == 0 and job.chosen_strategy == "ps")
     steps = [int(report.get("steps", 0)) for report in reports.values()]
@@ -84,6 +86,7 @@ def build_summary(
         "staleness": job.staleness if math.isfinite(job.staleness) else "inf",
         "exit_code": exit_code,
         "duration_s": round(duration_s, 3),
+        "life": supervisor.life,
         "steps": max(reported_steps, applied, int(saved[1]) if saved else 0),
         "examples": status.examples or sum(int(report.get("examples", 0)) for report in reports.values()),
         "loss": losses[0] if losses else status.loss,
@@ -98,20 +101,22 @@ def build_summary(
             str(task): {"exit_codes": codes, "restarts": supervisor.restarts.get(task, 0)}
             for task, codes in supervisor.exits.items()
         },
-        "measures": _measured(status, {str(task): report for task, report in reports.items()}, duration_s),
+        "measures": _measured(status, {str(task): report for task, report in reports.items()}, lived_s or {}),
         "flight": {str(task): report["flight"] for task, report in reports.items() if report.get("flight")},
         "first_failure": _failure(supervisor.failure, tail),
     }
 
 
-def _measured(status: StatusView, reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
+def _measured(
+    status: StatusView, reports: Mapping[str, Mapping[str, Any]], lived_s: Mapping[str, float]
+) -> dict[str, Any]:
     """What a summary keeps of the measures: by task, those of its whole last life."""
     told = {task.task: task for task in status.tasks}
     found: dict[str, Any] = {}
     for name in {**told, **reports}:
         measures, notes = (told[name].measures, told[name].notes) if name in told else ({}, {})
         if values := {**measures, **reports.get(name, {}).get("measures", {})}:
-            found[name] = {"values": values, "notes": notes, "window_s": round(duration_s, 3)}
+            found[name] = {"values": values, "notes": notes, "window_s": round(lived_s.get(name, 0.0), 3)}
     return found
 
 

@@ -62,6 +62,8 @@ class Supervisor:
         self.workers = tuple(workers)
         self.servers = tuple(servers)
         self.phase = Phase.STARTING
+        self.life = 1
+        """Grows when the whole job, or a script alone, begins anew; what the job counts is of one life."""
         self.restarts: dict[TaskId, int] = {}
         self.exits: dict[TaskId, list[int]] = {task: [] for task in (*self.servers, *self.workers)}
         self.failure: Failure | None = None
@@ -167,6 +169,7 @@ class Supervisor:
                 if self._is_in_ring(task) or self._is_broken:  # this life of the job ends with it
                     self.phase, self._deadline = Phase.RENEWING, now + self.policy.shutdown_timeout_s
                     return [*(self._signal_all() if task.type == "chief" else []), *self._renew(task, now)]
+                self.life += not self.servers
                 return [self._start(task)]
             if task.type == "evaluator" and self.phase is Phase.RUNNING and code not in _NEVER_RETRIED:
                 self.failure = self.failure or Failure(task, code, "the training goes on without it")
@@ -321,6 +324,7 @@ class Supervisor:
             self._deadline = now + min(self.policy.failure_timeout_s, self.policy.shutdown_timeout_s)
             return self._signal_all()
         self.phase, self._was_complete, self._is_broken = Phase.STARTING, False, False
+        self.life += 1
         self._done.clear()
         self.lost.clear()
         self._stepped.clear()

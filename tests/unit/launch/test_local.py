@@ -266,6 +266,19 @@ def test_reports_of_the_workers_make_the_summary(case: Case, tmp_path: Path) -> 
     assert (summary["loss"], summary["metrics"], summary["staleness"]) == (0.5, {"accuracy": 0.9}, "inf")
 
 
+def test_what_a_restarted_worker_measured_is_of_its_last_life(case: Case) -> None:
+    case.programs["worker:1"] = (
+        "import glob, json, os, sys, time\n"
+        "if os.environ['LIFE'] == '1': time.sleep(1); os.abort()\n"
+        "folder, = glob.glob(sys.argv[1] + '/state/*')\n"
+        "open(folder + '/report-worker-1.json', 'w').write(json.dumps({'measures': {'steps': 5.0}}))\n" + WORKER_DONE
+    )
+    assert case.run() == 0
+    assert (case.summary["restarts"], case.summary["life"]) == (1, 1)
+    measured = case.summary["measures"]["worker:1"]
+    assert measured["values"] == {"steps": 5.0} and 0 < measured["window_s"] <= case.summary["duration_s"] - 1
+
+
 CHIEF_WITH_STATUS = """
 import os, sys, time
 from concurrent import futures

@@ -392,7 +392,7 @@ def test_a_ring_whose_script_goes_on_is_started_again_as_a_whole(code: int) -> N
     assert supervisor.exited(CHIEF, 143, 3.0) == [Renew(), Start(CHIEF)]
     assert supervisor.phase is Phase.STARTING
     assert supervisor.listening(CHIEF) == [Start(W0), Start(W1)]
-    assert supervisor.restarts == {W1: 1}
+    assert (supervisor.restarts, supervisor.life) == ({W1: 1}, 2)
     assert supervisor.exited(W0, 0, 4.0) == supervisor.exited(W1, 0, 4.0) == []
     assert supervisor.exited(CHIEF, 0, 5.0) == [Finish(0)]
     assert supervisor.failure is None
@@ -436,7 +436,7 @@ def test_a_worker_that_does_not_leave_a_broken_ring_is_killed() -> None:
 def test_a_chief_that_leaves_its_ring_is_started_again_alone(code: int, resumes: bool) -> None:
     supervisor = _ring(resumes=resumes)
     assert supervisor.exited(CHIEF, code, 1.0) == [Start(CHIEF)]  # the workers have not noticed
-    assert supervisor.restarts == {CHIEF: 1}
+    assert (supervisor.restarts, supervisor.life) == ({CHIEF: 1}, 1)
 
 
 def test_a_chief_that_leaves_a_broken_ring_first() -> None:
