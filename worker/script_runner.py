@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
-from stratagem.errors import CollectiveError, ConfigurationError, JobStoppedError, StratagemError
+from stratagem.errors import CollectiveError, ConfigurationError, ForbiddenError, JobStoppedError, StratagemError
 from stratagem.worker.interrupts import EXIT_TERMINATED, Preempted
 from stratagem.worker.job_script import uses_torch_distributed
 
@@ -98,7 +98,7 @@ def _of_exit(error: SystemExit) -> Outcome:
 def _of_ours(error: StratagemError) -> Outcome:
     if isinstance(error, JobStoppedError):
         return Outcome(error.exit_code, str(error))
-    code = EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_SCRIPT_FAILED
+    code = EXIT_USAGE if isinstance(error, ConfigurationError | ForbiddenError) else EXIT_SCRIPT_FAILED
     return Outcome(code, f"{type(error).__name__}: {error}{_place(error.__traceback__)}")
 
 
