@@ -136,9 +136,10 @@ def better(
 
 def check_agreement(said: Sequence[RankInfo]) -> None:
     for one in said[1:]:
-        for name, value in said[0].options.items():
-            if one.options[name] != value:
+        for name in {**said[0].options, **one.options}:
+            first, other = (rank.options.get(name, "not known") for rank in (said[0], one))
+            if first != other:
                 raise ConfigurationError(
-                    f"{name} is {value} on {said[0].task} and {one.options[name]} on {one.task}; it has to be the same "
-                    "on every worker"
+                    f"{name} is {first} on {said[0].task} and {other} on {one.task}; it has to be the same on every "
+                    "worker"
                 )

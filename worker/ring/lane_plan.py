@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -24,7 +25,7 @@ class RankInfo:
     gpu: str = ""
     """Which one it computes on; empty: none, or one that NCCL must not be taken for."""
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Choices that have to be the same everywhere."""
+    """See :func:`alike`."""
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Lanes that it could not open since the round before, with the reason."""
     store_address: str = ""
@@ -62,6 +63,12 @@ class LanePlan:
     def leaders(self) -> tuple[int, ...]:
         """One rank for each host."""
         return tuple(host[0] for host in self.hosts)
+
+
+def alike(options: CommunicationOptions) -> dict[str, str]:
+    """What has to be the same on every rank, by name."""
+    chosen = {field.name: str(getattr(options, field.name)) for field in dataclasses.fields(options)}
+    return {"version of stratagem": str(importlib.import_module("stratagem").__version__)} | chosen
 
 
 def wants_nccl(options: CommunicationOptions) -> bool:

@@ -28,7 +28,7 @@ from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.group import Group, OutOfStepError
 from stratagem.worker.ring.healing import Healing
 from stratagem.worker.ring.host_group import HostGroup
-from stratagem.worker.ring.lane_plan import RankInfo, plan_lanes, wants_nccl
+from stratagem.worker.ring.lane_plan import RankInfo, alike, plan_lanes, wants_nccl
 from stratagem.worker.ring.members import Members, MembershipSource, members_of
 from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
@@ -310,7 +310,7 @@ class RingMember:
             task=self._session.task,
             place=own_host_id(),
             gpu=gpu_of(device, peers.rank) if self._session.security.allows_clear_text else "",
-            options={field.name: str(getattr(options, field.name)) for field in dataclasses.fields(options)},
+            options=alike(options),
             store_address=free_store_address(peers.members.ranks[0].host) if peers.rank == 0 else "",
             chunk_bytes=self._chunk_bytes,
             has_formed=self.ring_service.communicator is not None,

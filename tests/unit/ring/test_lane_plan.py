@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
+import stratagem
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions, Transport
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, plan_lanes
+from stratagem.worker.ring.building import check_agreement
+from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, alike, plan_lanes
 
 AUTO = CommunicationOptions()
 
@@ -42,6 +44,19 @@ def test_lanes(
     plan = plan_lanes(who, options)
     assert (plan.hosts, plan.ring, plan.nccl) == (hosts, ring, False)
     assert plan.reason
+
+
+def test_ranks_of_two_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [RankInfo("worker:0", options=alike(AUTO))]
+    monkeypatch.setattr(stratagem, "__version__", "0.0.9")
+    said.append(RankInfo("worker:1", options=alike(AUTO)))
+    words = r"version of stratagem is \d.* on worker:0 and 0\.0\.9 on worker:1; it has to be the same"
+    with pytest.raises(ConfigurationError, match=words):
+        check_agreement(said)
+    unknown = RankInfo("worker:1", options={name: value for name, value in said[0].options.items() if " " not in name})
+    for both in (said[0], unknown), (unknown, said[0]):
+        with pytest.raises(ConfigurationError, match=r"version of stratagem is .*not known on worker:1"):
+            check_agreement(both)
 
 
 def test_leaders_and_hosts() -> None:
