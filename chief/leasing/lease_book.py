@@ -197,7 +197,8 @@ class LeaseBook:
                 assert lease is not None
                 granted.append(lease)
         else:
-            indices = leases.ask(incarnation, held, want, at_most, stop, self.restores)
+            num_workers = sum(dataset in asked for asked in self._asked.values())
+            indices = leases.ask(incarnation, held, want, at_most, stop, self.restores, num_workers)
             granted = [Lease(Unit(dataset, epoch, i), leases.plan.unit_examples(i)) for i in indices]
         if granted or waits_for:
             return Leases(tuple(granted), waits_for=tuple(waits_for))

@@ -84,18 +84,26 @@ class EpochLeases:
         return (first is None or first >= stop) and not any(index < stop for index in self._leased)
 
     def ask(
-        self, incarnation: Incarnation, held: Collection[int], want: int, at_most: int, stop: int, restores: int = 0
+        self,
+        incarnation: Incarnation,
+        held: Collection[int],
+        want: int,
+        at_most: int,
+        stop: int,
+        restores: int = 0,
+        num_workers: int = 1,
     ) -> list[int]:
         """Leases pending units, the lowest first, after those that the holder does not know of.
 
         Args:
             held: leases it knows of; others were in a reply that got lost and are handed out again.
-            at_most: as many if that leaves each holder so many again; ``want`` in any case.
+            at_most: as many if that leaves each holder, or worker, so many again; ``want`` in any case.
             stop: units before this one are meant.
             restores: see :class:`Holding`.
+            num_workers: that are known to take units of this dataset.
         """
         units = [index for index in self.held_by(incarnation) if index not in held]
-        others = len(self._of_holder) + (incarnation not in self._of_holder)
+        others = max(num_workers, len(self._of_holder) + (incarnation not in self._of_holder))
         num_left = min(stop, self.plan.num_units) - self.num_accepted - len(self._leased)
         num = max(want, min(at_most, num_left // (2 * others)))
         while len(units) < num and (index := self.first_pending) is not None and index < stop:

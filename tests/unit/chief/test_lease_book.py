@@ -313,6 +313,19 @@ def test_what_is_reserved_in_a_group_can_be_given_back() -> None:
     assert mine.step_units == (1,)
 
 
+def test_who_asks_first_in_an_epoch_leaves_as_many_to_each_other_worker() -> None:
+    lease_book = LeaseBook()
+    lease_book.open_dataset(1, Plan(50, 1))
+    workers = [Incarnation(f"worker:{index}", 1 + index) for index in range(12)]
+    asked = [
+        len(lease_book.ask(each, 1, epoch, (), 1, workers, at_most=10).granted) for epoch in (0, 1) for each in workers
+    ]
+    assert asked[0] == 10, "nobody else has asked yet"
+    assert max(asked[12:]) == 2 == 50 // (2 * 12)
+    lease_book.forget(workers[-1])
+    assert len(lease_book.ask(workers[0], 1, 2, (), 1, workers, at_most=10).granted) == 50 // (2 * 11)
+
+
 def test_only_the_borrower_gives_a_unit_back() -> None:
     lease_book = LeaseBook()
     lease_book.open_dataset(1, Plan(4, 1))
