@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.units import Plan
-from stratagem.data.loaders import length_of
+from stratagem.data.loaders import NumPasses, length_of
 from stratagem.errors import ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
 
@@ -78,12 +78,14 @@ class DrawnBatches:
                 f"worker 0 draws all indices of an epoch for everybody, but {type(self._sampler).__name__} does not "
                 "say how many there are: give it a __len__, or use distribute_datasets_from_function"
             )
+        self._passes = NumPasses(self._sampler)
 
     @property
     def num_batches(self) -> int | None:
         return length_of(self._sampler)
 
     def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
+        self._passes.begin()
         if self.num_batches is None:
             batches: Iterable[Any] = self._sampler
         elif self._communicator is None:
@@ -92,7 +94,15 @@ class DrawnBatches:
             batches = _shared(
                 self._draw(epoch, seed) if self._communicator.rank == 0 else [], self._communicator, self._sampler
             )
-        return (self._as_list(batch) for batch in islice(batches, first, None))
+        return map(self._some, islice(batches, first, None))
+
+    def _some(self, batch: Any) -> list[Any]:
+        if indices := self._as_list(batch):
+            return indices
+        raise ConfigurationError(
+            f"expected at least one index in each batch, got an empty list from {type(self._sampler).__name__}: "
+            "leave it out"
+        )
 
     def _draw(self, epoch: int, seed: int) -> list[list[Any]]:
         number = _seed_of(f"{seed + self._shift}/{self.ordinal}/{epoch}/sampler")

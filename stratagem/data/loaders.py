@@ -91,6 +91,31 @@ def length_of(source: Any) -> int | None:
         return None
 
 
+class NumPasses:
+    """How often a source, or a sampler with one of its own, may be gone through: an iterator once."""
+
+    def __init__(self, source: Any) -> None:
+        every = (source, getattr(source, "sampler", None))
+        self._once = next((each for each in every if isinstance(each, Iterator)), None)
+        self._is_spent = False
+
+    def begin(self) -> None:
+        """A pass begins.
+
+        Raises:
+            ConfigurationError: there is none left.
+        """
+        if self._once is None:
+            return
+        if self._is_spent:
+            raise ConfigurationError(
+                f"a {type(self._once).__name__} gives its batches once, and this is the second pass: distribute "
+                "something that starts anew with each iter(), such as a DataLoader, a list, or a class with "
+                "__iter__, or let it give all batches there are to be (in fit steps_per_epoch * epochs)"
+            )
+        self._is_spent = True
+
+
 def is_plain(sampler: Any) -> bool:
     """Whether a plan can stand for the sampler: it says all examples once, in order or shuffled."""
     if type(sampler) is RandomSampler:

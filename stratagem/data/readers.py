@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.form import fingerprint
 from stratagem.data.index_batches import IndexBatches
-from stratagem.data.loaders import Batches, carried, length_of, rebuild, seed_epoch
+from stratagem.data.loaders import Batches, NumPasses, carried, length_of, rebuild, seed_epoch
 from stratagem.data.nested import empty_like, num_examples, part_of
 from stratagem.errors import ConfigurationError
 
@@ -155,21 +155,14 @@ class Reopened:
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
-        self._is_spent = False
+        self._passes = NumPasses(source)
 
     def num_batches(self) -> int | None:
         return length_of(self._source)
 
     def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
         """The batches of an epoch from number ``first`` on."""
-        if isinstance(self._source, Iterator):
-            if self._is_spent:
-                raise ConfigurationError(
-                    f"a {type(self._source).__name__} gives its batches once, and this is the second pass: distribute "
-                    "something that starts anew with each iter(), such as a DataLoader, a list, or a class with "
-                    "__iter__, or let it give all batches there are to be (in fit steps_per_epoch * epochs)"
-                )
-            self._is_spent = True
+        self._passes.begin()
         for part in ("dataset", "sampler", "batch_sampler"):
             _tell_epoch(getattr(self._source, part, None), epoch)
         _tell_epoch(self._source, epoch)

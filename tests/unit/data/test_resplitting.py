@@ -220,6 +220,26 @@ def test_a_sampler_without_a_length() -> None:
         epoch(lambda: loader, num_workers=2)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda: {"batch_sampler": (batch for batch in ([0, 1], [2, 3]))},
+        lambda: {"sampler": iter(range(4)), "batch_size": 2},
+    ],
+)
+def test_a_generator_of_indices_has_one_pass(arguments: Callable[[], dict[str, Any]]) -> None:
+    dataset = distribute(DataLoader(Numbers(4), **arguments()), placement=InputPlacement((CPU,)))
+    assert len(list(dataset)) == 2
+    with pytest.raises(ConfigurationError, match=r"(generator|iterator) gives its batches once"):
+        list(dataset)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_batch_sampler_gives_no_empty_batch(num_workers: int) -> None:
+    with pytest.raises(ConfigurationError, match="expected at least one index in each batch, got an empty list"):
+        epoch(lambda: DataLoader(Numbers(3), batch_sampler=[[0, 1], [], [2]]), num_workers=num_workers)
+
+
 def test_sources_that_cannot_be_shared_out() -> None:
     placement = InputPlacement((CPU,))
     with pytest.raises(ConfigurationError, match="batch_size="):
