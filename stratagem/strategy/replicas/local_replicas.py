@@ -150,6 +150,7 @@ class SeveralReplicas(LocalReplicas):
     def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """See :meth:`LocalReplicas.run`. After an error the replicas go on with what replica 0 has; with other workers
         only if those had it too."""
+        self.replica_threads.check_open()
         with self._mirrors.running():
             try:
                 return self.replica_threads.run(

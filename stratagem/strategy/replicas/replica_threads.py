@@ -154,8 +154,7 @@ class ReplicaThreads:
         if self._own_thread_replica() is not None or (running is not None and running.caller == threading.get_ident()):
             raise ConfigurationError("strategy.run inside strategy.run: a replica's step cannot start all replicas")
         with self._one_at_a_time:
-            if not self._dismiss.alive:
-                raise ConfigurationError("the replicas have been closed; build a new strategy")
+            self.check_open()
             run = _Run(self.size)
             thread_modes = ThreadModes.here(self.devices)
             with self.changed:
@@ -184,6 +183,11 @@ class ReplicaThreads:
             finally:
                 del cause  # its traceback holds this frame
         return cast(list[T], run.results)
+
+    def check_open(self) -> None:
+        """Raises ConfigurationError after :meth:`close`."""
+        if not self._dismiss.alive:
+            raise ConfigurationError("the replicas have been closed; build a new strategy")
 
     def close(self) -> None:
         self._dismiss()

@@ -83,3 +83,11 @@ def test_batches_of_a_dataset_are_counted_once() -> None:
     for batch in strategy.distribute_dataset([torch.ones(4, 2)] * 5):
         strategy.run(step, args=(batch,))
     assert (strategy._meter.steps, strategy._meter.examples) == (5, 20)
+
+
+@pytest.mark.parametrize("kind", [sg.MirroredStrategy, sg.CentralStorageStrategy])
+def test_a_closed_strategy_says_so(kind: type[sg.MirroredStrategy]) -> None:
+    strategy = kind(["cpu:0", "cpu:1"])
+    strategy.close()
+    with pytest.raises(ConfigurationError, match="closed; build a new strategy"):
+        strategy.run(lambda: None)
