@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,11 +23,9 @@ from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.replicas.copyable import check_parameters
 from stratagem.strategy.replicas.mirrored import original
+from stratagem.strategy.scope import Scope
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
-
-OPEN_SCOPE: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
-"""Whose scope is open; which strategy counts where none is: :mod:`stratagem.strategy.current`."""
 
 _NOT_HERE = {
     "cluster_resolver": "sg.is_lead() says whether this process saves and prints",
@@ -105,24 +102,13 @@ class Strategy:
         """How gradients travel between processes: ``lane`` and ``wire_dtype``; empty when they do not."""
         return {}
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self) -> Scope[Self]:
         """Makes this strategy the current one. What is created inside trains once :meth:`prepare` was given it.
 
         Raises:
-            ConfigurationError: another strategy's scope is open.
+            ConfigurationError: another strategy's scope is open, or it is left in a thread that did not enter it.
         """
-        outer = OPEN_SCOPE.get()
-        if outer is not None and outer is not self:
-            raise ConfigurationError(
-                f"cannot enter the scope of {type(self).__name__} inside the scope of {type(outer).__name__}; "
-                "leave the outer one first"
-            )
-        token = OPEN_SCOPE.set(self)
-        try:
-            yield self
-        finally:
-            OPEN_SCOPE.reset(token)
+        return Scope(self)
 
     @checked
     def prepare(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import OPEN_SCOPE, Strategy
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.scope import strategy_in_scope
 
 _default: list[Strategy] = []
 """Where no scope is open: the pass-through, and behind it what ``set_strategy`` was given."""
@@ -16,12 +17,12 @@ def pass_through(strategy: Strategy) -> None:
 
 def current_strategy() -> Strategy:
     """The strategy of the open scope; outside any scope what ``set_strategy`` was given, or the pass-through."""
-    return OPEN_SCOPE.get() or _default[-1]
+    return strategy_in_scope() or _default[-1]
 
 
 def has_current_strategy() -> bool:
     """Whether a scope is open, or ``set_strategy`` was given something; see ``has_strategy``, which may make one."""
-    return OPEN_SCOPE.get() is not None or len(_default) > 1
+    return strategy_in_scope() is not None or len(_default) > 1
 
 
 def set_strategy(strategy: Strategy | None) -> None:
@@ -35,7 +36,7 @@ def set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ConfigurationError(f"expected a strategy or None, got {strategy!r}; for example sg.MirroredStrategy()")
-    if (outer := OPEN_SCOPE.get()) is not None:
+    if (outer := strategy_in_scope()) is not None:
         raise ConfigurationError(
             f"set_strategy chooses what counts outside of scopes, and the scope of {type(outer).__name__} is open: "
             "leave it first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 
 import pytest
@@ -146,6 +147,26 @@ def test_scopes() -> None:
             pass
     assert sg.get_strategy().num_replicas_in_sync == 1
     assert sg.get_strategy() is not outer
+
+
+def test_a_scope_is_entered_again_and_left_in_any_order() -> None:
+    strategy = sg.OneDeviceStrategy("cpu")
+    outer, inner = strategy.scope(), strategy.scope()
+    for first in (outer, inner):
+        outer.__enter__(), outer.__enter__(), inner.__enter__()
+        first.__exit__(None, None, None)
+        outer.__exit__(None, None, None)
+        assert sg.get_strategy() is strategy
+        inner.__exit__(None, None, None)
+        assert not sg.has_strategy()
+
+
+def test_a_scope_is_left_in_the_thread_that_entered_it() -> None:
+    with sg.OneDeviceStrategy("cpu").scope() as strategy:
+        leaving = contextvars.Context().run
+        with pytest.raises(ConfigurationError, match="leave it in the thread that entered it"):
+            leaving(strategy.scope().__exit__, None, None, None)
+    assert not sg.has_strategy()
 
 
 @pytest.mark.parametrize("make", [sg.get_strategy, lambda: sg.OneDeviceStrategy("cpu")])
