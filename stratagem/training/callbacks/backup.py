@@ -81,6 +81,7 @@ class BackupAndRestore(Callback):
             leave(self.model.strategy, self._save)
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        self.model.position.is_over = self.model.stop_training
         path = self._save()
         if self._is_watching and preemption.agree(self.model.strategy.communicator):
             leave(self.model.strategy, lambda: path)

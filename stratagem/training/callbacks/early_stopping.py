@@ -97,8 +97,14 @@ class EarlyStopping(Callback):
             self._weights = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Without the best weights: restoring looks at the epochs since the interruption."""
-        return {"best": self.best, "best_epoch": self.best_epoch, "wait": self.wait}
+        return {
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "wait": self.wait,
+            "stopped_epoch": self.stopped_epoch,
+            "weights": self._weights,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._monitor.best, self.best_epoch, self.wait = state["best"], state["best_epoch"], state["wait"]
+        self.stopped_epoch, self._weights = state.get("stopped_epoch", -1), state.get("weights")

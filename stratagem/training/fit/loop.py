@@ -46,7 +46,7 @@ class Training:
             self._callbacks.call("on_train_begin", {})
             self._agreement.arrive()
             try:
-                while self._position.epoch < epochs:
+                while self._position.epoch < epochs and not self._position.is_over:
                     number = self._position.epoch
                     lived = self._epoch(number)
                     self._position.end_epoch()

@@ -34,6 +34,8 @@ class FitPosition:
         self.num_waiting = 0
         """Steps whose gradients wait for those of further ones, to make one update. No checkpoint has them."""
         self.is_resumed = False
+        self.is_over = False
+        """Whether a callback had said stop when an epoch was saved: no other one comes."""
 
     def end_epoch(self) -> None:
         """The epoch is over, its callbacks have been called."""
@@ -72,6 +74,7 @@ class FitPosition:
             "step": self.step,
             "num_steps": self.num_steps,
             "is_trained": self.is_trained,
+            "is_over": self.is_over,
             "callbacks": [
                 {"kind": type(callback).__name__, "state": callback.state_dict()} for callback in self._callbacks
             ],
@@ -80,6 +83,7 @@ class FitPosition:
     def _put(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.step, self.num_steps = int(state["epoch"]), int(state["step"]), int(state["num_steps"])
         self.is_trained = bool(state.get("is_trained"))
+        self.is_over = bool(state.get("is_over"))
         self.is_resumed = True
         self._running.reset()
         self._running.num_steps = self.step

@@ -345,6 +345,29 @@ def test_a_killed_fit_goes_on_where_it_was(tmp_path: Path, crash_after: int) -> 
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("crash_in", [2, 3])
+def test_early_stopping_goes_on_where_it_was(tmp_path: Path, crash_in: int) -> None:
+    class CrashAtEnd(Callback):
+        runs_last = True
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == crash_in:  # in epoch 3 it stops
+                raise KeyboardInterrupt
+
+    def callbacks(*crash: Callback) -> list[Callback]:
+        early = EarlyStopping("val_mae", patience=2, restore_best_weights=True)
+        return [Tampering("val_mae", [3.0, 2.0, *[2.5] * 4]), early, BackupAndRestore(tmp_path / "backup"), *crash]
+
+    whole = make_model()
+    expected = fit(whole, callbacks(), epochs=6, validation_data=(X, Y))
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), callbacks(CrashAtEnd()), epochs=6, validation_data=(X, Y))
+    model, resumed = make_model(), callbacks()
+    assert fit(model, resumed, epochs=6, validation_data=(X, Y)) == expected
+    assert resumed[1].stopped_epoch == 3  # type: ignore[attr-defined]
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
 def test_plain_lines_say_what_matters() -> None:
     stream = io.StringIO()
     model = make_model()
