@@ -109,6 +109,10 @@ def known_arguments(function: _Function) -> _Function:
         return function
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    placed = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+    takes_any = takes_all or any(
+        parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values()
+    )
     called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
@@ -118,6 +122,9 @@ def known_arguments(function: _Function) -> _Function:
             if hint is None or hint:
                 known = parameters.keys() - {"self", "cls"}
                 raise ConfigurationError(f"{called}() has no argument {name!r}; {hint or nearest(name, known)}")
+        if len(args) > len(placed) and not takes_any:
+            names = ", ".join(name for name in placed if name not in ("self", "cls"))
+            raise ConfigurationError(f"{called}() takes {names} by their place, and got more: give arguments by name")
         return function(*args, **kwargs)
 
     return typing.cast(_Function, call)

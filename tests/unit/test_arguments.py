@@ -132,6 +132,10 @@ def _fit(x: Any = X, y: Any = Y, **given: Any) -> Any:
     return model.fit(x, y, **{"verbose": 0, **given})
 
 
+def _estimator() -> Any:
+    return sg.Estimator(lambda features: None, "nowhere")  # type: ignore[arg-type,return-value]
+
+
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
@@ -154,6 +158,8 @@ def _fit(x: Any = X, y: Any = Y, **given: Any) -> Any:
         (lambda: sg.OneDeviceStrategy().load_once({}), "expected load= a function, got a dict"),  # type: ignore[arg-type]
         (lambda: sg.nn.Embedding("10", 4), "expected num_embeddings= a whole number"),  # type: ignore[arg-type]
         (lambda: sg.nn.Embedding.from_pretrained([[1.0]]), "expected embeddings= Tensor"),  # type: ignore[arg-type]
+        (lambda: _estimator().train(list, saving_listeners=print), "expected Sequence or None, got builtin"),
+        (lambda: _estimator().predict(list, 3), "expected str or PathLike or None, got int"),
         (lambda: sg.latest_checkpoint(None), "expected directory= a path, got None"),  # type: ignore[arg-type]
     ],
 )
@@ -197,6 +203,10 @@ def _given(call: Any, **given: Any) -> Callable[[], Any]:
         (_given(sg.BestExporter, serving_input_receiver_fn=print), r"BestExporter\(\) .* example_inputs= says"),
         (_given(sg.callbacks.TensorBoard, histogram_freq=1), "'histogram_freq'; a callback of your own"),
         (_given(sg.MinSizePartitioner, min_bytes=1), r"did you mean 'min_shard_bytes'\?"),
+        (
+            lambda: sg.EvalSpec(list, 100, "n", [], 1, 2, 3),  # type: ignore[call-arg]
+            r"EvalSpec\(\) takes input_fn, .*, throttle_secs by their place",
+        ),
         (_given(sg.DistributeOptions, experimental_per_replica_buffer_size=2), "its name is prefetch"),
     ],
 )

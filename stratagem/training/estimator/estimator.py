@@ -7,11 +7,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 
-from stratagem.arguments import checked, known_arguments, whole_numbers
+from stratagem.arguments import check_kind, checked, known_arguments, whole_numbers
 from stratagem.checkpoint.catalog import newest
 from stratagem.checkpoint.reading import find
 from stratagem.cluster.tf_config import placement_from_environment
@@ -223,6 +224,7 @@ class Estimator(WithWaysOut):
         return self._evaluations.setdefault(name, Summaries(self.model_dir / (f"eval_{name}" if name else "eval")))
 
     def _checkpoint(self, path: str | os.PathLike[str] | None) -> Path | None:
+        check_kind(path, str, os.PathLike, NoneType)
         chosen = self.latest_checkpoint() if path is None else path
         return None if chosen is None else find(chosen)
 

@@ -8,11 +8,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from stratagem.arguments import check_kind
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.estimator import served_start
@@ -54,8 +56,9 @@ def listening(given: Sequence[SavingListener] | None) -> tuple[SavingListener, .
     """``saving_listeners``, or none.
 
     Raises:
-        ConfigurationError: one is no function.
+        ConfigurationError: it is no list, or one is no function.
     """
+    check_kind(given, Sequence, NoneType)
     for listener in given or ():
         if not callable(listener):
             raise ConfigurationError(f"expected functions of a SavedStep in saving_listeners=, got {listener!r}")
