@@ -118,10 +118,10 @@ def _descriptors() -> dict[int, str]:
 
 
 def shared_memory() -> dict[str, str]:
-    return {path.name: str(path) for path in Path("/dev/shm").glob("*") if not _is_of_others(path.name)}
+    return {path.name: str(path) for path in Path("/dev/shm").glob("*")}
 
 
-def _is_of_others(name: str) -> bool:
+def is_of_others(name: str) -> bool:
     """Whether it has the id of a process that runs and is not ours, as torch and our tests name files; a simulation
     beside us may have been killed."""
     pids = [int(part) for part in re.split("[-_]", name) if part.isdigit()]
@@ -144,6 +144,9 @@ def _snapshot() -> dict[str, set[tuple[int | str, str]]]:
 
 def _leaked(before: dict[str, set[tuple[int | str, str]]]) -> dict[str, list[str]]:
     now = _snapshot()
+    # Asked of what is new alone: a file whose process, not ours, has ended meanwhile was there before.
+    new = now["shared memory"] - before["shared memory"]
+    now["shared memory"] = {(name, text) for name, text in new if not is_of_others(str(name))}
     return {kind: sorted(text for _, text in now[kind] - before[kind]) for kind in now if now[kind] - before[kind]}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
+from tests import conftest, forks
 
 LEAKS = {
     "threads": "import threading\nthreading.Thread(target=threading.Event().wait, name='stray', daemon=True).start()",
@@ -37,3 +37,18 @@ def test_a_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
     assert run.returncode == 1, run.stdout + run.stderr
     assert f"the test leaks {kind}:" in run.stdout
     assert "1 passed, 1 error" in run.stdout
+
+
+def test_what_others_leave_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file whose process has ended since the test began, nor one of a process that runs."""
+    old, new = (Path("/dev/shm") / f"stray-1-{name}" for name in ("old", "new"))
+    try:
+        old.touch()
+        before = conftest._snapshot()
+        new.touch()
+        assert not conftest._leaked(before)
+        monkeypatch.setattr("psutil.pid_exists", lambda pid: False)
+        assert conftest._leaked(before) == {"shared memory": [str(new)]}
+    finally:
+        old.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
