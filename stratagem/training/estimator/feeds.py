@@ -92,7 +92,17 @@ class LeasedFeed:
 
     def batches(self) -> Iterator[tuple[int, NumberedBatch]]:
         """See :meth:`InStepFeed.batches`. It ends when all workers' updates are applied."""
-        for batch in self._strategy.distribute_dataset(self._loader):
+        try:
+            dataset = self._strategy.distribute_dataset(self._loader)
+        except ConfigurationError as error:
+            if "num_examples" not in str(error):
+                raise
+            raise ConfigurationError(
+                f"{error} An Estimator's dataset is as long as its training: if max_steps is another one than before, "
+                "leave out --checkpoint-dir and --state-dir or give others; it goes on from the newest checkpoint in "
+                "its model_dir."
+            ) from None
+        for batch in dataset:
             yield self._step + batch.first // (self._loader.batch_size or 1), batch
 
 

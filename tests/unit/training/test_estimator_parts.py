@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.default import DefaultStrategy
 from stratagem.training.estimator.cluster_run import EvaluatorSchedule
+from stratagem.training.estimator.feeds import LeasedFeed
 from stratagem.training.estimator.inputs import sample, split
 from stratagem.training.estimator.repeated import NumberedBatch, repeated
 from stratagem.training.estimator.training import SaveSchedule
@@ -177,6 +179,19 @@ def test_batches_that_cannot_be_lent(source: Any, match: str) -> None:
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def test_another_max_steps_than_the_job_of_the_checkpoint_is_refused_with_the_way_out() -> None:
+    class Chief(DefaultStrategy):
+        def distribute_dataset(self, source: Any, **_: Any) -> Any:
+            raise ConfigurationError(f"num_examples is 96 in the job and {len(source.dataset)} here.")
+
+    feed = LeasedFeed(Chief(), DataLoader(TensorDataset(torch.arange(32)), 8))
+    assert feed.aim(0, 20) == 20
+    with pytest.raises(
+        ConfigurationError, match=r"96 in the job and 160 here\. .* max_steps .* leave out --checkpoint-dir"
+    ):
+        next(feed.batches())
 
 
 @pytest.mark.parametrize(
