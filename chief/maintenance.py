@@ -80,7 +80,7 @@ class Maintenance(ChiefPart):
         while self._config.checkpoint_dir and not (self.newest is not None and self._lease_book.has_leased):
             await self._watch()
             if self._journal.history.initialized and not self._is_trained:
-                await self._save_first()
+                await asyncio.shield(self._save_first())  # the caller may give up and ask again
             await self._admit(caller)
             # None between the initial values and the first checkpoint, unless some were before, nor while a ps is away
             # or without values: what it holds may be initial values.

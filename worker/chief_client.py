@@ -18,7 +18,9 @@ from stratagem.rpc.session import SessionClient
 
 _Reply = TypeVar("_Reply")
 
-PATIENCE_S = 10.0  # a call that waits for other workers is repeated this often, to see the end of the job
+PATIENCE_S = 10.0  # a call that waits at the chief is repeated this often, to see the end of the job
+LOOK_S = 0.5
+"""How often a call that is not repeated looks for that end."""
 REPORT_WAIT_S = 1.0
 """Seconds that a report may wait for its answer."""
 
@@ -49,7 +51,7 @@ class ChiefClient:
     def next_units(self, request: chief_pb2.NextUnitsRequest) -> chief_pb2.NextUnitsReply:
         """Reports accepted units, with what was counted on them, and acquires further ones."""
         request.sender.CopyFrom(self._sender)
-        return self._call(lambda stub: stub.NextUnits, request, patient=request.wait)
+        return self._call(lambda stub: stub.NextUnits, request)
 
     def report_units(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
         """Reports units of a pass as accepted, and wants none. For workers that go on while the chief is away.
@@ -67,7 +69,7 @@ class ChiefClient:
         request = chief_pb2.StartStepRequest(
             sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, states=states, clock=clock
         )
-        return self._call(lambda stub: stub.StartStep, request, patient=True)
+        return self._call(lambda stub: stub.StartStep, request)
 
     def new_group(self, kind: str) -> str:
         """A group of topics that every worker gets who asks in the same order: "fit 1", "fit 2", …"""
@@ -111,7 +113,7 @@ class ChiefClient:
         for good."""
         topic = chief_pb2.Topic(group=group, ordinal=ordinal)
         request = chief_pb2.AgreeRequest(sender=self._sender, topic=topic, value=value)
-        return self._call(lambda stub: stub.Agree, request, patient=True, meanwhile=self.meanwhile).value
+        return self._call(lambda stub: stub.Agree, request, meanwhile=self.meanwhile).value
 
     def leave_group(self, group: str) -> None:
         """Nobody need wait for this worker in a group of agreements, nor in steps that are made in it, any more, unless
@@ -127,14 +129,12 @@ class ChiefClient:
     def save_checkpoint(self, directory: str) -> str:
         """Takes a checkpoint of all ps; returns its path."""
         request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
-        return self._call(lambda stub: stub.SaveCheckpoint, request, meanwhile=self.meanwhile).path
+        return self._call(self._saving, request, meanwhile=self.meanwhile).path
 
     def save_loaded(self) -> list[int] | None:
         """Takes a checkpoint of what this worker has just loaded; of each ps the store that is in it. None: the chief
         keeps none."""
-        reply = self._call(
-            lambda stub: stub.SaveCheckpoint, chief_pb2.SaveCheckpointRequest(sender=self._sender, loaded=True)
-        )
+        reply = self._call(self._saving, chief_pb2.SaveCheckpointRequest(sender=self._sender, loaded=True))
         return list(reply.store_epochs) if reply.path else None
 
     def status(self) -> chief_pb2.GetStatusReply:
@@ -146,24 +146,43 @@ class ChiefClient:
             self._channel, self._newest_stub = channel, chief_pb2_grpc.ChiefStub(channel)
         return self._newest_stub
 
+    def _saving(self, stub: chief_pb2_grpc.ChiefStub) -> Callable[..., chief_pb2.SaveCheckpointReply]:
+        """A checkpoint takes as long as the disks do, and a call that is repeated would begin another one."""
+
+        def save(request: chief_pb2.SaveCheckpointRequest, timeout: float) -> chief_pb2.SaveCheckpointReply:
+            call: Any = stub.SaveCheckpoint.future(request)
+            while True:
+                try:
+                    reply: chief_pb2.SaveCheckpointReply = call.result(timeout=LOOK_S)
+                    return reply
+                except grpc.FutureTimeoutError:
+                    if self._session.stopped is not None:
+                        call.cancel()
+                        self._session.raise_if_stopped()
+                except grpc.FutureCancelledError:
+                    raise ValueError("the channel was closed") from None
+
+        return save
+
     def _call(
         self,
         method: Callable[[chief_pb2_grpc.ChiefStub], Callable[..., _Reply]],
         request: Any,
-        patient: bool = False,
         timeout_s: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> _Reply:
-        timeout_s = timeout_s or self._timeout_s
+        patient, timeout_s = timeout_s is None, timeout_s or self._timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
             self._session.raise_if_stopped()
+            asked = time.monotonic()
             try:
                 return method(self._stub())(request, timeout=PATIENCE_S if patient else timeout_s)
             except grpc.RpcError as rpc_error:
                 code: Any = rpc_error
-                if patient and code.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if patient and time.monotonic() > asked + PATIENCE_S:  # the chief was there
                     deadline = time.monotonic() + timeout_s
+                if patient and code.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     meanwhile()
                     continue
                 error = error_from_rpc(rpc_error, "chief")

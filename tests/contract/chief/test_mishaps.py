@@ -663,3 +663,20 @@ async def test_units_are_leased_again_whose_updates_keep_the_first_checkpoint_fr
         servers[0].apply(Unit(1, 0, 0))
         await until(lambda: running.job.journal.history.checkpoint)
         await again.die()
+
+
+async def test_the_first_checkpoint_goes_on_when_who_waits_for_it_asks_again(tmp_path: Path) -> None:
+    """One that took longer than a call of a worker began anew with each call, for ever."""
+    sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with cluster(initialized=False, **sizes) as (_, [worker], [server]):
+        await worker.open()
+        server.save_gate.clear()
+        server.initialized = True
+        first = asyncio.create_task(worker.next(wait=False))
+        await until(lambda: "save" in server.calls)
+        first.cancel()
+        again = asyncio.create_task(worker.next(wait=False))
+        await until(lambda: server.num_described and not again.done())
+        await asyncio.sleep(0.1)
+        server.save_gate.set()
+        assert indices(await again) == [0] and server.calls.count("save") == 1

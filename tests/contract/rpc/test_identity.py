@@ -21,7 +21,7 @@ import pytest
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, StratagemError
+from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, JobStoppedError, StratagemError
 from stratagem.launch.poller import StatusPoller
 from stratagem.launch.status import fetch_stack, fetch_status
 from stratagem.rpc import channels
@@ -67,6 +67,16 @@ class Welcoming(chief_pb2_grpc.ChiefServicer):
         threading.Event().wait(0.5)  # for somebody who does not come
         context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
         raise AssertionError
+
+    def SaveCheckpoint(self, request: Any, context: Any) -> chief_pb2.SaveCheckpointReply:
+        self.told.put("save")
+        threading.Event().wait(0.6)  # a slow disk
+        return chief_pb2.SaveCheckpointReply(path="step-1")
+
+    def NextUnits(self, request: Any, context: Any) -> chief_pb2.NextUnitsReply:
+        self.told.put("next")
+        threading.Event().wait(0.6 if self.told.qsize() < 3 else 0)  # for the first checkpoint
+        return chief_pb2.NextUnitsReply(end=True)
 
     def GetStatus(self, request: Any, context: Any) -> chief_pb2.GetStatusReply:
         return chief_pb2.GetStatusReply(chief_epoch=7)
@@ -125,6 +135,22 @@ def test_who_waits_for_others_looks_after_what_they_may_wait_for(monkeypatch: py
         client.meanwhile = look
         with pytest.raises(InterruptedError):
             client.agree("load 1", 0, 0)
+        session.goodbye(0)
+
+
+def test_a_chief_that_takes_long_is_no_chief_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that took longer than peer_timeout_s, the first one too, ended every worker."""
+    monkeypatch.setattr(chief_client, "PATIENCE_S", 0.2)
+    with chief(OPEN) as (servicer, address):
+        session = SessionClient(address, "worker:1", "")
+        session.start(30.0)
+        client = ChiefClient(session, 0.1)
+        assert client.save_checkpoint("x") == "step-1"
+        assert servicer.told.get() == "save" and servicer.told.empty(), "one call: another begins another checkpoint"
+        assert client.next_units(chief_pb2.NextUnitsRequest()).end
+        threading.Timer(0.1, session.end, ["over"]).start()
+        with pytest.raises(JobStoppedError):
+            client.save_checkpoint("x")
         session.goodbye(0)
 
 
