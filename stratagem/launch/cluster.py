@@ -108,6 +108,7 @@ class LocalCluster:
             self._do(self.supervisor.interrupted(signal.SIGHUP, now))
         self._do(self.supervisor.ticked(now))
         if self._poller is not None and self._poller.step(now):
+            self.supervisor.answered(now)
             self._new_status(now)
         if self.chaos is not None and self.supervisor.phase is Phase.RUNNING:
             self._tick_s = min(TICK_S, self.chaos.tick(now, self.status, self._by_role()))

@@ -5,10 +5,10 @@ dies, the whole job is started again if its script goes on where it was (one res
 ring goes on with those who are left (``min_workers``): then the one is started again, and joins them, or if it may not
 be, they go on without it. Exit codes 2 and 42 are never retried; exit code 1 only if the task had made a step in that
 life (else the script is simply broken), and of a script alone if it goes on where it was. When the workers are done, an
-evaluator takes as long as it needs for the last checkpoint, and ps and chief get ``shutdown_timeout_s`` to end by
-themselves. The first failure ends the job, but for an evaluator's, which is told at the end. Of two chiefs one stands
-by: the job needs one of them. A ps is signalled only after the chief has ended, so that the chief can take a last
-checkpoint and stop it; the chief of a ring after its workers, which may be saving.
+evaluator takes as long as it needs for the last checkpoint, and ps and chief as long as that answers, which may be
+writing it, and ``shutdown_timeout_s`` more. The first failure ends the job, but for an evaluator's, which is told at
+the end. Of two chiefs one stands by: the job needs one of them. A ps is signalled only after the chief has ended, so
+that the chief can take a last checkpoint and stop it; the chief of a ring after its workers, which may be saving.
 """
 
 from __future__ import annotations
@@ -203,6 +203,11 @@ class Supervisor:
         self.phase, self._deadline, self._ending_signal = Phase.ENDING, deadline, signum
         self._chief_comes_last = not self.policy.restart_workers and self._workers_run
         return self._signal_all() + self._next(now)
+
+    def answered(self, now: float) -> None:
+        """The chief is at work: on the last checkpoint, once the workers are done."""
+        if self.phase is Phase.DRAINING:
+            self._deadline = now + self.policy.shutdown_timeout_s
 
     def ticked(self, now: float) -> list[Action]:
         if self._late_at is not None and now >= self._late_at:

@@ -53,6 +53,19 @@ def test_a_job_that_goes_well() -> None:
     assert supervisor.failure is None
 
 
+def test_a_chief_that_answers_has_the_time_that_the_last_checkpoint_takes() -> None:
+    """One that took longer than the shutdown timeout was broken off, and the work since the one before was lost."""
+    supervisor = _running()
+    supervisor.answered(4.0)
+    assert _deadline(supervisor) is None
+    supervisor.exited(W1, 0, 5.0)
+    supervisor.exited(W0, 0, 6.0)
+    supervisor.answered(15.0)
+    assert supervisor.ticked(24.0) == []
+    supervisor.ticked(25.0)
+    assert supervisor.failure is not None and supervisor.failure.reason.startswith("still running 10 s after")
+
+
 def _two_chiefs(policy: Policy = POLICY) -> Supervisor:
     supervisor = Supervisor([W0], [CHIEF, STANDBY, PS], policy)
     assert supervisor.begin(0.0) == [Start(CHIEF)]
