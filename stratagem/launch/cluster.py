@@ -230,6 +230,8 @@ class LocalCluster:
         if status.stop_reason and not any(state.state == "done" for state in status.tasks):
             self.supervisor.broken()
         self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
+        lost = [TaskId.parse(state.task) for state in status.tasks if state.state == "lost"]
+        self.supervisor.away = {task for task in lost if task.type == "worker" and pids.get(task) == told_by[task]}
         if status.lead and status.ready:  # before that, whoever joined first leads
             self.output.lead = TaskId.parse(status.lead)
         ps = max(status.wanted_ps, status.num_ps) if status.wanted_ps else 0  # one is needed until others have its rows

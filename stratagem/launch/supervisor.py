@@ -70,6 +70,8 @@ class Supervisor:
         self.running: set[TaskId] = set()
         self.lost: set[TaskId] = set()
         """Workers of a ring that goes on without them."""
+        self.away: set[TaskId] = set()
+        """Workers that the chief calls lost, and whose process runs: stopped, or about to hear of it."""
         self._done: set[TaskId] = set()
         self._dismissed: set[TaskId] = set()
         """Tasks that are not wanted any more: they end by themselves, and however they do, it is no failure."""
@@ -262,10 +264,11 @@ class Supervisor:
         return None
 
     def _had_finished(self, task: TaskId, code: int) -> bool:
-        """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye; or
-        who came too late to be taken in."""
+        """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye, or
+        is lost and the others have done the work; or who came too late to be taken in."""
         may_be = task.type == "worker" or task in self._added
-        return code == -signal.SIGKILL and may_be and self._chief_is_done
+        is_away = task in self.away and not self.policy.min_workers
+        return self._chief_is_done and (is_away or (code == -signal.SIGKILL and may_be))
 
     def _end_late(self, now: float) -> list[Action]:
         """Ends who was started, perhaps again, when the job was as good as over. A chief would begin another job; a
@@ -279,7 +282,7 @@ class Supervisor:
 
     def _late(self) -> list[TaskId]:
         again = {task for task in self.restarts if task.type != "ps"}  # which hears of the end when it has joined
-        late = self.running.intersection(again | self._added) - self._stepped
+        late = self.running.intersection(((again | self._added) - self._stepped) | self.away)
         return [task for task in self._in_order() if task in late]
 
     def _has_successor(self, task: TaskId, code: int) -> bool:

@@ -53,6 +53,26 @@ def test_a_job_that_goes_well() -> None:
     assert supervisor.failure is None
 
 
+def test_a_job_ends_well_without_a_worker_that_stands_still_when_the_others_have_done_the_work() -> None:
+    """It was waited for, without end if it never went on, and then the job had failed."""
+    supervisor = _running()
+    supervisor.stepped([W0, W1])
+    supervisor.away = {W1}
+    supervisor.exited(W0, 0, 5.0)
+    supervisor.exited(PS, 0, 6.0)
+    assert supervisor.exited(CHIEF, 0, 6.0) == []
+    assert supervisor.ticked(9.0) == [Kill(W1)]
+    assert supervisor.exited(W1, -9, 9.1) == [Finish(0)]
+    supervisor = _running()
+    supervisor.stepped([W0, W1])
+    supervisor.away = {W1}
+    supervisor.exited(W0, 0, 5.0)
+    supervisor.exited(PS, 0, 6.0)
+    supervisor.exited(CHIEF, 0, 6.0)
+    assert supervisor.exited(W1, 1, 7.0) == [Finish(0)], "it has heard that it is lost"
+    assert supervisor.failure is None
+
+
 def test_a_chief_that_answers_has_the_time_that_the_last_checkpoint_takes() -> None:
     """One that took longer than the shutdown timeout was broken off, and the work since the one before was lost."""
     supervisor = _running()
