@@ -305,7 +305,9 @@ class Sessions(Roster):
         if session.task.type == "worker" and others and all(s.state is SessionState.DONE for s in others):
             return self.stop(0, f"every worker but {session.task} has finished the work")
         how_long = f"{now - session.lost_at:.0f} s ago"
-        return self.stop(1, f"{session.task} was lost {how_long} and did not come back{self.first_failure_words}")
+        way_out = "worker_timeout_s; one that takes longer to start needs a larger STRATAGEM_WORKER_TIMEOUT_S"
+        reason = f"{session.task} was lost {how_long} and did not come back ({way_out})"
+        return self.stop(1, reason + self.first_failure_words)
 
     @property
     def first_failure_words(self) -> str:

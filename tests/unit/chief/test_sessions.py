@@ -608,6 +608,9 @@ def test_a_job_that_all_have_left_has_the_time_of_a_start_to_come_again() -> Non
     left = {"worker:0": 1, "worker:1": 2}
     sessions = make(newest_incarnation=3, fenced=left, ready=True)
     assert sessions.tick(299.0) == []
-    assert StopJob(1, "worker:0 was lost 301 s ago and did not come back") in sessions.tick(301.0)
+    [stop] = [action for action in sessions.tick(301.0) if isinstance(action, StopJob)]
+    assert stop.reason.startswith("worker:0 was lost 301 s ago and did not come back (worker_timeout_s; ")
+    assert "STRATAGEM_WORKER_TIMEOUT_S" in stop.reason
     sessions = make(newest_incarnation=3, fenced=left, awaited={"ps:0": 3}, ready=True)
-    assert StopJob(1, "worker:0 was lost 61 s ago and did not come back") in sessions.tick(61.0)
+    [stop] = [action for action in sessions.tick(61.0) if isinstance(action, StopJob)]
+    assert stop.reason.startswith("worker:0 was lost 61 s ago")
