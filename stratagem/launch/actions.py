@@ -24,6 +24,8 @@ class Kill:
     """Kill a task's process and everything it started."""
 
     task: TaskId
+    reason: str = ""
+    """Worth a line of its own."""
 
 
 @dataclasses.dataclass(frozen=True)

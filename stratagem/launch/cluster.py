@@ -231,7 +231,7 @@ class LocalCluster:
             self.supervisor.broken()
         self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
         lost = [TaskId.parse(state.task) for state in status.tasks if state.state == "lost"]
-        self.supervisor.away = {task for task in lost if task.type == "worker" and pids.get(task) == told_by[task]}
+        self.supervisor.away([each for each in lost if each.type == "worker" and pids.get(each) == told_by[each]], now)
         if status.lead and status.ready:  # before that, whoever joined first leads
             self.output.lead = TaskId.parse(status.lead)
         ps = max(status.wanted_ps, status.num_ps) if status.wanted_ps else 0  # one is needed until others have its rows
@@ -255,7 +255,9 @@ class LocalCluster:
                     if task.type == "chief":  # SIGTERM tells it to leave a job that goes on, or while it loads to end
                         signum = signal.SIGTERM if self._poller is None else signal.SIGINT
                     self._processes[task].send(signum)
-                case Kill(task):
+                case Kill(task, reason):
+                    if reason:
+                        self.output.say(f"{task} {reason}")
                     self._processes[task].kill()
                 case Renew():
                     self._renew()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from stratagem.cluster.task import TaskId
 from stratagem.launch.actions import Action, Failure, Finish, Kill, Renew, Signal, Start
@@ -25,6 +25,8 @@ EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NO_RETRY, EXIT_PREEMPTED = 0, 1, 2, 42,
 _NEVER_RETRIED = (EXIT_USAGE, EXIT_NO_RETRY)
 LATE_S = 3.0
 """What a worker that was started again may take to end, once the chief has: with goodbye said, it is about to."""
+AWAY_S = 10.0
+"""What a worker that the chief has lost may take to hear of it, and to end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Supervisor:
         self.running: set[TaskId] = set()
         self.lost: set[TaskId] = set()
         """Workers of a ring that goes on without them."""
-        self.away: set[TaskId] = set()
-        """Workers that the chief calls lost, and whose process runs: stopped, or about to hear of it."""
+        self._away: dict[TaskId, float] = {}
+        """Workers that the chief calls lost, and whose process runs, stopped or in a long step: since when."""
         self._done: set[TaskId] = set()
         self._dismissed: set[TaskId] = set()
         """Tasks that are not wanted any more: they end by themselves, and however they do, it is no failure."""
@@ -206,6 +208,10 @@ class Supervisor:
         self._chief_comes_last = not self.policy.restart_workers and self._workers_run
         return self._signal_all() + self._next(now)
 
+    def away(self, tasks: Iterable[TaskId], now: float) -> None:
+        """The chief calls these workers lost, and their processes run. None of them takes part any more."""
+        self._away = {task: self._away.get(task, now) for task in tasks}
+
     def answered(self, now: float) -> None:
         """The chief is at work: on the last checkpoint, once the workers are done."""
         if self.phase is Phase.DRAINING:
@@ -215,6 +221,11 @@ class Supervisor:
         if self._late_at is not None and now >= self._late_at:
             self._late_at = None
             return [Kill(task) for task in self._late()]
+        if over := [task for task in self._in_order() if self._is_to_begin_anew(task, now)]:
+            self._away = {task: since for task, since in self._away.items() if task not in over}
+            return [
+                Kill(task, "is lost, and its process has not ended: it is killed, and started again") for task in over
+            ]
         if self._deadline is None or now < self._deadline:
             return []
         if self.phase is Phase.STARTING:
@@ -234,6 +245,15 @@ class Supervisor:
             self._deadline = None
             return [Kill(task) for task in self._in_order()]
         return self._kill()
+
+    def _is_to_begin_anew(self, task: TaskId, now: float) -> bool:
+        """Whether a process that is lost has not ended by itself, and may be started again: before the chief gives the
+        job up for it."""
+        if self.phase is not Phase.RUNNING or now < self._away.get(task, now) + AWAY_S:
+            return False
+        if self._is_in_ring(task):
+            return self._goes_on_without(task, -signal.SIGKILL) and self._may_come_back(task, -signal.SIGKILL)
+        return self._why_not_again(task, -signal.SIGKILL) is None
 
     def _start(self, task: TaskId) -> Start:
         self.running.add(task)
@@ -267,7 +287,7 @@ class Supervisor:
         """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye, or
         is lost and the others have done the work; or who came too late to be taken in."""
         may_be = task.type == "worker" or task in self._added
-        is_away = task in self.away and not self.policy.min_workers
+        is_away = task in self._away and not self.policy.min_workers
         return self._chief_is_done and (is_away or (code == -signal.SIGKILL and may_be))
 
     def _end_late(self, now: float) -> list[Action]:
@@ -282,7 +302,7 @@ class Supervisor:
 
     def _late(self) -> list[TaskId]:
         again = {task for task in self.restarts if task.type != "ps"}  # which hears of the end when it has joined
-        late = self.running.intersection(((again | self._added) - self._stepped) | self.away)
+        late = self.running.intersection(((again | self._added) - self._stepped) | self._away.keys())
         return [task for task in self._in_order() if task in late]
 
     def _has_successor(self, task: TaskId, code: int) -> bool:

@@ -57,7 +57,7 @@ def test_a_job_ends_well_without_a_worker_that_stands_still_when_the_others_have
     """It was waited for, without end if it never went on, and then the job had failed."""
     supervisor = _running()
     supervisor.stepped([W0, W1])
-    supervisor.away = {W1}
+    supervisor.away([W1], 4.0)
     supervisor.exited(W0, 0, 5.0)
     supervisor.exited(PS, 0, 6.0)
     assert supervisor.exited(CHIEF, 0, 6.0) == []
@@ -65,12 +65,33 @@ def test_a_job_ends_well_without_a_worker_that_stands_still_when_the_others_have
     assert supervisor.exited(W1, -9, 9.1) == [Finish(0)]
     supervisor = _running()
     supervisor.stepped([W0, W1])
-    supervisor.away = {W1}
+    supervisor.away([W1], 4.0)
     supervisor.exited(W0, 0, 5.0)
     supervisor.exited(PS, 0, 6.0)
     supervisor.exited(CHIEF, 0, 6.0)
     assert supervisor.exited(W1, 1, 7.0) == [Finish(0)], "it has heard that it is lost"
     assert supervisor.failure is None
+
+
+def test_a_worker_that_is_lost_and_does_not_end_is_killed_and_started_again() -> None:
+    """Its script was in a step that took longer than the chief waits for a lost task: the job ended."""
+    supervisor = _running()
+    supervisor.stepped([W0, W1])
+    supervisor.away([W1], 4.0)
+    supervisor.away([W1], 5.0)
+    assert supervisor.ticked(13.9) == []
+    [kill] = supervisor.ticked(14.0)
+    assert isinstance(kill, Kill) and kill.task == W1 and "started again" in kill.reason
+    assert supervisor.ticked(14.1) == []
+    assert supervisor.exited(W1, -9, 14.2) == [Start(W1)]
+    supervisor.away([], 14.3)
+    assert supervisor.ticked(60.0) == []
+
+
+def test_a_worker_that_is_lost_and_may_not_be_started_again_is_left_alone() -> None:
+    supervisor = _running(dataclasses.replace(POLICY, max_restarts=0))
+    supervisor.away([W1], 4.0)
+    assert supervisor.ticked(60.0) == []
 
 
 def test_a_chief_that_answers_has_the_time_that_the_last_checkpoint_takes() -> None:
