@@ -180,9 +180,10 @@ class ChiefClient:
                 return method(self._stub())(request, timeout=PATIENCE_S if patient else timeout_s)
             except grpc.RpcError as rpc_error:
                 code: Any = rpc_error
-                if patient and time.monotonic() > asked + PATIENCE_S:  # the chief was there
+                is_repeated = patient and code.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                if is_repeated or (patient and time.monotonic() > asked + PATIENCE_S):  # the chief was there
                     deadline = time.monotonic() + timeout_s
-                if patient and code.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if is_repeated:
                     meanwhile()
                     continue
                 error = error_from_rpc(rpc_error, "chief")

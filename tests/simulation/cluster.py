@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from stratagem.chief import __main__ as chief_main
+from stratagem.chief.membership.session import SessionState
 from stratagem.cluster.config import ChiefConfig, PsConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
+from stratagem.launch.supervisor import AWAY_S
 from stratagem.ps import __main__ as ps_main
 from stratagem.worker import runtime as worker_runtime
 from tests.simulation import fits, rings, script
@@ -148,6 +150,8 @@ class Cluster:
         names = [*(f"ps:{i}" for i in range(self.job.num_ps)), *(f"worker:{i}" for i in range(self.job.num_workers))]
         for name in ["chief:0", *names]:
             self.world.after(self.world.random.random() * 0.2, None, self.start_task, name)
+        if self.job.calm_s:  # else nobody has time to miss it
+            self.world.after(1.0, None, self._end_lost)
 
     def start_wanted(self, kind: str, index: int) -> None:
         """Starts a task that is wanted, unless its work is done."""
@@ -181,6 +185,19 @@ class Cluster:
             else:
                 train = rings.train if is_ring else script.train
             process.spawn(lambda: process.end(script.run(self, process, train)), "main")
+
+    def _end_lost(self) -> None:
+        """As `stratagem run` does: a worker that the chief has lost and that does not end is killed."""
+        chief, now = self.tasks.get("chief:0"), self.world.now
+        sessions = self.chief_job.sessions.tasks if chief is not None and chief.alive and self.chief_job else {}
+        for name, process in [*self.tasks.items()]:
+            session = sessions.get(name)
+            if session is None or session.task.type != "worker" or session.address != process.address:
+                continue
+            if process.alive and session.state is SessionState.LOST and now > session.lost_at + AWAY_S:
+                process.kill()
+        if self.finished is None:
+            self.world.after(1.0, None, self._end_lost)
 
     def _start_chief(self, process: Process) -> None:
         loop = Loop(process, self.network.try_connection, lambda: self.disk.slow * self.world.random.random())
