@@ -69,6 +69,7 @@ class StepMeter:
         self._since = _now()
         self._spent = dict.fromkeys(measures.PHASES, 0)
         self._by_peer: dict[str, int] = {}
+        self._of_peer: _Inside | None = None  # the wait for a peer that goes on
         self._cpu_then: int | None = None
         self._cpu_asked, self._cpu_steps, self._num_unasked, self._waited_then = 0, 1, 0, 0
         self._cpu = {measures.DATA_CPU: 0, measures.STEP_CPU: 0}
@@ -183,6 +184,8 @@ class StepMeter:
             elif phase:
                 of.before, of.outer = self._phase, self._wait
                 of.since = go_over(now, phase)
+                if of.peer:
+                    self._of_peer = of
                 if of.waiting_on:
                     self._wait = of
             else:
@@ -190,6 +193,7 @@ class StepMeter:
                 self._wait = of.outer
                 if of.peer:
                     self._by_peer[of.peer] = self._by_peer.get(of.peer, 0) + now - of.since
+                    self._of_peer = None
 
     def _go_over(self, now: int, phase: str) -> int:
         """To another phase. Returns since when it is."""
@@ -243,9 +247,11 @@ class StepMeter:
         """What the steps took so far, by the names of :mod:`stratagem.measuring.measures`; the phase that goes on
         included."""
         with self._lock:
-            self._count_until_now()
+            now, by_peer = self._count_until_now(), self._by_peer
+            if (wait := self._of_peer) is not None:
+                by_peer = by_peer | {wait.peer: by_peer.get(wait.peer, 0) + now - wait.since}
             found = {phase: spent / 1e9 for phase, spent in self._spent.items() if spent}
-            found |= {labelled(measures.PEER_WAIT, peer): spent / 1e9 for peer, spent in self._by_peer.items()}
+            found |= {labelled(measures.PEER_WAIT, peer): spent / 1e9 for peer, spent in by_peer.items()}
             found |= {name: spent / 1e9 for name, spent in self._cpu.items()}
             found[measures.STEPS] = float(self.steps)
         found[measures.IN_STEP] = float(self.in_step)

@@ -42,6 +42,17 @@ def test_a_wait_inside_a_wait_counts_once() -> None:
     assert 0.06 <= report["exposed_communication_s"] <= report["step_time_s"]
 
 
+def test_the_wait_for_a_peer_that_goes_on_counts_as_its_phase_does() -> None:
+    meter, name = StepMeter(), measures.labelled(measures.PEER_WAIT, "ps:0")
+    meter.start_clock()
+    with meter.exposed("weights", peer="ps:0"):
+        threading.Event().wait(0.02)
+        during = meter.values()
+    after = meter.values()
+    assert during[name] == during[measures.WAIT] >= 0.02
+    assert during[name] <= after[name] == after[measures.WAIT]
+
+
 def test_training_does_not_wait_while_somebody_reads_a_loss_that_takes_long() -> None:
     meter = StepMeter()
     asked, told = threading.Event(), threading.Event()
