@@ -95,6 +95,12 @@ class EarlyStopping(Callback):
         if self._weights is not None:
             self.model.load_state_dict(self._weights)
             self._weights = None
+        elif self._restores and self.model.has_servers:
+            logger.warning(
+                "this worker was started after the best epoch, and has not its weights: if it leads, the model keeps "
+                "the last ones; ModelCheckpoint(path, monitor=..., save_best_only=True) keeps the best on the disk"
+            )
+            self.model.strategy.barrier()  # what others load they load all together
 
     def state_dict(self) -> dict[str, Any]:
         return {
