@@ -58,6 +58,9 @@ class Callback:
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         """An epoch is over; its logs, also those of the validation ("val_loss")."""
 
+    def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
+        """Other workers of parameter servers have done all of an epoch; its logs of theirs. Not a hook of Keras."""
+
     def on_train_batch_begin(self, batch: int, logs: LogsArgument = None) -> None:
         """A step, from 0 in each epoch, is about to begin."""
         self.on_batch_begin(batch, logs)

@@ -86,6 +86,13 @@ class EarlyStopping(Callback):
             self.stopped_epoch = epoch
             self.model.stop_training = True
 
+    def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
+        restores, self._restores = self._restores, False  # the weights are of a later epoch
+        self.on_epoch_end(epoch, logs)
+        self._restores = restores
+        if self.best_epoch == epoch:
+            self._weights = None
+
     def on_train_end(self, logs: LogsArgument = None) -> None:
         if self.stopped_epoch >= 0 and self._verbose and self.model.strategy.is_lead:
             logger.info(

@@ -32,6 +32,8 @@ class History(Callback):
                 ) from None
             self.history.setdefault(name, []).append(value)
 
+    on_epoch_missed = on_epoch_end
+
     def state_dict(self) -> dict[str, Any]:
         return {"history": {name: list(values) for name, values in self.history.items()}, "epoch": list(self.epoch)}
 

@@ -105,6 +105,9 @@ class ReduceLROnPlateau(Callback):
                 if self._verbose and self.model.strategy.is_lead:
                     logger.info("epoch %d: learning rate lowered to %g", epoch + 1, self.model.learning_rate)
 
+    def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
+        self.on_epoch_end(epoch, dict(logs or {}))
+
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._monitor.best, "wait": self._wait, "cooling": self._cooling}
 

@@ -73,6 +73,11 @@ class ModelCheckpoint(Callback):
         if self._every == "epoch":
             self._consider(logs or {})
 
+    def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
+        value = self._monitor.value(logs) if self._best_only and self._every == "epoch" else None
+        if value is not None and self._monitor.improves(value):
+            self._monitor.best = value
+
     def _end_batch(self, batch: int, logs: LogsArgument = None) -> None:
         if self.model.num_steps % int(self._every) == 0:
             self._named["batch"] = batch + 1

@@ -14,7 +14,6 @@ from torch import nn
 from stratagem.data.nested import leaves, map_leaves
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.call_list import CallbackList
-from stratagem.training.callbacks.history import History
 from stratagem.training.fit.agreement import FitAgreement
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
@@ -113,12 +112,10 @@ class Training:
             self._position.num_waiting = 0
 
     def _pass_by(self, number: int, logs: dict[str, float]) -> None:
-        """An epoch that others have lived: this worker was not there, and knows only what came of it."""
+        """An epoch that others have lived: this worker was not there, and its callbacks hear only what came of it."""
         if self._validate is not None:
             self._validate(number, True)
-        for callback in self._callbacks.callbacks:
-            if isinstance(callback, History):
-                callback.on_epoch_end(number, logs)
+        self._callbacks.call("on_epoch_missed", number, dict(logs))
 
     def _stops(self, number: int) -> bool:
         """Whether any worker has said stop. A wish that came too late, after the others went on, is said again."""

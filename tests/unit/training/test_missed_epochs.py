@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
-from stratagem.training.callbacks import EarlyStopping
+from stratagem.training.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 
 
 def test_a_worker_without_the_best_weights_meets_those_who_load_them() -> None:
@@ -14,3 +15,18 @@ def test_a_worker_without_the_best_weights_meets_those_who_load_them() -> None:
     stopping.set_model(SimpleNamespace(has_servers=True, strategy=strategy))  # type: ignore[arg-type]
     stopping.on_train_end()
     assert met
+
+
+def test_what_follows_a_value_hears_of_epochs_that_others_lived(tmp_path: Path) -> None:
+    stopping = EarlyStopping("loss", patience=3, restore_best_weights=True)
+    reducing, saving = ReduceLROnPlateau("loss", 0.5, 2), ModelCheckpoint(tmp_path, "loss", save_best_only=True)
+    model = SimpleNamespace(learning_rate=0.1, stop_training=False)
+    for epoch, loss in enumerate([2.0, 1.0, 1.5, 1.5, 1.5]):
+        assert not model.stop_training
+        logs = {"loss": loss, "learning_rate": 0.3}
+        for callback in (stopping, reducing, saving):
+            callback.set_model(model)  # type: ignore[arg-type]
+            callback.on_epoch_missed(epoch, logs)
+        assert logs["learning_rate"] == 0.3
+    assert model.stop_training and model.learning_rate == 0.05
+    assert saving.best == 1.0 and (stopping.best_epoch, stopping._weights) == (1, None)
