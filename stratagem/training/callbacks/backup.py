@@ -33,7 +33,9 @@ class BackupAndRestore(Callback):
     ends the process at once.
 
     Parameter servers and their chief do this themselves (``stratagem run --checkpoint-dir``); under them this callback
-    leaves it to them, and a worker that is told to end only finishes its step.
+    leaves it to them, and a worker that is told to end only finishes its step. A whole job that is started again goes
+    on with its weights, the optimizer's state and its data; the history, the other callbacks and a learning rate that
+    these have set begin anew.
 
     Args:
         backup_dir: folder of this backup alone; workers that run in step on several hosts share rank 0's.
@@ -102,7 +104,10 @@ class BackupAndRestore(Callback):
 
     def _restore(self) -> None:
         if self.model.has_servers:
-            logger.info("BackupAndRestore: the chief and the parameter servers resume this job by themselves")
+            logger.info(
+                "BackupAndRestore: the chief and the parameter servers resume this job by themselves; of a job started "
+                "again as a whole the history, the callbacks and a learning rate that these have set begin anew"
+            )
             return
         say_it_resumes()
         is_there, workers = torch.tensor(int(bool(scan(self._folder)))), self.model.strategy.communicator
