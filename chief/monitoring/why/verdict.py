@@ -57,11 +57,13 @@ def _nothing(reading: Reading) -> JobVerdict:
         waiting = [f"{task.task} waits for {task.waiting_on}" for task in reading.tasks if task.waiting_on]
         missing = [task.task for task in reading.tasks if task.state == "waiting"]
         why = f": {', '.join(missing)} have not come" if missing else ""
+        window_s = max((worker.window_s for worker in reading.of("worker")), default=0.0)
+        is_long = window_s >= stalls.STUCK_S and not missing  # before that they may have finished some
         return JobVerdict(
             Cause.UNKNOWN,
             "",
-            f"no worker has finished a step yet{why}",
-            "ask again in a moment",
+            f"no worker has finished a step {f'in the last {window_s:.0f} s' if is_long else 'yet'}{why}",
+            "see where the threads stand: stratagem status --stacks" if is_long else "ask again in a moment",
             0.0,
             "sure",
             tuple(waiting),

@@ -384,6 +384,12 @@ def test_a_job_waits_for_a_lost_ps_alone() -> None:
     assert all(judge(Reading((worker(0), task))).cause is Cause.NOTHING for task in (lost[2], silent))
 
 
+def test_workers_that_all_are_in_a_long_step_have_finished_some_before() -> None:
+    """Two parameter-server workers in steps of 100 s had "not finished a step yet", whatever step it was."""
+    verdict = judge(Reading((worker(0, 0), worker(1, 0), ps(0, 0))))
+    assert verdict.sentence == "no worker has finished a step in the last 10 s" and "--stacks" in verdict.advice
+
+
 def test_few_steps_are_no_proof() -> None:
     assert judge(Reading(tuple(in_step(worker(0, 3, wait_s=7.4), worker(1, 3))))).sure.startswith("not sure")
     assert judge(Reading(tuple(in_step(worker(0, wait_s=7.4), worker(1))))).sure == "sure"
