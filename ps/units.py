@@ -55,6 +55,8 @@ class UnitLedger:
         """What workers count of open units that have fewer."""
         self._joined: frozenset[Unit] = frozenset()
         """Open units that came from several ps: each has what any of them had."""
+        self._own: set[int] = set()
+        """Ordinals of updates that came to this process: it has a part in these."""
 
     def is_applied(self, unit: Unit, ordinal: int) -> bool:
         """Whether the step ``ordinal`` of ``unit`` is applied here, or can never be."""
@@ -80,6 +82,7 @@ class UnitLedger:
 
     def record(self, update: Update, num_servers: int) -> None:
         """Notes an applied (or skipped) update; ``num_servers`` is the number of ps that take part in it."""
+        self._own.add(update.ordinal)
         for unit in update.units:
             if not self._is_closed(unit):
                 self._open.setdefault(unit, {})[update.ordinal] = num_servers
@@ -131,7 +134,8 @@ class UnitLedger:
         )
         halves: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
         for unit, ordinals in self._open.items():
-            if len(ordinals) < max(self._per_unit, self._counted.get(unit, 0)):
+            lacks_own = unit in self._joined and not self._own <= ordinals.keys()
+            if lacks_own or len(ordinals) < max(self._per_unit, self._counted.get(unit, 0)):
                 halves[unit.dataset, unit.epoch].add(unit.index)
         return AppliedUnits(dict(self._closed), tuple(entries), dict(halves))
 

@@ -204,3 +204,15 @@ def test_ledgers_of_one_cut_are_joined() -> None:
     first.record(Update((Unit(1, 0, 7),), 0), 2)
     joined, num_torn = UnitLedger.joined([first, second])
     assert num_torn == 1 and not joined.is_new(Update((Unit(1, 0, 7),), 0))
+
+
+def test_what_came_from_other_ps_is_half_until_it_has_an_update_of_each_kind_that_comes_here() -> None:
+    """Of two optimizers: the one whose variables lie elsewhere had stepped, and that was taken for the whole batch."""
+    first, one, another = UnitLedger(), Unit(1, 0, 0), Unit(1, 0, 1)
+    first.record(Update((one,), 0), 1)
+    joined, _ = UnitLedger.joined([first])
+    assert not joined.describe().halves, "nobody knows yet which updates come here"
+    joined.record(Update((another,), 1), 1)
+    assert joined.describe().halves == {(1, 0): UnitBitmap.of([0])}
+    joined.record(Update((one,), 1), 1)
+    assert not joined.describe().halves
