@@ -157,7 +157,8 @@ class PsReturn(ChiefPart):
         self._begun = {server.incarnation for server in newcomers}
         self._in_doubt.update((server.incarnation, {}) for server in newcomers)  # each has the updates that any had
         if self.restarted:  # what one of them lacks all will, whose ledgers are joined
-            self.restarted.update(server.incarnation for server in (*newcomers, *self._ps_pool.servers))
+            for server in (*newcomers, *self._ps_pool.servers):
+                self._note_put_back(server)
         self._fresh = {server.incarnation: checkpoint for server in self._ps_pool.servers}
 
     async def _has_begun(self, server: Server, checkpoint: str) -> bool:

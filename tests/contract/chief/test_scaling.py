@@ -167,6 +167,26 @@ async def test_the_chief_dies_before_and_after_the_number_is_in_its_journal(tmp_
                 await task.die()
 
 
+async def test_what_one_ps_lacked_all_of_another_number_lack_for_the_next_chief_too(tmp_path: Path) -> None:
+    """It was in no journal: what was reported only to that chief was counted on the one alone."""
+    async with contextlib.AsyncExitStack() as stack:
+        running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+        await begun(running, worker, first)
+        assert first.session is not None
+        await first.session.die()
+        await until(lambda: not running.job.sessions.servers)
+        again, second = FakePs(0), FakePs(1)
+        await stack.enter_async_context(ps(running.address, again))
+        await until(lambda: running.job.sessions.live("ps"))
+        assert again.restored_from and again.session is not None
+        await ask(worker, 2)
+        await stack.enter_async_context(ps(running.address, second))
+        await until(lambda: worker.membership.num_ps == 2 and all(task.live for task in worker.membership.tasks))
+        assert second.session is not None
+        lacking = {"ps:0": again.session.incarnation, "ps:1": second.session.incarnation}
+        assert running.job.journal.history.put_back == lacking
+
+
 class Empty(FakePs):
     """No rows of any variable are on it."""
 
