@@ -6,7 +6,6 @@ changes. Of the names that a script reports, the first :data:`MAX_REPORTED` of a
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -85,8 +84,8 @@ def _of_the_job(status: StatusView) -> Iterable[Metric]:
         "units_accepted": ("Those of them whose gradient was accepted.", status.units_accepted),
         "examples": ("Examples in accepted units; fewer when the job goes back to a checkpoint.", status.examples),
     }
-    if (found := re.search(r"step-(\d+)$", status.checkpoint)) is not None:
-        gauges["checkpoint_step"] = ("Step of the newest committed checkpoint.", int(found[1]))
+    if (step := status.checkpoint_step) is not None:
+        gauges["checkpoint_step"] = ("Step of the newest committed checkpoint.", step)
     for name, (meaning, value) in gauges.items():
         yield GaugeMetricFamily(f"stratagem_{name}", meaning, value=value)
     yield CounterMetricFamily(

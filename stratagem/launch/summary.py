@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,6 @@ def build_summary(
     steps = [int(report.get("steps", 0)) for report in reports.values()]
     reported_steps = max(steps, default=0) if in_turn else sum(steps)
     applied = max((task.step for task in status.tasks if task.task.startswith("ps:")), default=0)
-    saved = re.search(r"step-(\d+)$", status.checkpoint)
     ended = [report for report in reports.values() if report.get("metrics")]
     from_status = next((worker.metrics for worker in status.workers if worker.metrics), {})
     losses = [report["loss"] for report in reports.values() if report.get("loss") is not None]
@@ -87,7 +85,7 @@ def build_summary(
         "exit_code": exit_code,
         "duration_s": round(duration_s, 3),
         "life": supervisor.life,
-        "steps": max(reported_steps, applied, int(saved[1]) if saved else 0),
+        "steps": max(reported_steps, applied, status.checkpoint_step or 0),
         "examples": status.examples or sum(int(report.get("examples", 0)) for report in reports.values()),
         "loss": losses[0] if losses else status.loss,
         "metrics": dict(ended[0]["metrics"]) if ended else dict(from_status),

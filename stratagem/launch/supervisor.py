@@ -221,11 +221,10 @@ class Supervisor:
         if self._late_at is not None and now >= self._late_at:
             self._late_at = None
             return [Kill(task) for task in self._late()]
-        if over := [task for task in self._in_order() if self._is_to_begin_anew(task, now)]:
-            self._away = {task: since for task, since in self._away.items() if task not in over}
-            return [
-                Kill(task, "is lost, and its process has not ended: it is killed, and started again") for task in over
-            ]
+        for task, since in self._away.items():
+            if now >= since + AWAY_S and self._is_to_begin_anew(task):
+                del self._away[task]
+                return [Kill(task, "is lost, and its process has not ended: it is killed, and started again")]
         if self._deadline is None or now < self._deadline:
             return []
         if self.phase is Phase.STARTING:
@@ -246,10 +245,10 @@ class Supervisor:
             return [Kill(task) for task in self._in_order()]
         return self._kill()
 
-    def _is_to_begin_anew(self, task: TaskId, now: float) -> bool:
+    def _is_to_begin_anew(self, task: TaskId) -> bool:
         """Whether a process that is lost has not ended by itself, and may be started again: before the chief gives the
         job up for it."""
-        if self.phase is not Phase.RUNNING or now < self._away.get(task, now) + AWAY_S:
+        if self.phase is not Phase.RUNNING or task not in self.running:
             return False
         if self._is_in_ring(task):
             return self._goes_on_without(task, -signal.SIGKILL) and self._may_come_back(task, -signal.SIGKILL)
@@ -258,6 +257,7 @@ class Supervisor:
     def _start(self, task: TaskId) -> Start:
         self.running.add(task)
         self._stepped.discard(task)
+        self._away.pop(task, None)  # that was the one before
         return Start(task)
 
     def _why_not_again(self, task: TaskId, code: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from stratagem.rpc.fields import from_message
 from stratagem.rpc.generated import chief_pb2
@@ -93,6 +94,12 @@ class StatusView:
     def workers(self) -> tuple[TaskState, ...]:
         """Of :attr:`tasks`, in their order; an evaluator is none."""
         return tuple(task for task in self.tasks if task.task.startswith("worker:"))
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """Of the newest checkpoint, if its name says it."""
+        found = re.search(r"step-(\d+)$", self.checkpoint)
+        return None if found is None else int(found[1])
 
     @property
     def exposed(self) -> float:

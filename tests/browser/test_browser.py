@@ -17,6 +17,7 @@ from stratagem.chief.web import page_watch
 from stratagem.cli.status import row
 from stratagem.launch.status import fetch_status
 from tests.browser.desk import browser_page, chromium, joined, say, serving, vitals
+from tests.contract.chief.fakes import watches_of
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="no chromium on this machine: apt-get install chromium"),
@@ -43,14 +44,7 @@ async def until(page: Any, expression: str, what: str = "") -> Any:
 
 def test_it_shows_what_status_says_and_survives_its_chief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_watch, "LIVE_S", 0.1)
-    watches: list[page_watch.PageWatch] = []
-    watch = page_watch.PageWatch.run
-
-    def run_watch(self: page_watch.PageWatch) -> Any:
-        watches.append(self)
-        return watch(self)
-
-    monkeypatch.setattr(page_watch.PageWatch, "run", run_watch)
+    watches = watches_of(monkeypatch)
 
     async def scenario() -> None:
         async with serving(tmp_path, num_workers=2, num_ps=0) as desk:

@@ -19,6 +19,7 @@ from stratagem.chief.job import ChiefJob
 from stratagem.chief.leasing.positions import positions_of
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
+from stratagem.chief.web.page_watch import PageWatch
 from stratagem.cluster.config import ChiefConfig, ServerConfig
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import CheckpointError, ProtocolError
@@ -397,3 +398,16 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 def indices(reply: chief_pb2.NextUnitsReply) -> list[int]:
     return [lease.unit.index for lease in reply.leases]
+
+
+def watches_of(monkeypatch: pytest.MonkeyPatch) -> list[PageWatch]:
+    """What looks at jobs for their pages, from now on."""
+    watches: list[PageWatch] = []
+    run_one = PageWatch.run
+
+    def run_watch(self: PageWatch) -> Any:
+        watches.append(self)
+        return run_one(self)
+
+    monkeypatch.setattr(PageWatch, "run", run_watch)
+    return watches

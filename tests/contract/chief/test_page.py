@@ -26,7 +26,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch.status import fetch_status
 from stratagem.rpc.logs import PACKAGE
 from stratagem.rpc.security import OPEN
-from tests.contract.chief.fakes import Chief, Task, chief, cluster, until
+from tests.contract.chief.fakes import Chief, Task, chief, cluster, until, watches_of
 
 STATIC = importlib.resources.files("stratagem.chief.web") / "static"
 
@@ -171,14 +171,7 @@ async def test_nobody_pays_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) ->
             return get_status()
 
         monkeypatch.setattr(running.job, "get_status", look)
-        watches: list[page_watch.PageWatch] = []
-        watch = page_watch.PageWatch.run
-
-        def run_watch(self: page_watch.PageWatch) -> Any:
-            watches.append(self)
-            return watch(self)
-
-        monkeypatch.setattr(page_watch.PageWatch, "run", run_watch)
+        watches = watches_of(monkeypatch)
         async with page_of(running) as (session, _):
             stream = messages(session)
             while len(looks) < 10:

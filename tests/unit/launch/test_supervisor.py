@@ -88,6 +88,14 @@ def test_a_worker_that_is_lost_and_does_not_end_is_killed_and_started_again() ->
     assert supervisor.ticked(60.0) == []
 
 
+def test_the_successor_of_a_worker_that_was_lost_is_left_alone_while_no_chief_says_who_is() -> None:
+    supervisor = _running()
+    supervisor.stepped([W0, W1])
+    supervisor.away([W1], 4.0)
+    assert supervisor.exited(W1, 1, 5.0) == [Start(W1)], "it has heard that it is lost"
+    assert supervisor.ticked(60.0) == []
+
+
 def test_a_worker_that_is_lost_and_may_not_be_started_again_is_left_alone() -> None:
     supervisor = _running(dataclasses.replace(POLICY, max_restarts=0))
     supervisor.away([W1], 4.0)
