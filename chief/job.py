@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from stratagem.checkpoint.draft import remove_unfinished
+from stratagem.checkpoint.ended import forget_ends
 from stratagem.chief.background import Background
 from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving
 from stratagem.chief.chief_state import ChiefState
@@ -70,7 +71,10 @@ class ChiefJob(ChiefState):
         if config.checkpoint_dir:
             remove_unfinished(pathlib.Path(config.checkpoint_dir))
             if not history.ending:
-                self._end.write("", ())
+                try:
+                    forget_ends(config.checkpoint_dir)
+                except OSError as error:
+                    logger.warning("The end of another job stays in %s: %s", config.checkpoint_dir, error)
 
     # Verbs of the service
 

@@ -104,11 +104,7 @@ class JobEnd(ChiefPart):
     def _say_end(self, stop: StopJob, missing: Sequence[str]) -> None:
         """For the tasks that have not said goodbye: those that start again find no chief any more."""
         if stop.exit_code == 0 and self._config.checkpoint_dir:
-            self.write(stop.reason, missing)
-
-    def write(self, reason: str, missing: Sequence[str]) -> None:
-        """Notes beside the checkpoints that the job is over, but for ``missing``; without a reason: that it is not."""
-        try:
-            write_end(self._config.checkpoint_dir, reason, missing)
-        except OSError as error:
-            logger.warning("The end of the job is not in %s: %s", self._config.checkpoint_dir, error)
+            try:
+                write_end(self._config.checkpoint_dir, stop.reason, missing)
+            except OSError as error:
+                logger.warning("The end of the job is not in %s: %s", self._config.checkpoint_dir, error)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stratagem.checkpoint.ended import take_end
+from stratagem.checkpoint.ended import note_leaving, take_end
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.task import TaskId
@@ -168,6 +168,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
         if stopped.exit_code == 0 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a pod that is deleted now has ended well
         if session.incarnation:
+            note_leaving(config.checkpoint_dir, config.task, str(stopped))
             session.goodbye(0)
         return stopped.exit_code
     except _Terminated:

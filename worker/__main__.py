@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch
 
+from stratagem.checkpoint.ended import note_leaving
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import StratagemError
@@ -122,6 +123,8 @@ def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> None:
     """Tells the launcher and the chief how the script ended."""
     _write_report(outcome)
     runtime = active_runtime()
+    if runtime is not None and outcome.exit_code == 0:
+        note_leaving(config.checkpoint_dir, config.task, "its script is done")
     if runtime is not None:
         runtime.goodbye(outcome.exit_code, outcome.message, outcome.follows)
     elif isinstance(config, WorkerConfig) and config.chief:

@@ -1,8 +1,9 @@
 """The end of a job, written into its checkpoint folder for a task that comes too late to hear it from the chief.
 
 Only a task whose goodbye the chief did not get has one: it died at the end, and whoever supervises it starts it again.
-It looks only when no chief answers, and takes the file away with it, so that one end is taken once; the chief of the
-next job in the folder removes what nobody came for, and an old file says nothing.
+A task that dies between its goodbye and its exit has written one for itself. It looks only when no chief answers, and
+takes the file away with it, so that one end is taken once; the chief of the next job in the folder removes what nobody
+came for, and an old file says nothing.
 """
 
 from __future__ import annotations
@@ -39,16 +40,41 @@ def write_end(directory: str, reason: str, missing: Iterable[str]) -> None:
 
 def take_end(directory: str, task: str) -> JobStoppedError | None:
     """That the job of this task has ended, told once; None when nobody has said that to it, or it knows no folder."""
-    if not directory:
-        return None
-    path = _path(directory, task)
-    try:
-        written, reason = path.stat().st_mtime, path.read_text()
-        path.unlink()  # which gives the folder the time of the same clock: this host's may be another
-        is_new = path.parent.stat().st_mtime - written < MAX_AGE_S
-    except (OSError, UnicodeDecodeError):
-        return None
-    return JobStoppedError(f"{reason} (written in {directory}; the chief has ended)", 0) if is_new else None
+    for path in (_path(directory, task), _path(directory, task, "leaves")) if directory else ():
+        try:
+            written, reason = path.stat().st_mtime, path.read_text()
+            path.unlink()  # which gives the folder the time of the same clock: this host's may be another
+            is_new = path.parent.stat().st_mtime - written < MAX_AGE_S
+        except (OSError, UnicodeDecodeError):
+            continue
+        if is_new:
+            return JobStoppedError(f"{reason} (written in {directory}; the chief has ended)", 0)
+    return None
+
+
+def note_leaving(directory: str, task: str, reason: str) -> None:
+    """Before a task that ends well says goodbye: no chief may be left by its exit. Without a folder nothing happens."""
+    if directory:
+        with contextlib.suppress(OSError):  # as before there were such files: it waits for a chief
+            _path(directory, task, "leaves").write_text(reason)
+
+
+def note_left(directory: str, task: str) -> None:
+    """At a task's exit, however it ends: nothing is left that needs to be told to it."""
+    if directory:
+        with contextlib.suppress(OSError):
+            _path(directory, task, "leaves").unlink(missing_ok=True)
+
+
+def forget_ends(directory: str) -> None:
+    """Another job begins in the folder.
+
+    Raises:
+        OSError: it cannot be changed.
+    """
+    for pattern in ("ended-*", "leaves-*"):
+        for said in pathlib.Path(directory).glob(pattern):
+            said.unlink(missing_ok=True)
 
 
 def note_run(directory: str, task: str, run_id: str) -> None:

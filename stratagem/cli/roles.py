@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from stratagem.checkpoint.ended import has_run, note_run
+from stratagem.checkpoint.ended import has_run, note_left, note_run
 from stratagem.cli.options import configure, role_options, script_arguments
 from stratagem.cluster.choice import choose_strategy
 from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
@@ -76,6 +76,7 @@ def _once(config: RoleConfig, run: Callable[..., int], *arguments: object) -> in
         code = run(*arguments)
     if code == 0:
         note_run(folder, config.task, config.run_id)
+    note_left(folder, config.task)
     return code
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from stratagem.checkpoint.ended import take_end
 from stratagem.cluster.config import ServerConfig
 from stratagem.ps.store import Store
 from stratagem.rpc.channels import connect
@@ -35,16 +38,24 @@ class SessionOnly:
     def __init__(self) -> None:
         self.joined: queue.SimpleQueue[chief_pb2.Join] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[chief_pb2.SessionEvent | None] = queue.SimpleQueue()
+        self.goodbyes: queue.SimpleQueue[chief_pb2.Goodbye] = queue.SimpleQueue()
 
     def Session(
         self, request_iterator: Iterator[chief_pb2.SessionRequest], context: grpc.ServicerContext
     ) -> Iterator[chief_pb2.SessionEvent]:
         self.joined.put(next(request_iterator).join)
+        threading.Thread(target=self._hear, args=(request_iterator,)).start()
         welcome = chief_pb2.Welcome(incarnation=3, heartbeat_interval_s=0.1)
         yield chief_pb2.SessionEvent(welcome=welcome)
         context.add_callback(lambda: self.events.put(None))
         while (event := self.events.get()) is not None:
             yield event
+
+    def _hear(self, requests: Iterator[chief_pb2.SessionRequest]) -> None:
+        with contextlib.suppress(grpc.RpcError):  # the stream's end
+            for request in requests:
+                if request.HasField("goodbye"):
+                    self.goodbyes.put(request.goodbye)
 
 
 @pytest.fixture
@@ -79,6 +90,25 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
         process.kill()
         process.communicate()
     return process.returncode, text
+
+
+def test_killed_between_its_goodbye_and_its_exit_it_finds_that_the_job_is_over(
+    tmp_path: pathlib.Path, chief: tuple[SessionOnly, RunningServer]
+) -> None:
+    """The chief had heard its goodbye and ended: started again by the kubelet, it waited five minutes for another."""
+    servicer, server = chief
+    process = start("--chief", server.address, "--checkpoint-dir", str(tmp_path))
+    try:
+        servicer.joined.get(timeout=60)
+        servicer.events.put(chief_pb2.SessionEvent(stop=chief_pb2.Stop(exit_code=0, reason="all done")))
+        assert servicer.goodbyes.get(timeout=60).exit_code == 0
+    finally:
+        process.kill()  # it waits for the end of the stream
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    told = take_end(str(tmp_path), "ps:0")
+    assert told is not None and "all done" in str(told)
+    assert not list(tmp_path.iterdir())
 
 
 def test_joins_is_put_back_serves_and_ends_with_the_job(
@@ -121,6 +151,7 @@ def test_joins_is_put_back_serves_and_ends_with_the_job(
         code, text = finish(process)
         assert code == 0, text
         assert "The job is over: all done" in text and "Traceback" not in text
+        assert not list(tmp_path.glob("leaves-*"))
         client.close()
         channel.close()
     finally:
