@@ -231,7 +231,8 @@ class LocalCluster:
             self.supervisor.broken()
         self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
         lost = [TaskId.parse(state.task) for state in status.tasks if state.state == "lost"]
-        self.supervisor.away([each for each in lost if each.type == "worker" and pids.get(each) == told_by[each]], now)
+        runs = [each for each in lost if each.type != "evaluator" and pids.get(each) == told_by[each]]
+        self.supervisor.away(runs, now)
         if status.lead and status.ready:  # before that, whoever joined first leads
             self.output.lead = TaskId.parse(status.lead)
         ps = max(status.wanted_ps, status.num_ps) if status.wanted_ps else 0  # one is needed until others have its rows

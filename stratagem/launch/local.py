@@ -72,6 +72,7 @@ def run_local(
     policy = Policy(
         max_restarts=job.max_restarts,
         restart_workers=job.chosen_strategy != "ring",
+        has_copies=job.ps_replicas > 1,
         min_workers=job.min_workers,
         shutdown_timeout_s=job.shutdown_timeout_s,
     )

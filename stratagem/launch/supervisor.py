@@ -25,8 +25,8 @@ EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NO_RETRY, EXIT_PREEMPTED = 0, 1, 2, 42,
 _NEVER_RETRIED = (EXIT_USAGE, EXIT_NO_RETRY)
 LATE_S = 3.0
 """What a worker that was started again may take to end, once the chief has: with goodbye said, it is about to."""
-AWAY_S = 10.0
-"""What a worker that the chief has lost may take to hear of it, and to end."""
+AWAY_S, PS_AWAY_S = 10.0, 30.0
+"""What a task that the chief has lost may take to hear of it, and to end; a ps of which nobody has a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Policy:
     """False: a ring, which takes no worker back without a min_workers."""
     min_workers: int = 0
     """Workers with which a ring goes on, once it was complete, while others are away; 0: with all only."""
+    has_copies: bool = False  # of what a ps holds
     shutdown_timeout_s: float = 25.0
     failure_timeout_s: float = 5.0
     """Seconds that the others get to end after a failure."""
@@ -73,7 +74,7 @@ class Supervisor:
         self.lost: set[TaskId] = set()
         """Workers of a ring that goes on without them."""
         self._away: dict[TaskId, float] = {}
-        """Workers that the chief calls lost, and whose process runs, stopped or in a long step: since when."""
+        """Tasks that the chief calls lost, and whose process runs, stopped or in a long step: since when."""
         self._done: set[TaskId] = set()
         self._dismissed: set[TaskId] = set()
         """Tasks that are not wanted any more: they end by themselves, and however they do, it is no failure."""
@@ -209,7 +210,7 @@ class Supervisor:
         return self._signal_all() + self._next(now)
 
     def away(self, tasks: Iterable[TaskId], now: float) -> None:
-        """The chief calls these workers lost, and their processes run. None of them takes part any more."""
+        """The chief calls these workers and ps lost, and their processes run. None of them takes part any more."""
         self._away = {task: self._away.get(task, now) for task in tasks}
 
     def answered(self, now: float) -> None:
@@ -222,7 +223,8 @@ class Supervisor:
             self._late_at = None
             return [Kill(task) for task in self._late()]
         for task, since in self._away.items():
-            if now >= since + AWAY_S and self._is_to_begin_anew(task):
+            away_s = PS_AWAY_S if task.type == "ps" and not self.policy.has_copies else AWAY_S
+            if now >= since + away_s and self._is_to_begin_anew(task):
                 del self._away[task]
                 return [Kill(task, "is lost, and its process has not ended: it is killed, and started again")]
         if self._deadline is None or now < self._deadline:
@@ -248,7 +250,8 @@ class Supervisor:
     def _is_to_begin_anew(self, task: TaskId) -> bool:
         """Whether a process that is lost has not ended by itself, and may be started again: before the chief gives the
         job up for it."""
-        if self.phase is not Phase.RUNNING or task not in self.running:
+        phases = (Phase.RUNNING, Phase.DRAINING) if task.type == "ps" else (Phase.RUNNING,)
+        if self.phase not in phases or task not in self.running:
             return False
         if self._is_in_ring(task):
             return self._goes_on_without(task, -signal.SIGKILL) and self._may_come_back(task, -signal.SIGKILL)

@@ -88,6 +88,28 @@ def test_a_worker_that_is_lost_and_does_not_end_is_killed_and_started_again() ->
     assert supervisor.ticked(60.0) == []
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_ps_that_stands_still_is_killed_in_time_for_another_and_not_at_once(is_over: bool) -> None:
+    """The job ended after a minute. The chief waits for it with the last checkpoint, too."""
+    supervisor = _running()
+    supervisor.away([PS], 4.0)
+    if is_over:
+        supervisor.exited(W0, 0, 5.0)
+        supervisor.exited(W1, 0, 5.0)
+        supervisor.answered(33.0)
+    assert supervisor.ticked(33.9) == []
+    [kill] = supervisor.ticked(34.0)
+    assert isinstance(kill, Kill) and kill.task == PS
+    assert supervisor.exited(PS, -9, 34.2) == [Start(PS)]
+
+
+def test_a_ps_with_a_copy_that_stands_still_is_killed_soon() -> None:
+    supervisor = _running(dataclasses.replace(POLICY, has_copies=True))
+    supervisor.away([PS], 4.0)
+    [kill] = supervisor.ticked(14.0)
+    assert isinstance(kill, Kill) and kill.task == PS
+
+
 def test_the_successor_of_a_worker_that_was_lost_is_left_alone_while_no_chief_says_who_is() -> None:
     supervisor = _running()
     supervisor.stepped([W0, W1])
