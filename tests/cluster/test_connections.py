@@ -40,6 +40,7 @@ def test_connections_to_the_chief_that_are_reset_for_a_second_cost_nothing(
     assert sum(each["connections"] for each in done.summary["chaos"]) >= len(chaos), done.summary["chaos"]
 
 
+@pytest.mark.thorough
 def test_a_ps_that_is_cut_off_for_eight_seconds_loses_nothing(cluster: Start, tmp_path: Path) -> None:
     chaos = [f"cut worker:{index}-ps:1@1s for=8s" for index in range(2)]
     done = run(cluster, chaos, tmp_path / "out.pt", epochs=1)

@@ -96,6 +96,7 @@ def test_synchronous_ps_killed_rolls_back_and_equals_one_process(cluster: Start,
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_bounded_staleness_with_a_slow_worker(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     faults = [{"task": "worker:1", "step": step, "action": "slow", "seconds": 0.2} for step in range(4)]

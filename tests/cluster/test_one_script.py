@@ -33,7 +33,6 @@ STRATEGIES = {
     "ring of several devices": ([*RUN, "--devices", "cpu:0,cpu:1"], ["--strategy", "ring"]),
     "synchronous ps": ([*RUN, "--ps", "2", "--staleness", "0"], ["--strategy", "ps"]),
 }
-BRIEF = ("digits", "ring of several devices")
 TOLERANCE = 1e-5
 
 
@@ -57,14 +56,9 @@ def alone(script: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 # The matrix of tests/conformance shows each of them on small models.
-@pytest.mark.parametrize(
-    ("script", "strategy"),
-    [
-        pytest.param(script, strategy, marks=[] if (script, strategy) == BRIEF else pytest.mark.thorough)
-        for script in SCRIPTS
-        for strategy in STRATEGIES
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_one_script_every_mode(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, script: str, strategy: str
 ) -> None:

@@ -34,6 +34,7 @@ def check_same(found: Path, expected: Path) -> None:
         assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.thorough
 def test_a_ring_interrupted_three_times_ends_with_the_weights_of_one_that_was_not(
     cluster: Start, tmp_path: Path
 ) -> None:

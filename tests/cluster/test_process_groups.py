@@ -20,9 +20,8 @@ JOB_S = 240.0
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
 
 
-@pytest.mark.parametrize(
-    "launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.thorough)], ids=["forks", "torchrun"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["forks", "torchrun"])
 def test_what_trains_over_torch_distributed_ends_as_in_one_process(launcher: list[str]) -> None:
     job = forks.run([sys.executable, *launcher, str(SCRIPTS / "process_groups.py")], timeout=JOB_S)
     assert job.returncode == 0, job.stderr[-5000:]

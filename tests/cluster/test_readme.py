@@ -42,7 +42,6 @@ TRAINING = [command for command in COMMANDS if command.startswith(("stratagem ru
 BRIEF = [
     "python examples/digits.py --epochs 3 --strategy mirrored --devices cpu:0,cpu:1",
     "stratagem run --workers 2 --tls auto examples/mnist.py --no-download --epochs 2",
-    "python examples/mnist_loop.py --no-download --epochs 1",
 ]
 CLUSTER_TOOLS = ("kubectl", "helm", "srun")  # tests/deploy and tests/cluster/test_slurm.py look at these
 JOBS = [command for command in COMMANDS if command.startswith(("stratagem submit", "stratagem jobs"))]

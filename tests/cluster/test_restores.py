@@ -32,6 +32,7 @@ def test_a_worker_is_stopped_now_and_then(cluster: Start, tmp_path: Path, stalen
     restore(cluster, tmp_path, staleness, 20, "--stopped", stopped)
 
 
+@pytest.mark.thorough
 def test_a_ps_that_is_lost_comes_back_with_what_was_loaded(cluster: Start, tmp_path: Path) -> None:
     """It came back with the values of before, which the first checkpoint had: one half of the model was another."""
     folder = tmp_path / "checkpoints"

@@ -98,6 +98,7 @@ def test_workers_come_and_go(cluster: Start, tmp_path: Path) -> None:
     check(job)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_ends_and_is_wanted_again_before_the_launcher_hears_of_either(
     cluster: Start, tmp_path: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_parameter_servers_come_and_go(cluster: Start, tmp_path: Path, arguments
     assert "Ends: the others have what ps:2 held, there are 2 ps now" in job.stderr
 
 
+@pytest.mark.thorough
 def test_a_number_that_is_asked_for_while_the_last_one_is_being_left(cluster: Start, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     job = cluster(2, 1, "count_examples.py", "--examples", 200, "--pause-s", 0.02, "--until", stop)
@@ -229,12 +231,10 @@ def test_a_ps_that_is_told_to_end_loses_nothing(cluster: Start, tmp_path: Path, 
     assert check_ended(job, {"ps:0": [143], "ps:1": [143]}) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "second",
-    [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.thorough, id="told again"),
-        pytest.param(signal.SIGKILL, id="killed"),
-    ],
+    [pytest.param(signal.SIGTERM, id="told again"), pytest.param(signal.SIGKILL, id="killed")],
 )
 def test_a_ps_that_has_no_time_to_end_in_order_counts_what_is_lost(
     cluster: Start, tmp_path: Path, second: signal.Signals

@@ -185,6 +185,7 @@ def test_cancel_ends_the_job_and_all_its_processes(desk: Desk) -> None:
     assert again.returncode == 0 and "cancelled" in again.stderr
 
 
+@pytest.mark.thorough
 def test_a_killed_launcher_is_noticed_though_it_wrote_nothing(desk: Desk) -> None:
     job = start_waiting(desk)
     script = int((desk.folder / "started").read_text())
@@ -245,6 +246,7 @@ def test_from_a_cell_of_a_running_kernel(desk: Desk) -> None:
     assert "_subprocess.run(['python', '--version'], check=True)" in script
 
 
+@pytest.mark.thorough
 def test_a_notebook_file_with_modules_beside_it(desk: Desk) -> None:
     desk.write("beside.py", "WORD = 'beside'\n")
     desk.write("work.ipynb", notebook_of("import beside\nprint('found', beside.WORD)"))

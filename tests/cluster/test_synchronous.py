@@ -99,6 +99,7 @@ def test_two_optimizers_several_steps_a_batch_and_their_state(cluster: Start, tm
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_schedules_go_through_a_last_batch_that_has_no_slice_for_a_worker(cluster: Start) -> None:
     """What was saved after the epoch was a step behind on that worker, the lead perhaps."""
     done = cluster(2, 2, "schedules.py", flags=["--staleness", "0"]).finish()

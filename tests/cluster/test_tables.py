@@ -71,7 +71,8 @@ def test_a_checkpoint_goes_to_other_ps_and_to_one_process(cluster: Start, tmp_pa
     check_equal(expected, out)
 
 
-@pytest.mark.parametrize("target", [pytest.param("worker:1", marks=pytest.mark.thorough), "ps:1"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", ["worker:1", "ps:1"])
 def test_every_example_counts_once_whatever_dies(cluster: Start, tmp_path: Path, target: str) -> None:
     fault: dict[str, Any] = {"task": "worker:0" if target == "ps:1" else target, "step": 5, "action": "kill"}
     faults = [{**fault, "target": target}, wait("worker:1" if target == "ps:1" else "worker:0")]

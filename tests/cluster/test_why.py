@@ -22,29 +22,17 @@ from tests.cluster.slowdowns import CASES, HEALTHY, LOOK_S, address_of, run_case
 
 pytestmark = pytest.mark.timeout(600)  # a job may take START_S alone to begin, and some have tasks on four hosts
 
-SHARE = ("slow worker, ring",)
-"""Of the table in docs/guides/why.md, in every run of the tests."""
 COMPUTING = measures.COMPUTING
-REST = [name for name in CASES | HEALTHY if name not in SHARE]
-
-
-def check(name: str, folder: Path, look_s: float = LOOK_S) -> None:
-    case = (CASES | HEALTHY)[name]
-    if case.links and why_unavailable() is not None:
-        pytest.skip(str(why_unavailable()))
-    said = run_case(case, folder, look_s)
-    assert said.is_right(case), json.dumps(said.verdict, indent=2)
-
-
-@pytest.mark.parametrize("name", SHARE)
-def test_the_cause_is_named_while_the_job_runs(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path / "job", look_s=7.0)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", REST)
+@pytest.mark.parametrize("name", CASES | HEALTHY)
 def test_the_cause_is_named_of_every_kind(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path / "job")
+    case = (CASES | HEALTHY)[name]
+    if case.links and why_unavailable() is not None:
+        pytest.skip(str(why_unavailable()))
+    said = run_case(case, tmp_path / "job", LOOK_S)
+    assert said.is_right(case), json.dumps(said.verdict, indent=2)
 
 
 def test_a_run_is_traced_and_judged_by_its_summary_after_its_end(

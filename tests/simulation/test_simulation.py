@@ -32,9 +32,9 @@ def test_schedules_of_each_form_hold_every_invariant(form: str) -> None:
 
 
 def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() -> None:
-    done = simulate("--first", "1", "--seeds", "7")
+    done = simulate("--first", "5", "--seeds", "3")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "7 schedules, none failed" in done.stdout
+    assert "3 schedules, none failed" in done.stdout
     first, second = simulate("--seed", "7"), simulate("--seed", "7")
     assert first.stdout == second.stdout and " starts" in first.stdout
 

@@ -83,6 +83,7 @@ def test_every_module_imports_from_the_wheel(python: Path, tmp_path: Path) -> No
     assert [file for file in files if not file.startswith(home)] == []
 
 
+@pytest.mark.thorough
 def test_the_command_works(python: Path, tmp_path: Path) -> None:
     stratagem = str(python.with_name("stratagem"))
     assert _run([stratagem, "version"], tmp_path).strip().count(".") == 2

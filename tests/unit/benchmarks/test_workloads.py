@@ -85,6 +85,7 @@ def test_equal_weights_have_equal_checksums() -> None:
     assert weights_checksum(model) != before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["cnn", "charlm"])
 def test_the_loss_falls(name: str) -> None:
     torch.manual_seed(0)
