@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stratagem.checkpoint.ended import note_leaving, take_end
+from stratagem.checkpoint.ended import note_leaving, note_left, take_end
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.task import TaskId
@@ -159,6 +159,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
     session.on_membership(note_ready)
     try:
         session.start(config.start_timeout_s, lambda: take_end(config.checkpoint_dir, config.task))
+        note_left(config.checkpoint_dir, config.task)  # by a process before this one, which is needed again
         if session.ps_replicas > 1:
             state.backup = Backup(lambda: state.num_bytes)
             following = Following(store, session, security, config.transport)

@@ -79,6 +79,8 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     # It ends with a code of its own. A pod deleted now has done its work; the job that a failure ends stops everybody.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os._exit = leave
+    if runtime is not None and outcome.exit_code == 0:
+        note_leaving(config.checkpoint_dir, config.task, "its script is done")
     _leave(config, outcome)
     if outcome.exit_code and not alone:
         _end_at_once(outcome.exit_code)
@@ -123,8 +125,6 @@ def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> None:
     """Tells the launcher and the chief how the script ended."""
     _write_report(outcome)
     runtime = active_runtime()
-    if runtime is not None and outcome.exit_code == 0:
-        note_leaving(config.checkpoint_dir, config.task, "its script is done")
     if runtime is not None:
         runtime.goodbye(outcome.exit_code, outcome.message, outcome.follows)
     elif isinstance(config, WorkerConfig) and config.chief:

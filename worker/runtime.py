@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from stratagem.checkpoint.ended import take_end
+from stratagem.checkpoint.ended import note_left, take_end
 from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import ClusterSpec
@@ -161,6 +161,7 @@ class WorkerRuntime:
     def _join(self) -> None:
         config = self.config
         self.session.start(config.start_timeout_s, self._no_chief)
+        note_left(config.checkpoint_dir, config.task)  # by a process before this one, which is needed again
         self.session.wait_ready(config.start_timeout_s)
         while True:
             self.reroute()

@@ -60,7 +60,7 @@ def note_leaving(directory: str, task: str, reason: str) -> None:
 
 
 def note_left(directory: str, task: str) -> None:
-    """At a task's exit, however it ends: nothing is left that needs to be told to it."""
+    """At a task's exit, however it ends, and where one has joined: there is nothing that needs to be told to it."""
     if directory:
         with contextlib.suppress(OSError):
             _path(directory, task, "leaves").unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.checkpoint.ended import take_end
+from stratagem.checkpoint.ended import note_leaving, take_end
 from stratagem.cluster.config import ServerConfig
 from stratagem.ps.store import Store
 from stratagem.rpc.channels import connect
@@ -125,10 +126,15 @@ def test_joins_is_put_back_serves_and_ends_with_the_job(
     complete(path)
 
     servicer, server = chief
+    note_leaving(str(tmp_path), "ps:0", "of a process before")
     process = start("--chief", server.address, "--checkpoint-dir", str(tmp_path))
     try:
         join = servicer.joined.get(timeout=60)
         assert join.task == "ps:0" and join.store_epoch == 0
+        deadline = time.monotonic() + 60.0
+        while list(tmp_path.glob("leaves-*")):
+            assert time.monotonic() < deadline, "the process before is needed again"
+            time.sleep(0.01)
         channel = connect(join.address)
         stub: Any = ps_pb2_grpc.ParameterServerStub(channel)
         restore = ps_pb2.RestoreShardsRequest(
