@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from stratagem.errors import ClusterSpecError
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
+"""As ``str()`` gives it: of two spellings each would be a task of its own."""
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -21,10 +24,10 @@ class TaskId:
         """The task named by ``text``.
 
         Raises:
-            ClusterSpecError: ``text`` is not ``type:index`` with a known type.
+            ClusterSpecError: ``text`` is not ``type:index`` with a known type and an index as people write it.
         """
         task_type, colon, index = text.partition(":")
-        if task_type not in TASK_TYPES or not colon or not index.isascii() or not index.isdigit():
+        if task_type not in TASK_TYPES or not colon or not _INDEX.fullmatch(index):
             known = ", ".join(TASK_TYPES)
             raise ClusterSpecError(f"expected a task like 'worker:0' (types: {known}), got {text!r}")
         return cls(task_type, int(index))

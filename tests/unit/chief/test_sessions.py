@@ -57,6 +57,13 @@ def test_nothing_is_ready_before_everybody_joined() -> None:
     assert [each.number for each in sessions.live("worker")] == [3, 1]
 
 
+def test_another_spelling_of_a_task_is_refused_and_takes_no_session_away() -> None:
+    sessions = ready()
+    with pytest.raises(ConfigurationError, match=r"expected a task like 'worker:0'.*got 'ps:00'"):
+        join(sessions, "ps:00", 4)
+    assert sessions.is_live(PS)
+
+
 def test_a_second_process_that_only_says_goodbye_does_not_replace_a_worker_that_runs() -> None:
     sessions = ready()
     with pytest.raises(ConfigurationError, match="worker:1 runs already, in the process 1 at host:2"):

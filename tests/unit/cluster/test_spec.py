@@ -106,7 +106,7 @@ def test_addresses(address: str, parts: tuple[str, int]) -> None:
     assert split_address(address) == parts
 
 
-@pytest.mark.parametrize("text", ["worker", "worker:", "worker:x", "worker:-1", "boss:0", ":0"])
+@pytest.mark.parametrize("text", ["worker", "worker:x", "worker:-1", "worker:01", "boss:0", "ps:" + "9" * 5000, ":0"])
 def test_task_ids_refused(text: str) -> None:
     with pytest.raises(ClusterSpecError, match="expected a task like 'worker:0'"):
         TaskId.parse(text)
