@@ -147,6 +147,8 @@ class SessionStreams(ChiefPart):
         session, actions = self._sessions.join(join.task, join.address, join.pid, resumed, stream, self._clock())
         if not resumed:
             self.recent.forget(join.task)
+            self.progress.pop(join.task, None)  # of the process before it
+            self.waiting_steps.pop(join.task, None)
             late = {"joining": True} if session.joining else {}
             self._journal.write("join", task=join.task, incarnation=session.number, **late)
         # So many tasks may send heartbeats that they would keep the chief busy.

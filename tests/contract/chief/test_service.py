@@ -16,6 +16,7 @@ from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.status_view import from_reply
 from tests.contract.chief.fakes import Task, chief, cluster, indices, refused, run, until
 
 
@@ -88,6 +89,20 @@ async def test_units_of_a_killed_worker_go_to_another_only_after_every_ps_fenced
         assert again.incarnation > workers[1].incarnation
         assert (await workers[0].next([0, 1])).end
         assert (await again.next()).end
+        await again.die()
+
+
+async def test_a_task_that_was_started_again_has_done_nothing_yet() -> None:
+    async with cluster() as (running, workers, _):
+        workers[1].beat(step=40, waiting_step=3)
+        streams = running.job.streams
+        await until(lambda: streams.waiting_steps.get("worker:1"))
+        await workers[1].die()
+        again = Task(running.address, "worker:1")
+        await again.welcomed()
+        worker = from_reply(wire.status_to_proto(running.job.get_status())).workers[1]
+        assert (worker.incarnation, worker.step) == (again.incarnation, 0), "it is not the process that made 40 steps"
+        assert not streams.waiting_steps.get("worker:1")
         await again.die()
 
 
