@@ -68,7 +68,7 @@ class CommitHold:
         try:
             yield token
         finally:
-            await self.leave()
+            await asyncio.shield(self.leave())  # whoever waits here for its turn may be cancelled
 
     async def enter(self, what: str, *, complete: bool = True, or_as_sent: bool = False) -> int:
         """Holds commits, unless they are; returns the token. Ends with :meth:`leave`. Whoever needs every update on all

@@ -217,6 +217,25 @@ async def test_a_hold_is_let_go_though_one_ps_is_gone() -> None:
         await client.release_commits(1)
 
 
+async def test_a_hold_ends_though_who_needed_it_is_cancelled_as_it_leaves() -> None:
+    async with cluster() as (running, _, servers):
+        hold, go, inside = running.job.commit_hold, asyncio.Event(), asyncio.Event()
+
+        async def save() -> None:
+            async with hold.held("a checkpoint"):
+                inside.set()
+                await go.wait()
+
+        saving = asyncio.create_task(save())
+        await inside.wait()
+        async with hold._lock:  # as while a ps is taken in that does not answer yet
+            go.set()
+            await asyncio.sleep(0)
+            saving.cancel()
+            await asyncio.wait([saving])
+        await until(lambda: servers[0].calls[-1] == servers[1].calls[-1] == "release")
+
+
 async def test_a_call_that_is_under_way_to_a_ps_that_is_gone_fails() -> None:
     """It was cancelled, and with it whoever had made it: a checkpoint was neither taken nor refused."""
     async with chief(num_workers=1, num_ps=1) as running, ps(running.address, FakePs(0)) as server:
