@@ -126,10 +126,11 @@ class Saving(ChiefPart):
                 num_groups=content_of(described.values())[1],
                 automatic=automatic,
             )
-            path = await asyncio.to_thread(checkpoints.commit, draft, manifest, replaces)
         except BaseException:
             await asyncio.to_thread(draft.close)
             raise
+        # It closes the draft itself: its thread goes on where whoever asked has gone meanwhile.
+        path = await asyncio.to_thread(checkpoints.commit, draft, manifest, replaces)
         self.totals.add(measures.CHECKPOINTS, 1)
         committed = CommittedCheckpoint(str(path), manifest, tuple(each.store_epoch for each in described.values()))
         self._committed(committed)

@@ -7,12 +7,15 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from stratagem.checkpoint.catalog import is_complete
+from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import applied_units
@@ -234,6 +237,30 @@ async def test_a_hold_ends_though_who_needed_it_is_cancelled_as_it_leaves() -> N
             saving.cancel()
             await asyncio.wait([saving])
         await until(lambda: servers[0].calls[-1] == servers[1].calls[-1] == "release")
+
+
+async def test_a_checkpoint_is_committed_though_who_asked_for_it_goes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, goes_on, commit = threading.Event(), threading.Event(), CheckpointDraft.commit
+
+    def slow_commit(*arguments: Any, **more: Any) -> None:
+        began.set()
+        goes_on.wait(30.0)
+        commit(*arguments, **more)
+
+    monkeypatch.setattr(CheckpointDraft, "commit", slow_commit)
+    async with cluster(checkpoint_roots=str(tmp_path)) as (_, workers, servers):
+        for server in servers:
+            server.step = 5
+        request = chief_pb2.SaveCheckpointRequest(sender=workers[0].sender, directory=str(tmp_path))
+        call = workers[0].stub.SaveCheckpoint(request)
+        await until(began.is_set)
+        call.cancel()
+        await until(lambda: servers[0].calls[-1] == "release")
+        goes_on.set()
+        await until((tmp_path / "latest").exists)
+        assert is_complete(tmp_path / "step-00000005")
 
 
 async def test_a_call_that_is_under_way_to_a_ps_that_is_gone_fails() -> None:
