@@ -73,7 +73,7 @@ class Journal:
                 view = view[os.write(self._fd, view) :]
             self._num_bytes += len(line)
             if self._num_bytes > self._full_bytes:
-                os.close(self._fd)
+                self.close()
                 self._replace(self._path)
                 self._open(self._path)
             elif durable:

@@ -66,6 +66,14 @@ def test_a_journal_that_cannot_be_written_takes_nothing_more(tmp_path: Path) -> 
     journal.close()
 
 
+def test_a_journal_whose_summary_cannot_be_written_closes_no_file_twice(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), compact_bytes=10)
+    (tmp_path / NAME).with_suffix(".tmp").mkdir()
+    with pytest.raises(JournalLostError, match=r"cannot be written .*Is a directory"):
+        journal.write("chief", epoch=1)
+    journal.close()
+
+
 def write_all(journal: Journal) -> None:
     journal.write("chief", epoch=4)
     journal.write("join", task="worker:0", incarnation=1)
