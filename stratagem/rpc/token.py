@@ -49,5 +49,5 @@ class Token:
 
     def matches(self, header: str | bytes) -> bool:
         """Whether ``authorization`` shows this token; takes the same time wherever they differ."""
-        shown = header.encode() if isinstance(header, str) else header
+        shown = header.encode(errors="surrogateescape") if isinstance(header, str) else header
         return hmac.compare_digest(shown, self.header.encode())

@@ -108,6 +108,9 @@ async def test_a_token_is_asked_for(tmp_path: Path) -> None:
         for headers in ({}, {"Authorization": "Bearer another-token-0123456789"}):
             status, body = await asyncio.to_thread(get, server.address, None, headers)
             assert status == 401 and "stratagem_ready" not in body and TOKEN not in body
+        for strange in ("Basic \xe9", "Bearer \xe9", "Basic #"):  # no UTF-8, no base64
+            status, body = await asyncio.to_thread(get, server.address, None, {"Authorization": strange})
+            assert status == 401, body
         right = {"Authorization": f"Bearer {TOKEN}"}
         assert (await asyncio.to_thread(get, server.address, None, right))[0] == 200
 
