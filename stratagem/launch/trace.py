@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from stratagem.errors import PeerUnavailableError
+from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.launch.status import fetch_status
 from stratagem.measuring.measures import MEASURES
 from stratagem.rpc.channels import connect
@@ -64,17 +64,15 @@ def record(
             raise PeerUnavailableError(f"no worker or ps of the job at {address} is live: there is nothing to trace")
         clocks = {name: _clock(stub, name) for name, stub in stubs.items()}
         until = {}
-        for name, stub in stubs.items():
-            with_operators = with_torch and name.startswith("worker:")  # the profiler begins with the next step
-            reply = _call(stub.StartTrace, observer_pb2.StartTraceRequest(torch=with_operators), name)
-            if name.startswith("worker:"):
-                until[name] = reply.num_steps + num_steps + with_operators
         try:
+            for name, stub in stubs.items():
+                with_operators = with_torch and name.startswith("worker:")  # the profiler begins with the next step
+                reply = _call(stub.StartTrace, observer_pb2.StartTraceRequest(torch=with_operators), name)
+                if name.startswith("worker:"):
+                    until[name] = reply.num_steps + num_steps + with_operators
             until_steps(stubs, until, timeout_s)
         finally:
-            replies = {
-                name: _call(stub.StopTrace, observer_pb2.StopTraceRequest(), name) for name, stub in stubs.items()
-            }
+            replies = _stop(stubs)
     return [
         TaskTrace(name, reply.spans, *clocks[name], dict(reply.spent), reply.num_dropped)
         for name, reply in replies.items()
@@ -143,6 +141,19 @@ def until_steps(stubs: Mapping[str, Any], until: Mapping[str, int], timeout_s: f
         _call(stubs[name].StartTrace, _CLOCK, name).num_steps < steps for name, steps in until.items()
     ):
         time.sleep(POLL_S)
+
+
+def _stop(stubs: Mapping[str, Any]) -> dict[str, Any]:
+    """Ends the trace on every task, also where one of them is gone: the others would go on for good."""
+    replies, failures = {}, []
+    for name, stub in stubs.items():
+        try:
+            replies[name] = _call(stub.StopTrace, observer_pb2.StopTraceRequest(), name)
+        except StratagemError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return replies
 
 
 def _clock(stub: Any, task: str) -> tuple[int, int]:
