@@ -81,19 +81,17 @@ class LineReader:
         self._rest = b""
 
     def read(self) -> list[str]:
-        """The complete lines that are there now, without line ends; at the end of the stream also the last piece."""
-        lines: list[bytes] = []
-        while not self.at_end:
-            try:
-                chunk = os.read(self.fd, 1 << 16)
-            except BlockingIOError:
-                break
-            self.at_end = not chunk
-            *whole, self._rest = (self._rest + chunk).split(b"\n")
-            lines += whole
-            if self._rest and (self.at_end or len(self._rest) > _MAX_LINE_BYTES):
-                lines.append(self._rest)
-                self._rest = b""
+        """Complete lines that are there now, without line ends; at the end of the stream also the last piece. No more
+        than a pipe holds: who writes without end keeps nobody waiting."""
+        try:
+            chunk = os.read(self.fd, 1 << 16)
+        except BlockingIOError:
+            return []
+        self.at_end = not chunk
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if self._rest and (self.at_end or len(self._rest) > _MAX_LINE_BYTES):
+            lines.append(self._rest)
+            self._rest = b""
         return [line.decode("utf-8", "replace").rstrip("\r") for line in lines]
 
 

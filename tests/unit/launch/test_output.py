@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
 import json
 import math
@@ -26,7 +27,7 @@ from stratagem.launch.display import JobPace, LiveDisplay, PlainDisplay, make_di
 from stratagem.launch.local import run_local
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
 from stratagem.launch.plan import Launch, LocalJob, RunFolders, check_size, plan_launch
-from stratagem.launch.processes import Stream
+from stratagem.launch.processes import LineReader, Stream
 from stratagem.launch.summary import build_summary, failure_words, last_status, write_summary
 from stratagem.launch.supervisor import Supervisor
 from stratagem.rpc.status_view import StatusView, TaskState
@@ -43,6 +44,19 @@ class Shown:
 
     def show(self, stream: Stream, line: str) -> None:
         self.lines.append((stream, line))
+
+
+def test_who_writes_without_end_is_read_a_pipe_at_a_time() -> None:
+    reading, writing = os.pipe()
+    with open(writing, "wb") as pipe:
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
+        pipe.write(b"y\n" * (1 << 18))
+    reader = LineReader(reading)
+    try:
+        counts = [len(reader.read()) for _ in range(9)]
+    finally:
+        os.close(reading)
+    assert counts == [1 << 15] * 8 + [0] and reader.at_end
 
 
 def test_the_lead_moves(tmp_path: Path) -> None:
