@@ -111,7 +111,7 @@ class ChiefConfig(ServerConfig):
     checkpoints_stay: bool = True
     """Whether checkpoint_dir outlives the job; else it is done well though its last checkpoint could not be written."""
     heartbeat_interval_s: float = pydantic.Field(default=0.5, gt=0)
-    """Seconds between heartbeats."""
+    """Seconds between heartbeats; less than session_timeout_s."""
     session_timeout_s: float = pydantic.Field(default=6.0, gt=0)
     """Seconds of silence after which a session is lost."""
     session_grace_s: float = pydantic.Field(default=3.0, ge=0)
@@ -126,6 +126,15 @@ class ChiefConfig(ServerConfig):
     TLS or insecure only."""
     web: str = ""
     """host:port to serve the page of the job on; empty: none. The rule of bind holds."""
+
+    @pydantic.model_validator(mode="after")
+    def _heartbeats_come_in_time(self) -> ChiefConfig:
+        if not self.heartbeat_interval_s < self.session_timeout_s:
+            raise ValueError(
+                f"heartbeat_interval_s {self.heartbeat_interval_s:g} has to be less than session_timeout_s "
+                f"{self.session_timeout_s:g}, the silence after which a task is lost"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _copies_have_a_place(self) -> ChiefConfig:
