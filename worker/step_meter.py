@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,9 @@ SMOOTHING = 0.9  # weight of the past in the running means: about the last ten s
 MAX_NOTED = 64
 """Changes of phase that are counted at once. Where what computes between them empties the caches, each would cost
 several times as much by itself."""
+
+MAX_REPORTED_BYTES = 32 << 10
+"""Of reported numbers that a heartbeat tells, names included: the chief ends a session for more than 64 KiB of all."""
 
 WaitingOn = str | Callable[[], str]
 _now = time.perf_counter_ns
@@ -295,13 +299,19 @@ class StepMeter:
                 waiting_s=waiting_s,
                 waiting_step=wait.step if wait is not None else 0,
                 skipped=self.skipped,
-                metrics=dict(self.metrics),
+                metrics=_first(dict(self.metrics), MAX_REPORTED_BYTES),
             )
 
     def _read_loss(self) -> float | None:
         """Not under the lock: a GPU may take a while, and the training must not wait for whoever asks."""
         loss = self.newest_loss
         return None if loss is None else float(loss)
+
+
+def _first(metrics: dict[str, float], num_bytes: int) -> dict[str, float]:
+    """The first ones, in a message of so many bytes."""
+    ends = itertools.accumulate(len(name.encode()) + 16 for name in metrics)
+    return {name: value for (name, value), end in zip(metrics.items(), ends, strict=True) if end <= num_bytes}
 
 
 class _Inside:

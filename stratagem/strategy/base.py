@@ -375,7 +375,8 @@ class Strategy:
 
     @checked
     def report(self, **metrics: float) -> None:
-        """Named numbers for the progress display and ``--summary``."""
+        """Named numbers for the progress display and ``--summary``. Of very many a status has the first, as far as 32
+        KiB go; the summary has all."""
         if self._meter is not None:
             self._meter.metrics.update({name: float(value) for name, value in metrics.items()})
 

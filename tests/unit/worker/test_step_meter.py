@@ -11,6 +11,7 @@ import torch
 
 import stratagem as sg
 from stratagem.measuring import measures
+from stratagem.rpc.generated import chief_pb2
 from stratagem.worker import step_meter
 from stratagem.worker.step_meter import StepMeter, active_meter
 
@@ -28,6 +29,17 @@ def test_who_is_waited_for_is_asked_when_somebody_wants_to_know() -> None:
         assert (meter.progress()["waiting_on"], meter.progress()["waiting_s"]) == ("worker:1 in barrier", 4.0)
         meter.peer = lambda: None
     assert (meter.progress()["waiting_on"], meter.progress()["waiting_step"]) == ("", 0)
+
+
+def test_what_a_script_reports_never_makes_a_heartbeat_too_long() -> None:
+    meter = StepMeter()
+    meter.metrics.update({f"layer{number}/norm_of_the_gradient": 1.0 for number in range(3000)})
+    progress = chief_pb2.Progress(**meter.progress())
+    assert (
+        16 << 10 < progress.ByteSize() <= step_meter.MAX_REPORTED_BYTES + 100
+        and "layer0/norm_of_the_gradient" in progress.metrics
+    )
+    assert len(meter.report()["metrics"]) == 3000
 
 
 def test_a_wait_inside_a_wait_counts_once() -> None:
