@@ -81,11 +81,14 @@ class CallCounter:
                 self._waiting.pop(call, None)
 
     def _late(self, peer: str) -> list[CountedCall]:
-        """Where there is no place: the calls that must go, which count no more."""
+        """Where there is no place: the calls that must go, which count no more. A peer that has too many itself costs
+        no other one any."""
         if not self._refusal(peer):
             return []
         before = self._clock() - PATIENCE_S
-        late = [call for call in self._waiting if call.waits_since < before]
+        has_too_many = self._by_peer.get(peer, 0) >= self._limits.max_calls_per_peer
+        meant = [call for call in self._waiting if call.peer == peer or not has_too_many]
+        late = [call for call in meant if call.waits_since < before]
         for call in late:
             self._leave(call)
         return late

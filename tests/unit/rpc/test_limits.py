@@ -58,6 +58,15 @@ def test_a_call_whose_request_does_not_come_goes_when_its_place_is_needed() -> N
     assert counter._num_calls == 0 and not counter._by_peer and not counter._waiting
 
 
+def test_who_has_too_many_calls_costs_no_other_one_any() -> None:
+    now = 0.0
+    counter = CallCounter(PsConfig(task="ps:0", max_calls=9, max_calls_per_peer=1), lambda: now)
+    with counter.counted("a", never) as call, counter.waiting(call), counter.counted("b", never):
+        now = 10.0
+        with pytest.raises(LimitError, match="b has 1 calls under way"):
+            counter.counted("b", never).__enter__()
+
+
 def test_entries_are_counted_through_all_levels() -> None:
     request = chief_pb2.NextUnitsRequest(accepted=range(200, 300))
     check_ids(request, 100)
