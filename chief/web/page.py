@@ -39,7 +39,7 @@ class JobPage:
             web.get("/static/{path:.+}", self._file),
             web.get("/api/status", self._status),
             web.get("/api/why", self._why),
-            web.get("/api/live", self._live),
+            web.get("/api/live", self._live, allow_head=False),  # it has no end
         ]
 
     async def background(self, _: web.Application) -> AsyncIterator[None]:

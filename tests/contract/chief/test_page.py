@@ -190,6 +190,8 @@ async def test_too_many_pages_are_refused_and_told_when_to_come_back(monkeypatch
         await anext(stream)
         async with session.get("/api/live") as answer:
             assert answer.status == 503 and await answer.text() == "1 pages are open already\n"
+        async with session.head("/api/live") as answer:
+            assert answer.status == 405, "who asks for the head alone would be sent the stream for ever"
         await stream.aclose()
 
 
