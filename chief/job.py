@@ -59,7 +59,7 @@ class ChiefJob(ChiefState):
         self.evaluation = EvaluationUnits(self, self.metric_store.write)
         self.training = TrainingUnits(self, self.recovery, self._maintenance.first_checkpoint, self.metric_store)
         self._end = JobEnd(self, self.streams, self._maintenance)
-        self._finishing = False
+        self._finishing = self._is_leaving = False
         self.address = config.bind
         """Where the chief serves; set to the port really bound once it listens."""
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -164,12 +164,15 @@ class ChiefJob(ChiefState):
         self.streams.perform(self.sessions.stop(exit_code, reason))
 
     def leave(self, exit_code: int, reason: str) -> None:
-        """Ends this chief and not the job: the next one goes on from the journal. A job without one ends."""
+        """Ends this chief and not the job: the next one goes on from the journal. A job without one ends. Told again,
+        it does so at once."""
         if not self.config.state_dir:
             self.stop(exit_code, reason)
         elif not self._finishing:
-            self._finishing = True
+            self._finishing = self._is_leaving = True
             self._background.spawn(self._leave, exit_code, reason)
+        elif self._is_leaving and not self.finished.done():
+            self.finished.set_result(exit_code)
 
     async def _leave(self, exit_code: int, reason: str) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.chief.job_end import LEAVE_S
 from stratagem.chief.membership.session import SessionState
 from stratagem.rpc.session import SessionClient
 from tests.contract.chief.fakes import Task, chief, indices, refused, until
@@ -132,6 +133,23 @@ async def test_a_chief_leaves_also_when_the_checkpoint_fails_as_nobody_thought_o
         monkeypatch.setattr(running.job._maintenance, "save_last", fails)
         running.job.leave(143, "the chief got SIGTERM")
         assert await running.exit_code() == 143
+
+
+async def test_a_chief_that_is_told_twice_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = asyncio.Event()
+
+    async def takes_long() -> None:
+        saving.set()
+        await asyncio.Event().wait()
+
+    async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
+        monkeypatch.setattr(running.job._maintenance, "save_last", takes_long)
+        running.job.leave(143, "the chief got SIGTERM")
+        await saving.wait()
+        began = asyncio.get_running_loop().time()
+        running.job.leave(143, "the chief got SIGTERM")
+        assert await running.exit_code() == 143
+        assert asyncio.get_running_loop().time() - began < LEAVE_S / 2
 
 
 async def test_a_chief_without_a_journal_ends_the_job() -> None:
