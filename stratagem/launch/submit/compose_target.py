@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from stratagem.errors import SubmitError
 from stratagem.launch.manifests import compose
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
 from stratagem.launch.submit.plan import JobPlan
@@ -34,7 +33,7 @@ class ComposeTarget:
             image = push(plan.image.name) if plan.image.pushed else plan.image.name
             (folder / FILE).write_text(_yaml(compose.render(plan.workload(image), cores)))
             _compose(folder, plan.id, ["up", "--detach", "--no-build", "--quiet-pull"], "start the job")
-        except SubmitError:
+        except BaseException:  # Ctrl-C too
             if (folder / FILE).exists():
                 _compose(folder, plan.id, ["down", "--volumes"], "take back what it had started")
             forget(plan.image.name)
@@ -56,7 +55,9 @@ class ComposeTarget:
 
     def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
         command = ["docker", *_project(folder, record.id), "logs", "--no-color", *(["--follow"] if follow else [])]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
+        ) as process:
             assert process.stdout is not None
             try:
                 for line in process.stdout:

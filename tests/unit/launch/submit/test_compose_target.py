@@ -1,0 +1,35 @@
+"""Jobs as compose projects, on an engine that is a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stratagem.launch.submit import compose_target
+from stratagem.launch.submit.compose_target import FILE, ComposeTarget
+from stratagem.launch.submit.entry_point import EntryPoint
+from stratagem.launch.submit.plan import make_plan
+from stratagem.launch.submit.request import JobRequest
+
+
+def test_what_was_started_is_taken_back_also_when_the_user_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def compose(folder: Path, job_id: str, arguments: list[str], what: str) -> str:
+        asked.append(arguments[0])
+        if arguments[0] == "up":
+            raise KeyboardInterrupt
+        return ""
+
+    for name in ("build", "forget"):
+        monkeypatch.setattr(compose_target, name, lambda image, name=name: asked.append(name))
+    monkeypatch.setattr(compose_target, "num_cores", lambda: 2)
+    monkeypatch.setattr(compose_target, "_compose", compose)
+    (tmp_path / "t.py").write_text("")
+    plan = make_plan(JobRequest(target="compose"), EntryPoint(tmp_path / "t.py"), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        ComposeTarget().submit(plan, tmp_path)
+    assert asked == ["build", "up", "down", "forget"] and (tmp_path / FILE).exists()
