@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from stratagem.launch.submit import compose_target
 from stratagem.launch.submit.compose_target import FILE, ComposeTarget
 from stratagem.launch.submit.entry_point import EntryPoint
 from stratagem.launch.submit.plan import make_plan
+from stratagem.launch.submit.record import JobRecord
 from stratagem.launch.submit.request import JobRequest
 
 
@@ -33,3 +35,12 @@ def test_what_was_started_is_taken_back_also_when_the_user_stops_it(
     with pytest.raises(KeyboardInterrupt):
         ComposeTarget().submit(plan, tmp_path)
     assert asked == ["build", "up", "down", "forget"] and (tmp_path / FILE).exists()
+
+
+def test_logs_are_shown_whatever_bytes_a_script_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\nprintf 'worker-0 | \\377 is no UTF-8\\n'\n")
+    docker.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    record = JobRecord("j", "compose", "t.py", "one", 1, 0, "2026-01-01")
+    assert list(ComposeTarget().logs(record, tmp_path, follow=False)) == ["worker-0 | \ufffd is no UTF-8"]
