@@ -79,10 +79,10 @@ class LocalTarget:
         """Tells the job to save and end, and waits for it."""
         deadline = time.monotonic() + CANCEL_S
         if (pid := _pid(folder)) is not None:
-            os.kill(pid, signal.SIGTERM)
+            _send(pid, signal.SIGTERM)
         while (pid := _pid(folder)) is not None:
             if time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)  # its processes end with it
+                _send(pid, signal.SIGKILL)  # its processes end with it
             time.sleep(POLL_S)
 
     def remove(self, record: JobRecord, folder: Path) -> None:
@@ -118,6 +118,11 @@ def _pid(folder: Path) -> int | None:
     finally:
         os.close(fd)
     return None
+
+
+def _send(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        os.kill(pid, signum)
 
 
 def check_installed(requirements: str) -> None:
