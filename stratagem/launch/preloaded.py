@@ -93,7 +93,8 @@ class ForkServer:
         return self._codes.get(pid, -signal.SIGKILL if self.is_lost else None)
 
     def reap(self, pid: int) -> None:
-        """Lets go of a child that has ended."""
+        """Lets go of a child that has ended; another one may get its id."""
+        self._codes.pop(pid, None)
         with contextlib.suppress(OSError):
             self._send({"reap": pid})
 

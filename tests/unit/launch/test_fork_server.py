@@ -205,6 +205,13 @@ def test_a_fork_that_is_killed_before_it_has_a_group_of_its_own() -> None:
             task.close()
 
 
+def test_the_end_of_a_task_is_not_that_of_another_one_with_its_id(server: ForkServer, tasks: Tasks) -> None:
+    task = tasks.start("", server.start)
+    until(task.reap)
+    assert task.returncode == 0
+    assert server.code_of(task.pid) is None, "the next process with this id would be over before it began"
+
+
 def test_tasks_that_need_another_start_get_their_own_python(server: ForkServer, tasks: Tasks) -> None:
     where = "import os; print(os.getppid(), flush=True)"
     forked = int(tasks.output(tasks.start(where, server.start))[0][0])
