@@ -6,7 +6,8 @@ import dataclasses
 import os
 
 from stratagem.chief.chief_state import ChiefState
-from stratagem.chief.membership.session import SessionState
+from stratagem.chief.membership.roster import Roster
+from stratagem.chief.membership.session import Session, SessionState
 from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.chief.monitoring.recent import Measured
 from stratagem.rpc.status_view import StatusView, TaskState
@@ -21,6 +22,12 @@ class JobStatus(StatusView):
 
 
 _SHOWN = {SessionState.AWAITED: "waiting", SessionState.JOINED: "waiting"}
+
+
+def _state_of(session: Session, sessions: Roster) -> str:
+    if session.state is SessionState.LOST and not sessions.serves(session):
+        return SessionState.DONE.value  # others have what it held, or it never held anything: nobody waits for it
+    return "waiting" if sessions.is_wanted_again(session) else _SHOWN.get(session.state, session.state.value)
 
 
 def report(state: ChiefState, streams: SessionStreams, address: str, scaling: str, standby: str) -> JobStatus:
@@ -50,7 +57,7 @@ def report(state: ChiefState, streams: SessionStreams, address: str, scaling: st
         tasks.append(
             TaskState(
                 name,
-                "waiting" if sessions.is_wanted_again(session) else _SHOWN.get(session.state, session.state.value),
+                _state_of(session, sessions),
                 session.address,
                 session.number,
                 session.pid,

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from stratagem.chief import wire
+from stratagem.chief.monitoring.why.reading import reading_of
+from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.cluster.units import Unit
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.status_view import from_reply
 from tests.contract.chief.fakes import Chief, FakePs, Task, applied, chief, cluster, ps, refused, until
 
 
@@ -214,6 +218,10 @@ async def test_a_ps_that_is_to_end_is_no_newcomer_and_one_that_held_nothing_has_
                 assert job.sessions.tasks["ps:1"].open and not job.sessions.newcomers
                 job.scaling.tick()
                 assert job.journal.history.wanted_ps == 1
+            await until(lambda: not job.sessions.tasks["ps:1"].open)
+            status = from_reply(wire.status_to_proto(job.get_status()))
+            assert {task.task: task.state for task in status.tasks}["ps:1"] == "done", "nobody waits for it"
+            assert "ps:1" not in judge(reading_of(status)).text()
 
 
 class Told(FakePs):
