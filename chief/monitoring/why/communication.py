@@ -51,7 +51,7 @@ def exposed(reading: Reading) -> Iterator[Finding]:
             Cause.COMMUNICATION,
             "",
             f"{worker.task} waits {percent(share)} of its time for communication: steps of {step_ms:.1f} ms are short",
-            "larger batches, several backward() a step, --wire-dtype bfloat16",
+            "larger batches, several backward() a step" + ("" if reading.of("ps") else ", --wire-dtype bfloat16"),
             share,
             (f"{1e3 * worker.own_s:.1f} ms of a step are its own",),
         )
@@ -91,7 +91,7 @@ def _slow_link(reading: Reading, worker: TaskReading, share: float) -> Iterator[
         Cause.SLOW_LINK,
         one,
         f"the link {one}–{other} makes {rate(speed)}{compare}: it is full {percent(busy)} of the time",
-        "a faster network, --wire-dtype bfloat16, --compression, or larger batches",
+        f"a faster network, {'' if reading.of('ps') else '--wire-dtype bfloat16, --compression, '}or larger batches",
         share,
         (
             *(f"its round trip is {1e3 * trip:.2f} ms" for trip in trips if trip),
@@ -111,7 +111,7 @@ def _small_frames(reading: Reading, worker: TaskReading, share: float) -> Iterat
                 "",
                 f"frames of {size / 1024:.1f} KiB are too small: {worker.task} sends {lane[0]} "
                 f"{per_step:.0f} of them every step",
-                "raise --frame-bytes (parameter servers) or chunk_bytes (ring)",
+                "raise STRATAGEM_FRAME_BYTES" if reading.of("ps") else "raise --chunk-bytes",
                 share,
                 (f"{worker.task} waits {percent(share)} of its time for communication",),
             )

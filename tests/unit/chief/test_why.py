@@ -11,6 +11,7 @@ import pytest
 from stratagem.chief.monitoring.why.finding import Cause
 from stratagem.chief.monitoring.why.reading import Reading, TaskReading
 from stratagem.chief.monitoring.why.verdict import judge
+from stratagem.launch.plan import OF_RING
 
 WINDOW_S = 10.0
 COMPUTING = {"forward_s": 0.3, "backward_s": 0.6, "optimizer_s": 0.08, "script_s": 0.02}
@@ -342,6 +343,9 @@ def test_the_cause_is_named(name: str) -> None:
     assert words in verdict.sentence
     assert "\n" not in verdict.sentence
     assert bool(verdict.advice) == (cause is not Cause.NOTHING)
+    if any(one.task.startswith("ps:") for one in tasks):
+        refused = [name for name in OF_RING if f"--{name.replace('_', '-')}" in verdict.advice]
+        assert not refused and "--frame-bytes" not in verdict.advice, "`stratagem run --ps` takes none of these"
 
 
 def test_starving_is_told_beside_a_job_that_does_what_it_can() -> None:
