@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -145,20 +146,25 @@ class Loss:
         if self.class_weight is not None:
             by_class = _weights_by_class(self.class_weight, targets)
             weights = by_class if weights is None else weights * by_class
-        if weights is not None:
-            return _weighted(self._each(outputs, targets), weights)
-        if self._is_named:
-            return LossValue(self._given(outputs, targets), _num_counted(self._given, targets))
         function = self._of_device(outputs)
+        if weights is not None:
+            counted = _counted(function, targets)
+            return _weighted(*self._each(function, outputs, targets, counted), weights)
         value = function(outputs, targets)
-        return LossValue(value if value.dim() == 0 else value.mean(), _num_counted(function, targets))
+        if value.dim():
+            return LossValue(value.mean(), None)
+        # -100 marks padding of sequences; looking for it everywhere would wait for the device
+        counted = _counted(function, targets, looks=getattr(targets, "ndim", 1) > 1)
+        divisor = None if counted is None else float(counted.sum())
+        return LossValue(outputs.sum() * 0.0 if divisor == 0.0 else value, divisor)  # torch's mean of nothing is NaN
 
-    def _each(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """The loss of each example, shape [batch]."""
+    def _each(
+        self, function: Any, outputs: Any, targets: Any, counted: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The loss of each example, shape [batch], and how much each counts: the sums of what its targets do."""
         if self._is_named:
-            values = self._given(outputs, targets, reduction="none")  # type: ignore[call-arg]
+            values = function(outputs, targets, reduction="none")
         else:
-            function = self._of_device(outputs)
             if getattr(function, "reduction", "none") == "mean":
                 function = copy.copy(function)
                 function.reduction = "none"
@@ -168,7 +174,11 @@ class Loss:
                 "weights of examples or classes need a loss that returns one value an example, and this one returns a "
                 "scalar: use a name, a loss module of torch, or return the losses before their mean"
             )
-        return values.flatten(1).mean(1) if values.dim() > 1 else values
+        if values.dim() == 1:
+            return values, counted
+        if counted is None:
+            return values.flatten(1).mean(1), None
+        return values.flatten(1).sum(1), counted.flatten(1).sum(1)
 
     @torch.no_grad()
     def _look_at(self, outputs: torch.Tensor) -> None:
@@ -229,8 +239,11 @@ class Loss:
         return targets if targets.is_floating_point() else targets.to(outputs.dtype)
 
     def _of_device(self, outputs: Any) -> Any:
-        """The callable; a module with tensors of its own is copied to where the outputs are."""
+        """The callable; a module with tensors of its own is copied to where the outputs are, if they are not there."""
         if not isinstance(self._given, nn.Module) or not isinstance(outputs, torch.Tensor):
+            return self._given
+        own = itertools.chain(self._given.parameters(), self._given.buffers())
+        if all(tensor.device == outputs.device for tensor in own):
             return self._given
         if outputs.device not in self._on:
             self._on[outputs.device] = copy.deepcopy(self._given).to(outputs.device)
@@ -246,16 +259,17 @@ def check_tensors(who: str, outputs: Any, targets: Any, instead: str) -> None:
             )
 
 
-def _weighted(values: torch.Tensor, weights: torch.Tensor) -> LossValue:
+def _weighted(values: torch.Tensor, counted: torch.Tensor | None, weights: torch.Tensor) -> LossValue:
     weights = weights.to(values.dtype).view(-1)
     if weights.shape != values.shape:
         raise ConfigurationError(f"expected one weight for each of {len(values)} examples, got {len(weights)}")
-    total, least = weights.sum(), weights.amin() if len(weights) else weights.sum()
+    least = weights.amin() if len(weights) else weights.sum()
     if least < 0:
         raise ConfigurationError(
             f"expected weights of at least 0, by whose sum the loss is divided, got {float(least):g}: put what has a "
             "sign into the targets, and give loss=f, where f(outputs, targets) multiplies by it"
         )
+    total = (weights if counted is None else weights * counted).sum()
     return LossValue((values * weights).sum() / torch.where(total > 0, total, 1.0), float(total))
 
 
@@ -278,8 +292,9 @@ def _weights_by_class(class_weight: Mapping[int, float], targets: torch.Tensor) 
     return torch.where(known == numbers, table[known], 1.0)
 
 
-def _num_counted(function: Any, targets: Any) -> float | None:
-    """What a loss over classes divides by when some targets do not count, or not the same."""
+def _counted(function: Any, targets: Any, looks: bool = True) -> torch.Tensor | None:
+    """How much a loss over classes counts each target; None: all alike. Not ``looks``: without a look at the targets
+    for those that torch leaves out unless told otherwise."""
     if isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
         weight, ignored = function.weight, function.ignore_index
     elif function in _OF_CLASSES:
@@ -288,9 +303,7 @@ def _num_counted(function: Any, targets: Any) -> float | None:
         return None
     if not isinstance(targets, torch.Tensor) or targets.is_floating_point():
         return None
-    if weight is None and ignored == -100 and targets.dim() == 1:
-        return None  # -100 marks padding of sequences; looking for it everywhere would wait for the device
+    if weight is None and ignored == -100 and not looks:
+        return None
     counted = targets != ignored
-    if weight is None:
-        return float(counted.sum())
-    return float((weight[torch.where(counted, targets, 0)] * counted).sum())
+    return counted if weight is None else weight[torch.where(counted, targets, 0)] * counted

@@ -47,7 +47,51 @@ def test_classes_of_one_output_have_their_weights(shape: tuple[int, ...], dtype:
 
 def test_a_class_below_0_is_none_that_was_named() -> None:
     found = Loss(nn.CrossEntropyLoss(ignore_index=-1)).weighted({2: 5.0})(LOGITS, torch.tensor([0, -1]))
-    assert found.divisor == 2.0
+    assert found.divisor == 1.0
+
+
+@pytest.mark.parametrize("given", ["cross_entropy", nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 2.0]))])
+@pytest.mark.parametrize("targets", [[0, -100, 1], [[0, 1], [2, -100], [-100, -100]]])
+def test_weights_of_1_change_no_loss(given: LossFunction | str, targets: list[int] | list[list[int]]) -> None:
+    """Also where targets are ignored, or the loss has weights of its own."""
+    classes = torch.tensor(targets)
+    outputs = torch.randn(3, 3, *classes.shape[1:], generator=torch.Generator().manual_seed(0))
+    alone = functional.cross_entropy(outputs, classes, weight=getattr(given, "weight", None))
+    torch.testing.assert_close(Loss(given)(outputs, classes, torch.ones(3)).mean, alone)
+    if classes.dim() == 1:  # one class for each example
+        torch.testing.assert_close(Loss(given).weighted({0: 1.0})(outputs, classes).mean, alone)
+
+
+@pytest.mark.parametrize("given", ["cross_entropy", nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="none")])
+def test_replicas_whose_targets_are_ignored_train_as_one_process(given: LossFunction | str) -> None:
+    """Those of the second replica all are, and of torch's mean of nothing comes NaN."""
+    x, y = torch.randn(4, 3), torch.tensor([[0, 1], [2, -100], [-100, -100], [-100, -100]])
+    found = []
+    for strategy in (sg.OneDeviceStrategy(), sg.MirroredStrategy(["cpu:0", "cpu:1"])):
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = sg.Model(nn.Sequential(nn.Linear(3, 8), nn.Unflatten(1, (4, 2))))
+            model.compile(lambda p: torch.optim.SGD(p, 0.1), given)
+        losses = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        found.append([*losses, model.evaluate(x, y, batch_size=4, verbose=0)])
+        strategy.close()
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_a_loss_module_is_the_scripts_own() -> None:
+    """What a callback sets in it counts."""
+
+    class Scaled(nn.Module):
+        factor = 1.0
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return self.factor * (outputs - targets).abs()
+
+    given = Scaled()
+    loss = Loss(given)
+    before = loss(LOGITS, LOGITS + 1.0).mean
+    given.factor = 3.0
+    assert loss(LOGITS, LOGITS + 1.0).mean == 3.0 * before
 
 
 @pytest.mark.parametrize("given", [nn.MSELoss(), nn.HuberLoss(), functional.l1_loss])
