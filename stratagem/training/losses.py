@@ -142,7 +142,7 @@ class Loss:
             self._look_at(outputs)
             targets = self._fitting(outputs, targets)
         elif self._is_distance and outputs.numel() == targets.numel():
-            targets = targets.view_as(outputs)
+            targets = formed(targets, outputs)
         if self.class_weight is not None:
             by_class = _weights_by_class(self.class_weight, targets)
             weights = by_class if weights is None else weights * by_class
@@ -230,12 +230,7 @@ class Loss:
                 )
             targets = targets.long()
             return targets.squeeze(1) if targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1 else targets
-        if targets.shape != outputs.shape:
-            if targets.numel() != outputs.numel():
-                raise ConfigurationError(
-                    f"expected targets of the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}"
-                )
-            targets = targets.view_as(outputs)
+        targets = formed(targets, outputs)
         return targets if targets.is_floating_point() else targets.to(outputs.dtype)
 
     def _of_device(self, outputs: Any) -> Any:
@@ -257,6 +252,22 @@ def check_tensors(who: str, outputs: Any, targets: Any, instead: str) -> None:
             raise ConfigurationError(
                 f"{who} compares one tensor with one, and the {what} are a {type(given).__name__}: {instead}"
             )
+
+
+def formed(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """Targets in the shape of the outputs, from which theirs may differ by sizes of 1, or in that one of them is flat.
+
+    Raises:
+        ConfigurationError: they are of another shape, as where the channels come last in one of them.
+    """
+    here, there = ([size for size in each.shape if size != 1] for each in (targets, outputs))
+    is_flat = targets.shape[:1] == outputs.shape[:1] and min(targets.dim(), outputs.dim()) <= 2
+    if here != there and not (is_flat and targets.numel() == outputs.numel()):
+        raise ConfigurationError(
+            f"expected targets of the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}: lay them out as "
+            "the outputs are, with permute() say"
+        )
+    return targets.reshape(outputs.shape)
 
 
 def _weighted(values: torch.Tensor, counted: torch.Tensor | None, weights: torch.Tensor) -> LossValue:

@@ -14,7 +14,7 @@ import torchmetrics
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
 from stratagem.strategy.torchmetrics_states import check_counts_all, empty_copy, merged, num_updates, states_of
-from stratagem.training.losses import check_tensors
+from stratagem.training.losses import check_tensors, formed
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ def _class_numbers(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 def _binary(outputs: torch.Tensor, targets: torch.Tensor, positive: _Positive) -> torch.Tensor:
-    return positive(outputs) == (targets.view_as(outputs) > 0.5)
+    return positive(outputs) == (formed(targets, outputs) > 0.5)
 
 
 def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
@@ -250,20 +250,20 @@ def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int) -> tor
 
 
 def _squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.float() - targets.view_as(outputs)) ** 2
+    return (outputs.float() - formed(targets, outputs)) ** 2
 
 
 def _distances(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.float() - targets.view_as(outputs)).abs()
+    return (outputs.float() - formed(targets, outputs)).abs()
 
 
 def _relative(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    targets = targets.view_as(outputs)
+    targets = formed(targets, outputs)
     return 100 * _distances(outputs, targets) / targets.abs().clamp_min(1e-7)
 
 
 def _logarithmic(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.float().clamp_min(1e-7).log1p() - targets.view_as(outputs).clamp_min(1e-7).log1p()) ** 2
+    return (outputs.float().clamp_min(1e-7).log1p() - formed(targets, outputs).clamp_min(1e-7).log1p()) ** 2
 
 
 _ERRORS: dict[str, MetricFunction] = {

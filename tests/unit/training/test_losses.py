@@ -13,6 +13,7 @@ from torch.nn import functional
 import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.training.losses import Loss, LossFunction
+from stratagem.training.metrics import metrics_of
 
 LOGITS = torch.tensor([[2.0, -1.0, 0.5], [-3.0, 0.0, 4.0]])
 CLASSES = torch.tensor([0, 1])
@@ -76,6 +77,21 @@ def test_replicas_whose_targets_are_ignored_train_as_one_process(given: LossFunc
         found.append([*losses, model.evaluate(x, y, batch_size=4, verbose=0)])
         strategy.close()
     assert found[0] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize("given", ["mse", "bce_with_logits", nn.MSELoss()])
+def test_targets_whose_channels_come_last_are_refused(given: LossFunction | str) -> None:
+    """As many elements, in another order."""
+    outputs = torch.zeros(2, 3, 4, 4)
+    with pytest.raises(ConfigurationError, match=r"\[2, 3, 4, 4\], got \[2, 4, 4, 3\].*permute"):
+        Loss(given)(outputs, torch.zeros(2, 4, 4, 3))
+    mae = metrics_of("mae", torch.device("cpu"))["mae"]
+    with pytest.raises(ConfigurationError, match="permute"):
+        mae.update(outputs, torch.zeros(2, 4, 4, 3))
+    mae.update(outputs, torch.ones(2, 48))
+    assert (
+        Loss(given)(outputs, torch.zeros(2, 1, 48)[:, 0]).mean == Loss(given)(outputs, torch.zeros_like(outputs)).mean
+    )
 
 
 def test_a_loss_module_is_the_scripts_own() -> None:
