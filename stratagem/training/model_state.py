@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,24 @@ class ModelState(WithWaysOut):
         given: Any = value
         if isinstance(given, str | None) or not 0 <= float(given) < math.inf:
             raise ConfigurationError(f"expected a learning rate of at least 0, got {given!r}")
+        self._set_rates(lambda _: value)
+
+    def lower_learning_rates(self, factor: float, least: float) -> bool:
+        """Multiplies that of each group of the optimizer by ``factor``, as far as ``least``.
+
+        Returns:
+            whether there was one to lower.
+        """
+        is_lower = any(group["lr"] > least for group in self._compiled_optimizer.param_groups)
+        self._set_rates(lambda rate: min(rate, max(rate * factor, least)))
+        return is_lower
+
+    def _set_rates(self, new: Callable[[float], float]) -> None:
         for group in self._compiled_optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(value)
+                group["lr"].fill_(new(float(group["lr"])))
             else:
-                group["lr"] = value
+                group["lr"] = new(group["lr"])
 
     def check_attributes(self) -> None:
         """Refuses attributes that Keras understands, and torch takes for some new attribute without a word.

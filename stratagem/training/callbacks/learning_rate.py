@@ -52,7 +52,7 @@ class ReduceLROnPlateau(Callback):
 
     Args:
         monitor: a value of the epochs' logs.
-        factor: the new learning rate is the old one times this.
+        factor: the new learning rate is the old one times this, in each group of the optimizer.
         patience: epochs without improvement that are put up with.
         verbose: 1: says each new learning rate.
         mode: whether less ("min") or more ("max") is better; "auto": by the name.
@@ -99,8 +99,7 @@ class ReduceLROnPlateau(Callback):
             self._monitor.best, self._wait = value, 0
         elif not self._cooling:
             self._wait += 1
-            if self._wait >= self._patience and rate > self._min_lr:
-                self.model.learning_rate = max(rate * self._factor, self._min_lr)
+            if self._wait >= self._patience and self.model.lower_learning_rates(self._factor, self._min_lr):
                 self._cooling, self._wait = self._cooldown, 0
                 if self._verbose and self.model.strategy.is_lead:
                     logger.info("epoch %d: learning rate lowered to %g", epoch + 1, self.model.learning_rate)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+from torch import nn
+
+import stratagem as sg
 from stratagem.training.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 
 
@@ -20,12 +25,13 @@ def test_a_worker_without_the_best_weights_meets_those_who_load_them() -> None:
 def test_what_follows_a_value_hears_of_epochs_that_others_lived(tmp_path: Path) -> None:
     stopping = EarlyStopping("loss", patience=3, restore_best_weights=True)
     reducing, saving = ReduceLROnPlateau("loss", 0.5, 2), ModelCheckpoint(tmp_path, "loss", save_best_only=True)
-    model = SimpleNamespace(learning_rate=0.1, stop_training=False)
+    model = sg.Model(nn.Linear(1, 1))
+    model.compile(partial(torch.optim.SGD, lr=0.1), "mse")
     for epoch, loss in enumerate([2.0, 1.0, 1.5, 1.5, 1.5]):
         assert not model.stop_training
         logs = {"loss": loss, "learning_rate": 0.3}
         for callback in (stopping, reducing, saving):
-            callback.set_model(model)  # type: ignore[arg-type]
+            callback.set_model(model)
             callback.on_epoch_missed(epoch, logs)
         assert logs["learning_rate"] == 0.3
     assert model.stop_training and model.learning_rate == 0.05
