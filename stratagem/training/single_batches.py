@@ -9,7 +9,7 @@ from stratagem.arguments import known_arguments
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.history import History
-from stratagem.training.fit.sources import Arrays
+from stratagem.training.fit.sources import WEIGHTS_ALONE, Arrays
 from stratagem.training.model_state import ModelState
 
 
@@ -46,6 +46,8 @@ class SingleBatches(ModelState):
                 "train_on_batch is one step of all workers on one batch, and under parameter servers the chief leases "
                 "batches of a dataset: use fit, or MultiWorkerMirroredStrategy"
             )
+        if sample_weight is not None and y is None:
+            raise ConfigurationError(WEIGHTS_ALONE)
         batch = tuple(part for part in (x, y, sample_weight) if part is not None)
         history = self.fit([Arrays(batch).parts], verbose=0, class_weight=class_weight).history
         return as_asked({name: values[-1] for name, values in history.items()}, return_dict)

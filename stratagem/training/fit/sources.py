@@ -29,6 +29,7 @@ from stratagem.worker.reduction.batch_norm import SyncBatchNorm
 logger = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZE = 32
+WEIGHTS_ALONE = "sample_weight needs y: the weights are those of the targets' losses"
 
 Distributed = DistributedDataset | SplitDataset
 
@@ -107,7 +108,7 @@ def source_of(
         raise ConfigurationError("expected x=, the inputs, got None")
     if _is_arrays(x, y):
         if sample_weight is not None and y is None:
-            raise ConfigurationError("sample_weight needs y: the weights are those of the targets' losses")
+            raise ConfigurationError(WEIGHTS_ALONE)
         arrays = keep(Arrays([part for part in (x, y, sample_weight) if part is not None]))
         return DataLoader(_some(arrays), num_in_batch, shuffle=shuffle, collate_fn=_as_is)
     for name, given in (("y", y), ("sample_weight", sample_weight)):

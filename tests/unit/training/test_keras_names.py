@@ -104,6 +104,9 @@ def test_single_batches_are_those_of_fit_and_evaluate_and_predict() -> None:
         torch.testing.assert_close(by_batch.predict_on_batch(X), by_fit.predict(X))
         weighted = by_batch.train_on_batch(X, Y, torch.ones(12), {0: 2.0}, return_dict=True)
         assert list(weighted) == ["loss", "accuracy"]
+        for method in (by_batch.train_on_batch, by_batch.test_on_batch):
+            with pytest.raises(ConfigurationError, match="sample_weight needs y"):
+                method(X, sample_weight=torch.ones(12))
     finally:
         mirrored.close()
 
