@@ -89,12 +89,25 @@ def guard(
     meter: StepMeter | None = None,
 ) -> None:
     """Attaches clipping and the NaN policy to an optimizer that runs in this process on complete gradients, and tells
-    ``meter`` when it does."""
+    ``meter`` when it does. A closure brings its gradients in the step: they are looked at each time it was called."""
     stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
-    def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if meter is not None:
             meter.computes(measures.OPTIMIZER)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args begin with the optimizer itself
+        if closure is None:
+            judge()
+            return None
+
+        def judged() -> Any:
+            loss = closure()
+            judge()
+            return loss
+
+        return (args, {**kwargs, "closure": judged}) if "closure" in kwargs else ((args[0], judged), kwargs)
+
+    def judge() -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm: torch.Tensor | None = None

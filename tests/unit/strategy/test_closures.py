@@ -47,3 +47,34 @@ def test_lbfgs_goes_by_the_loss_of_the_global_batch(line_search: str | None, wei
     found, its = trained(sg.MirroredStrategy([f"cpu:{n}" for n in range(num_replicas)]), line_search, weighted)
     assert found == pytest.approx(losses, rel=1e-9)
     torch.testing.assert_close(its, weights)
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu:0", "cpu:1"]])
+def test_gradients_of_a_closure_are_clipped_and_looked_at(devices: list[str], as_keyword: bool) -> None:
+    strategy = sg.MirroredStrategy(devices) if len(devices) > 1 else sg.OneDeviceStrategy()
+    with strategy.scope():
+        plain, skips = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (plain, skips)]
+    start = [parameter.detach().clone() for model in (plain, skips) for parameter in model.parameters()]
+    plain, raising = strategy.prepare(plain, optimizers[0], clip_norm=0.01)
+    skips, skipping = strategy.prepare(skips, optimizers[1], nan="skip")
+
+    def step(model: torch.nn.Module, optimizer: Any, factor: float) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model(torch.ones(4, 2)) * factor).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+
+    strategy.run(step, args=(plain, raising, 1e3))
+    now = [parameter.detach() for model in (plain, skips) for parameter in model.parameters()]
+    moved = torch.cat([(new - old).flatten() for new, old in zip(now[:2], start[:2], strict=True)])
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
+    with pytest.raises(sg.NonFiniteGradientError):
+        strategy.run(step, args=(plain, raising, float("nan")))
+    strategy.run(step, args=(skips, skipping, float("inf")))
+    torch.testing.assert_close(now[2:], start[2:], rtol=0, atol=0)
+    strategy.close()
