@@ -190,12 +190,12 @@ class SynchronousStrategy(SynchronousInput):
             own = self._local.stepping(optimizer, replica)
             if own is None:
                 continue
-            guard(own, preparation, functools.partial(self._skipped, replica), self._local.meter)
-            if reducer is not None:
+            if reducer is not None:  # before the guard, from which a skipped update has its gradients back
                 are_same = functools.partial(self._local.have_same_gradients, optimizer, replica)
                 reducer.follow(own, group, are_same)
-                if isinstance(own, torch.optim.LBFGS):
-                    share_loss(own, self._local.communicators[replica], weight)
+            guard(own, preparation, functools.partial(self._skipped, replica), self._local.meter)
+            if reducer is not None and isinstance(own, torch.optim.LBFGS):
+                share_loss(own, self._local.communicators[replica], weight)
             if not replica:
                 own.register_step_post_hook(self._stepped)
 

@@ -112,9 +112,10 @@ class GradientReducer(BackwardReducer["_Backward"]):
     # -- what a strategy calls --------------------------------------------------------------------------------
 
     def committed(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """A step was made with the gradients of ``parameters``: what compression left out is owed."""
+        """A step was made with the gradients of ``parameters``: what compression left out is owed, but not where an
+        update was skipped, which has no gradients: it may be NaN."""
         if self._compression is not None:
-            stepped = {id(parameter) for parameter in parameters}
+            stepped = {id(parameter) for parameter in parameters if parameter.grad is not None}
             self._compression.commit(
                 bucket.index for bucket in self.buckets if any(id(slot.parameter) in stepped for slot in bucket.slots)
             )
