@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Lease, Plan
 from stratagem.data.index_batches import epoch_order
-from stratagem.data.loaders import Batches, rebuild, seed_epoch
+from stratagem.data.loaders import Batches, rebuild, seed_epoch, tell_epoch
 from stratagem.data.nested import empty_like, to_device
 from stratagem.errors import ConfigurationError
 
@@ -110,6 +110,7 @@ class DistributedDataset:
         if self._order[0] != epoch:
             self._order = epoch, epoch_order(plan.num_examples, plan.shuffle, plan.seed, self._ordinal, epoch)
         self._epoch = epoch + 1
+        tell_epoch(self.loader.dataset, epoch)
         self._source.start_epoch(epoch, plan.units_of(stop - 1).stop if stop else 0)
         try:
             # A unit that a lost worker gave back may come after all others: then there is another loader.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.units import Plan
-from stratagem.data.loaders import NumPasses, length_of
+from stratagem.data.loaders import NumPasses, length_of, tell_epoch
 from stratagem.errors import ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
 
@@ -86,6 +86,8 @@ class DrawnBatches:
 
     def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
         self._passes.begin()
+        for target in (self._sampler, getattr(self._sampler, "sampler", None)):
+            tell_epoch(target, epoch)
         if self.num_batches is None:
             batches: Iterable[Any] = self._sampler
         elif self._communicator is None:

@@ -160,7 +160,8 @@ def carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
         # Else each pass would draw from torch's own generator, and a script that goes on in mid-epoch once more.
         arguments["generator"] = _Seeded()
     if persistent:
-        arguments["persistent_workers"] = loader.persistent_workers
+        # A process that stays has a copy of the dataset, which would be told no epoch.
+        arguments["persistent_workers"] = loader.persistent_workers and not hasattr(loader.dataset, "set_epoch")
     return arguments
 
 
@@ -171,6 +172,12 @@ def seed_epoch(loader: DataLoader[Any], *numbers: int) -> None:
     """
     if isinstance(loader.generator, _Seeded):
         loader.generator.manual_seed(int.from_bytes(hashlib.blake2b(str(numbers).encode(), digest_size=7).digest()))
+
+
+def tell_epoch(target: Any, epoch: int) -> None:
+    """What samplers and datasets that shuffle by themselves go by."""
+    if callable(tell := getattr(target, "set_epoch", None)):
+        tell(epoch)
 
 
 class _Seeded(torch.Generator):

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.form import fingerprint
 from stratagem.data.index_batches import IndexBatches
-from stratagem.data.loaders import Batches, NumPasses, carried, length_of, rebuild, seed_epoch
+from stratagem.data.loaders import Batches, NumPasses, carried, length_of, rebuild, seed_epoch, tell_epoch
 from stratagem.data.nested import empty_like, num_examples, part_of
 from stratagem.errors import ConfigurationError
 
@@ -84,7 +84,7 @@ class IndexReader:
                         yield list(indices[rows.start : rows.stop] if rows else indices[:1])
                 first_step = 0
 
-        _tell_epoch(self._loader.dataset, epoch)
+        tell_epoch(self._loader.dataset, epoch)
         seed_epoch(self._loader, seed, epoch, first, split.worker)
         self._sampler.indices = index_lists()
         loaded = iter(self._loader)
@@ -164,8 +164,8 @@ class Reopened:
         """The batches of an epoch from number ``first`` on."""
         self._passes.begin()
         for part in ("dataset", "sampler", "batch_sampler"):
-            _tell_epoch(getattr(self._source, part, None), epoch)
-        _tell_epoch(self._source, epoch)
+            tell_epoch(getattr(self._source, part, None), epoch)
+        tell_epoch(self._source, epoch)
         return islice(iter(self._source), first, None)
 
 
@@ -185,7 +185,7 @@ class ItemBatches:
         return self._indices.num_batches
 
     def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
-        _tell_epoch(self._loader.dataset, epoch)
+        tell_epoch(self._loader.dataset, epoch)
         seed_epoch(self._loader, seed, epoch, first)
         batches = self._indices.of_epoch(epoch, first, seed)
         self._sampler.indices = batches if self._takes_lists else map(_single, batches)
@@ -203,9 +203,3 @@ def _single(indices: Sequence[Any]) -> Any:
 
 def _totals(num_examples: int, batch_split: BatchSplit) -> Totals:
     return Totals(num_examples, sum(not rows for rows in cut(num_examples, batch_split.num_replicas)))
-
-
-def _tell_epoch(target: Any, epoch: int) -> None:
-    """What samplers and datasets that shuffle by themselves go by."""
-    if callable(tell := getattr(target, "set_epoch", None)):
-        tell(epoch)

@@ -37,6 +37,18 @@ class Numbers(Dataset[int]):
         return index
 
 
+class Epochs(Numbers):
+    """Each example is the epoch that it is read in."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
 class Stream(IterableDataset[int]):
     """0, 1, 2, … with no numbers to ask for."""
 

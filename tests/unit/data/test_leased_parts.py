@@ -20,7 +20,7 @@ from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
-from tests.unit.data.reading import CPU, Numbers
+from tests.unit.data.reading import CPU, Epochs, Numbers
 
 WORKER = Incarnation("worker:0", 1)
 
@@ -99,6 +99,12 @@ def test_what_is_held_goes_back_when_a_loop_is_left_in_whatever_way() -> None:
             raise RuntimeError
     assert source.lending.num_held(WORKER) == 0
     assert torch.equal(dataset.first_example(), torch.tensor([0]))
+
+
+def test_a_dataset_hears_of_epochs() -> None:
+    _, source = leased(2, 2)
+    dataset = DistributedDataset(DataLoader(Epochs(2), 2), Plan(2, 2, shuffle=False, seed=7), 1, source, CPU)
+    assert [[batch.tolist() for batch in dataset] for _ in range(2)] == [[[0, 0]], [[1, 1]]]
 
 
 def test_a_checkpoint_knows_how_many_passes_are_over(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, TensorDataset
 
 from stratagem.cluster.units import Plan
 from stratagem.data.batch_split import BatchSplit, cut
@@ -19,7 +19,7 @@ from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, StepShare
 from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
-from tests.unit.data.reading import CPU, Numbers, Shares, Steps, Stream, batches, epoch, on_workers, steps_of
+from tests.unit.data.reading import CPU, Epochs, Numbers, Shares, Steps, Stream, batches, epoch, on_workers, steps_of
 
 NUMBERS = [
     (6, 4, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
@@ -304,6 +304,38 @@ def test_samplers_and_datasets_hear_of_epochs() -> None:
     steps_of(dataset)
     steps_of(dataset)
     assert Shuffling.heard == [0, 1]
+
+
+class OfEpoch(Sampler[int]):
+    """As DistributedSampler shuffles."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"sampler": OfEpoch()}, {"batch_sampler": BatchSampler(OfEpoch(), 2, False)}],
+    ids=["sampler", "batch_sampler"],
+)
+def test_samplers_of_a_map_style_dataset_hear_of_epochs(sampling: dict[str, Any]) -> None:
+    dataset = distribute(DataLoader(Numbers(4), **sampling), placement=InputPlacement((CPU,)))
+    assert [steps_of(dataset) for _ in range(2)] == [[[[0]]], [[[1]]]]
+
+
+def test_a_process_that_stays_hears_of_epochs() -> None:
+    loader = DataLoader(Epochs(1), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    dataset = distribute(loader, placement=InputPlacement((CPU,)))
+    assert [steps_of(dataset) for _ in range(2)] == [[[[0]]], [[[1]]]]
 
 
 def test_a_newer_pass_ends_an_older_one() -> None:
