@@ -56,7 +56,7 @@ def distribute(
     batches: IndexBatches | None = None
     reader: Reader
     if not isinstance(batched, DataLoader) or isinstance(batched.dataset, IterableDataset):
-        reader = StreamReader(Reopened(batched), batch_split, common)
+        reader = StreamReader(Reopened(batched, placement.worker if alone else 0), batch_split, common)
     else:
         _refuse_distributed_sampler(batched)
         # The indices of an epoch are the same on all workers, or (FILE, OFF) each worker's own.
@@ -120,7 +120,7 @@ def distribute_from_function(
     source = dataset_fn(InputContext(placement.num_workers, placement.worker, placement.num_replicas))
     if not isinstance(source, IterableDataset):
         source = _with_batches(source, None)
-    reader = PerReplicaReader(source, placement.num_local_replicas)
+    reader = PerReplicaReader(source, placement.num_local_replicas, placement.worker)
     return SplitDataset(
         reader, placement, options, seed=placement.seed(None), listener=listener or Listener(), policy=None
     )

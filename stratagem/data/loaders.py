@@ -30,7 +30,6 @@ _CARRIED = (
     "worker_init_fn",
     "multiprocessing_context",
     "prefetch_factor",
-    "generator",
     "pin_memory_device",
 )
 
@@ -156,9 +155,6 @@ def carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
         arguments.pop("multiprocessing_context")
     if not arguments.get("pin_memory_device"):
         arguments.pop("pin_memory_device", None)
-    if arguments.get("generator") is None:
-        # Else each pass would draw from torch's own generator, and a script that goes on in mid-epoch once more.
-        arguments["generator"] = _Seeded()
     if persistent:
         # A process that stays has a copy of the dataset, which would be told no epoch.
         arguments["persistent_workers"] = loader.persistent_workers and not hasattr(loader.dataset, "set_epoch")
@@ -166,22 +162,18 @@ def carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
 
 
 def seed_epoch(loader: DataLoader[Any], *numbers: int) -> None:
-    """Has a rebuilt loader seed its worker processes by ``numbers`` (of the order, the epoch), if it is of ours to say.
+    """Has a loader seed its worker processes by ``numbers`` (of the order, the epoch).
 
-    A generator that the user gave draws on by itself.
+    Torch's own generator, or one that the user gave, is the same on all workers, and begins anew with each process.
     """
-    if isinstance(loader.generator, _Seeded):
-        loader.generator.manual_seed(int.from_bytes(hashlib.blake2b(str(numbers).encode(), digest_size=7).digest()))
+    seed = int.from_bytes(hashlib.blake2b(str(numbers).encode(), digest_size=7).digest())
+    loader.generator = torch.Generator().manual_seed(seed)
 
 
 def tell_epoch(target: Any, epoch: int) -> None:
     """What samplers and datasets that shuffle by themselves go by."""
     if callable(tell := getattr(target, "set_epoch", None)):
         tell(epoch)
-
-
-class _Seeded(torch.Generator):
-    """A generator of ours."""
 
 
 class Batches(Sampler[Any]):

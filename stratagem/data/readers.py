@@ -85,7 +85,7 @@ class IndexReader:
                 first_step = 0
 
         tell_epoch(self._loader.dataset, epoch)
-        seed_epoch(self._loader, seed, epoch, first, split.worker)
+        seed_epoch(self._loader, seed, self._batches.ordinal, epoch, first, split.worker)
         self._sampler.indices = index_lists()
         loaded = iter(self._loader)
         while parts := list(islice(loaded, split.num_local_replicas)):
@@ -128,8 +128,8 @@ class PerReplicaReader:
     common = ""
     knows_totals = False
 
-    def __init__(self, source: Iterable[Any], num_local_replicas: int) -> None:
-        self._source = Reopened(source)
+    def __init__(self, source: Iterable[Any], num_local_replicas: int, worker: int) -> None:
+        self._source = Reopened(source, worker)
         self._num_local_replicas = num_local_replicas
 
     @property
@@ -153,8 +153,10 @@ class Reopened:
     """An iterable that is gone through once an epoch, an iterator in one epoch alone. What was before the first wanted
     batch is read and dropped."""
 
-    def __init__(self, source: Iterable[Any]) -> None:
+    def __init__(self, source: Iterable[Any], worker: int = 0) -> None:
         self._source = source
+        self._worker = worker
+        """Whose numbers a loader's processes draw; 0 where all draw the same."""
         self._passes = NumPasses(source)
 
     def num_batches(self) -> int | None:
@@ -166,7 +168,14 @@ class Reopened:
         for part in ("dataset", "sampler", "batch_sampler"):
             tell_epoch(getattr(self._source, part, None), epoch)
         tell_epoch(self._source, epoch)
-        return islice(iter(self._source), first, None)
+        if not isinstance(self._source, DataLoader):
+            return islice(iter(self._source), first, None)
+        given = self._source.generator
+        seed_epoch(self._source, seed, epoch, self._worker)
+        try:
+            return islice(iter(self._source), first, None)
+        finally:
+            self._source.generator = given
 
 
 class ItemBatches:

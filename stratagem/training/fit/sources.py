@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -160,11 +159,6 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
         )
     if isinstance(source, Distributed):
         return source
-    if isinstance(source, DataLoader) and source.generator is None:
-        # Each iter() of a DataLoader draws a seed from torch's generator, which the steps draw from too: one that is
-        # started in the middle of an epoch, after an interruption, must not move it.
-        source = copy.copy(source)
-        source.generator = torch.Generator().manual_seed(torch.initial_seed())
     if not strategy.places_models:
         return distribute(source, placement=InputPlacement((device,)), ordinal=ordinal)
     if strategy.servers is not None:
