@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -33,6 +32,9 @@ _CARRIED = (
     "pin_memory_device",
 )
 
+_STATEFUL_RANDOM = "<class 'torchdata.stateful_dataloader.sampler.RandomSampler'>"
+"""What ``shuffle=True`` is in torchdata's StatefulDataLoader."""
+
 
 def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
     """How the epochs of ``loader`` are cut into units; its batches are GLOBAL batches.
@@ -48,7 +50,7 @@ def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
         num_examples=len(sampler),
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
-        shuffle=isinstance(sampler, RandomSampler),
+        shuffle=type(sampler) is not SequentialSampler,
         num_slices=num_slices,
         staleness=staleness,
     )
@@ -66,7 +68,7 @@ def why_not_planned(loader: Any) -> str:
             "distribute_dataset needs a map-style dataset (with __len__ and __getitem__), got an IterableDataset: "
             "its examples cannot be leased by number"
         )
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    if loader.batch_size is None:
         return "distribute_dataset plans the batches itself: give the DataLoader batch_size=, not its own batch_sampler"
     if not is_plain(loader.sampler):
         return (
@@ -117,7 +119,7 @@ class NumPasses:
 
 def is_plain(sampler: Any) -> bool:
     """Whether a plan can stand for the sampler: it says all examples once, in order or shuffled."""
-    if type(sampler) is RandomSampler:
+    if type(sampler) is RandomSampler or str(type(sampler)) == _STATEFUL_RANDOM:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) is SequentialSampler
 
@@ -141,7 +143,7 @@ def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[A
                 "AutoShardPolicy.FILE gives each worker other examples, for which the DataLoader's own sampler has no "
                 "numbers: use shuffle=True or shuffle=False, or AutoShardPolicy.DATA"
             )
-        sampling["shuffle"] = isinstance(loader.sampler, RandomSampler)
+        sampling["shuffle"] = type(loader.sampler) is not SequentialSampler
     return DataLoader(dataset, **sampling, **carried(loader, persistent=True))
 
 

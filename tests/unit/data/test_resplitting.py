@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSample
 from stratagem.cluster.units import Plan
 from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.distribute import distribute, distribute_from_function, leasable
+from stratagem.data.loaders import plan_of
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, StepShare
 from stratagem.data.values import PerReplica
@@ -330,6 +331,23 @@ class OfEpoch(Sampler[int]):
 def test_samplers_of_a_map_style_dataset_hear_of_epochs(sampling: dict[str, Any]) -> None:
     dataset = distribute(DataLoader(Numbers(4), **sampling), placement=InputPlacement((CPU,)))
     assert [steps_of(dataset) for _ in range(2)] == [[[[0]]], [[[1]]]]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_stateful_loader_of_torchdata_is_planned_like_torchs(shuffle: bool) -> None:
+    """Its samplers, which are no subclasses of torch's RandomSampler, and a subclass of BatchSampler."""
+    names = {"__module__": "torchdata.stateful_dataloader.sampler", "replacement": False, "num_samples": 8}
+    names |= {"data_source": range(8), "__len__": lambda _: 8}
+    data = Numbers(8)
+    sampler: Any = type("RandomSampler", (Sampler,), names)() if shuffle else SequentialSampler(data)
+
+    class Loader(DataLoader[int]):
+        def __init__(self) -> None:
+            super().__init__(data, batch_size=2, sampler=sampler)
+            self.__dict__["batch_sampler"] = type("BatchSampler", (BatchSampler,), {})(sampler, 2, False)
+
+    rows = [row for step in steps_of(distribute(leasable(Loader()), placement=InputPlacement((CPU,)))) for row in step]
+    assert plan_of(Loader(), 1, 0).shuffle == (rows != [[0, 1], [2, 3], [4, 5], [6, 7]]) == shuffle
 
 
 def test_a_process_that_stays_hears_of_epochs() -> None:
