@@ -13,7 +13,7 @@ from stratagem.data.batch_split import BatchSplit
 from stratagem.data.files import file_based, own_files
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
-from stratagem.data.loaders import has_own_batches, is_plain, plan_of
+from stratagem.data.loaders import has_own_batches, is_dataset, is_plain, plan_of
 from stratagem.data.nested import is_rows
 from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener
@@ -170,7 +170,7 @@ def _with_batches(source: Any, batch_size: int | None) -> Any:
         raise ConfigurationError(
             "expected a source of global batches, got what distribute_dataset has made of one: go through it as it is"
         )
-    if isinstance(source, Dataset):
+    if is_dataset(source):
         if batch_size is None:
             raise ConfigurationError(
                 f"{type(source).__name__} gives single examples: add batch_size=, or wrap it in a DataLoader "

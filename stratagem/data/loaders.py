@@ -84,6 +84,11 @@ def has_own_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_sampler is not None and loader.batch_size is None
 
 
+def is_dataset(source: Any) -> bool:
+    """Whether it gives single examples: a Dataset, or what a DataLoader reads like one (``datasets.Dataset``)."""
+    return isinstance(source, Dataset) or hasattr(source, "__getitems__")
+
+
 def length_of(source: Any) -> int | None:
     """How much a source says that it gives; None where it does not say, as a BatchSampler over a sampler without."""
     try:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from stratagem.arguments import whole_number
 from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
-from stratagem.data.loaders import length_of
+from stratagem.data.loaders import is_dataset, length_of
 from stratagem.data.nested import is_rows, leaves, map_leaves, num_examples
 from stratagem.data.options import DistributeOptions
 from stratagem.data.placement import InputPlacement, StepCounter
@@ -116,7 +116,7 @@ def source_of(
                 f"{name}= goes with arrays; a {type(x).__name__} gives it in its batches: (inputs, targets) or "
                 "(inputs, targets, weights)"
             )
-    if isinstance(x, Dataset):
+    if is_dataset(x):
         shuffle = shuffle and not isinstance(x, IterableDataset)
         return DataLoader(x if isinstance(x, IterableDataset) else _some(x), num_in_batch, shuffle=shuffle)
     if batch_size is not None:
@@ -140,7 +140,7 @@ def validation_source(data: Any, batch_size: int | None, default: int | None) ->
     is the ``batch_size``, where there is none, of what takes one."""
     if isinstance(data, tuple | list) and len(data) in (2, 3) and is_rows(leaves(data[1])[0]):
         return source_of(*data, batch_size=batch_size or default)
-    return source_of(data, batch_size=batch_size or default if isinstance(data, Dataset) else batch_size)
+    return source_of(data, batch_size=batch_size or default if is_dataset(data) else batch_size)
 
 
 def for_training(strategy: Strategy, source: Any, module: nn.Module, device: torch.device, ordinal: int = 1) -> Any:

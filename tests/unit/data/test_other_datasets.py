@@ -1,0 +1,37 @@
+"""Datasets that are none of torch's classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stratagem.data.distribute import distribute
+from stratagem.data.placement import InputPlacement
+from stratagem.errors import ConfigurationError
+from stratagem.training.fit.sources import source_of
+from tests.unit.data.reading import CPU
+
+
+def test_what_is_a_dataset_by_its_methods_gives_single_examples() -> None:
+    class Rows:
+        """As datasets.Dataset of Hugging Face, which is none of torch."""
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.tensor([index])
+
+        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+            return [self[index] for index in indices]
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return map(self.__getitem__, range(3))
+
+    with pytest.raises(ConfigurationError, match="single examples: add batch_size="):
+        distribute(Rows(), placement=InputPlacement((CPU,)))
+    batches = distribute(Rows(), placement=InputPlacement((CPU,)), batch_size=2)
+    assert [batch.tolist() for batch in batches] == [[[0], [1]], [[2]]]
+    assert len(source_of(Rows(), batch_size=2)) == 2
