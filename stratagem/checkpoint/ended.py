@@ -9,6 +9,7 @@ came for, and an old file says nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pathlib
 from collections.abc import Iterable
@@ -60,10 +61,20 @@ def note_leaving(directory: str, task: str, reason: str) -> None:
 
 
 def note_left(directory: str, task: str) -> None:
-    """At a task's exit, however it ends, and where one has joined: there is nothing that needs to be told to it."""
+    """Where a task has joined: what a process before it noted as it left is no word to this one, which is needed."""
     if directory:
         with contextlib.suppress(OSError):
             _path(directory, task, "leaves").unlink(missing_ok=True)
+
+
+def take_away_at_exit(directory: str, task: str) -> None:
+    """What a task notes as it leaves goes with the last of its process, however that ends, unless it is killed. Python
+    and torch may need a second to end: called before they are loaded, this comes after both."""
+    if directory:
+        libc = ctypes.CDLL(None)
+        libc.strdup.restype = ctypes.c_void_p
+        path = os.path.abspath(_path(directory, task, "leaves"))
+        libc.__cxa_atexit(libc.unlink, ctypes.c_void_p(libc.strdup(os.fsencode(path))), None)
 
 
 def forget_ends(directory: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from stratagem.checkpoint.ended import has_run, note_left, note_run
+from stratagem.checkpoint.ended import has_run, note_run, take_away_at_exit
 from stratagem.cli.options import configure, role_options, script_arguments
 from stratagem.cluster.choice import choose_strategy
 from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
@@ -65,18 +65,18 @@ def _hang_up_ends() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _once(config: RoleConfig, run: Callable[..., int], *arguments: object) -> int:
+def _once(role: str, config: RoleConfig, *arguments: object) -> int:
     """Runs a role, unless it has ended well under this ``run_id`` before: nobody is there any more to meet it again."""
     folder = config.checkpoint_dir
     if has_run(folder, config.task, config.run_id):
         configure_logging(config.task, config.log_format)
         logger.info("%s has ended well in this run already, says %s", config.task, folder)
         return 0
+    take_away_at_exit(folder, config.task)
     with _hang_up_ends():
-        code = run(*arguments)
+        code = role_entry(role)(config, *arguments)
     if code == 0:
         note_run(folder, config.task, config.run_id)
-    note_left(folder, config.task)
     return code
 
 
@@ -104,7 +104,7 @@ def chief_command(cluster_file: Path | None, **flags: Any) -> int:
     """Coordinate a job: sessions, leases, clocks, checkpoints. Runs no user code."""
     resolved, _ = configure("chief", cluster_file, flags)
     configure_logging(resolved.config.task, resolved.config.log_format)
-    return _once(resolved.config, role_entry("chief"), resolved.config)
+    return _once("chief", resolved.config)
 
 
 @click.command("ps")
@@ -114,7 +114,7 @@ def ps_command(cluster_file: Path | None, **flags: Any) -> int:
     resolved, _ = configure("ps", cluster_file, flags)
     _refuse_without_chief(resolved.config)
     configure_logging(resolved.config.task, resolved.config.log_format)
-    return _once(resolved.config, role_entry("ps"), resolved.config)
+    return _once("ps", resolved.config)
 
 
 def _run_script(
@@ -133,7 +133,7 @@ def _run_script(
     if role == "evaluator":
         _refuse_without_chief(config)
     os.environ.update(script_environment(resolved, placement, os.environ))
-    return _once(config, role_entry(role), config, str(script), list(args), module)
+    return _once(role, config, str(script), list(args), module)
 
 
 @click.command("worker", context_settings=_SCRIPT)

@@ -12,6 +12,7 @@ from types import NoneType, TracebackType
 from typing import Any, cast
 
 from stratagem.arguments import check_kind
+from stratagem.checkpoint.ended import take_away_at_exit
 from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.sources import cluster_layer, environment_layer, gather, resolve
@@ -101,6 +102,7 @@ def _resolved(task: TaskId, cluster: ClusterSpec, origin: str) -> Any:
 def _serve(task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None) -> int:
     configure_logging(str(task))
     config = _config(task, cluster, resolver)
+    take_away_at_exit(config.checkpoint_dir, config.task)
     if isinstance(config, ChiefConfig):
         from stratagem.chief.__main__ import run as run_chief  # no worker needs what it loads
 

@@ -40,7 +40,11 @@ def start(
 
 
 @pytest.mark.parametrize("with_chief", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_python_train_py_in_every_task(tasks: list[subprocess.Popen[str]], tmp_path: Path, with_chief: bool) -> None:
+def test_python_train_py_in_every_task(
+    tasks: list[subprocess.Popen[str]], tmp_path: Path, with_chief: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kept := tmp_path / "kept").mkdir()
+    monkeypatch.setenv("STRATAGEM_CHECKPOINT_DIR", str(kept))
     addresses = free_addresses(4)
     cluster = {"worker": addresses[:2], "ps": addresses[2:3]} | ({"chief": addresses[3:]} if with_chief else {})
     out = tmp_path / "out.pt"
@@ -50,6 +54,9 @@ def test_python_train_py_in_every_task(tasks: list[subprocess.Popen[str]], tmp_p
     assert [task.returncode for task in tasks] == [0] * len(tasks), "\n".join(errors)
     check_counts(out, 2)
     assert ("started one at" in errors[2]) is not with_chief
+    assert not list(kept.glob("leaves-*")), (
+        "a ps of the next job that comes before its chief would take the end for its own"
+    )
 
 
 def torchrun(script: str, *arguments: object, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
@@ -142,6 +149,9 @@ def test_the_chief_and_the_ps_of_an_estimator_know_where_it_saves(
     errors = [task.communicate(timeout=120)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0] * 3, "\n".join(errors)
     assert str(latest_checkpoint(model_dir)).endswith("-00000004")
+    assert not list(model_dir.glob("leaves-*")), (
+        "a ps of the next job, there before its chief, took this end for its own"
+    )
 
 
 @pytest.mark.thorough

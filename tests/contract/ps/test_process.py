@@ -79,9 +79,11 @@ def chief() -> Iterator[tuple[SessionOnly, RunningServer]]:
     running.stop(0.2)
 
 
+PS = ("ps", "--task", "ps:0")
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "stratagem.cli", "ps", "--task", "ps:0", *arguments]
-    return forks.Popen(command, stderr=subprocess.PIPE)
+    return forks.Popen([sys.executable, "-m", "stratagem.cli", *PS, *arguments], stderr=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -110,6 +112,25 @@ def test_killed_between_its_goodbye_and_its_exit_it_finds_that_the_job_is_over(
     told = take_end(str(tmp_path), "ps:0")
     assert told is not None and "all done" in str(told)
     assert not list(tmp_path.iterdir())
+
+
+def test_killed_while_python_ends_it_finds_that_the_job_is_over(
+    tmp_path: pathlib.Path, chief: tuple[SessionOnly, RunningServer]
+) -> None:
+    """That takes a second, with torch; what it had noted was gone by then."""
+    servicer, server = chief
+    words = [*PS, "--chief", server.address, "--checkpoint-dir", str(tmp_path)]
+    script = "import atexit, os, stratagem.cli.__main__ as cli; atexit.register(os.kill, os.getpid(), 9); cli.main()"
+    process = forks.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE)
+    try:
+        servicer.joined.get(timeout=60)
+        servicer.events.put(chief_pb2.SessionEvent(stop=chief_pb2.Stop(exit_code=0, reason="all done")))
+        assert servicer.goodbyes.get(timeout=60).exit_code == 0
+        servicer.events.put(None)
+    finally:
+        code, text = finish(process)
+    assert code == -signal.SIGKILL, text
+    assert take_end(str(tmp_path), "ps:0") is not None
 
 
 def test_joins_is_put_back_serves_and_ends_with_the_job(
