@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pydantic
 
+from stratagem.checkpoint.ended import take_end
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal.journal import exit_code_of
 from stratagem.chief.journal.lock import CheckpointsLock, JournalLock
@@ -70,9 +71,13 @@ async def serve(
             if has_waited is None:
                 logger.info("Told to end while it stood by")
                 return PREEMPTED
-            if has_waited and config.standby and (code := exit_code_of(config.state_dir)) is not None:
+            code = exit_code_of(config.state_dir)
+            if has_waited and config.standby and code is not None:
                 logger.info("The job that this chief stood by for is over, with exit code %d", code)
                 return code
+            if code == 0 and (end := take_end(config.checkpoint_dir, config.task)) is not None:
+                logger.info("The job is over: %s", end)
+                return 0
         # Where there are no locks, or nothing can be written, saving will say so.
         with contextlib.suppress(OSError):
             if config.checkpoint_dir:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from stratagem.checkpoint.draft import remove_unfinished
-from stratagem.checkpoint.ended import forget_ends
+from stratagem.checkpoint.ended import forget_ends, note_leaving
 from stratagem.chief.background import Background
 from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving
 from stratagem.chief.chief_state import ChiefState
@@ -154,6 +154,7 @@ class ChiefJob(ChiefState):
         """The last thing of all: a chief that is killed before it is followed by one that knows that all is done."""
         try:
             if self.finished.done() and self.finished.result() == 0 and self.sessions.stopping is not None:
+                note_leaving(self.config.checkpoint_dir, self.config.task, self.sessions.stopping.reason)
                 self.journal.write("stopped", reason=self.sessions.stopping.reason)
         except JournalLostError as error:
             logger.error("%s: the next chief finds out by itself that the job is over", error)

@@ -93,6 +93,24 @@ def test_sigterm_tells_everybody_and_ends_with_143() -> None:
         assert process.returncode == 143, errors
 
 
+def test_killed_between_its_last_word_and_its_exit_it_finds_that_the_job_is_over(tmp_path: Path) -> None:
+    """Started again by the kubelet, it began another job, and waited five minutes for workers that had finished."""
+    config: dict[str, Any] = dict(
+        num_workers=1, state_dir=str(tmp_path / "state"), checkpoint_dir=str(tmp_path / "kept")
+    )
+    with chief_process(**config) as process:  # `stratagem chief` would take its file away at its exit
+        worker = SessionClient(address_of(process), "worker:0", "")
+        worker.start(DEADLINE_S)
+        worker.goodbye(0)
+        process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0
+    with chief_process(**config) as process:
+        _, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0 and "The job is over: every worker has finished" in errors, errors
+    with chief_process(**config) as process:
+        assert address_of(process), "another job begins"
+
+
 def test_a_configuration_that_cannot_work_ends_with_2() -> None:
     with chief_process(num_workers=0) as process:
         _, errors = process.communicate(timeout=DEADLINE_S)
