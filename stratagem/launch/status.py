@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from stratagem.checkpoint.ended import take_end
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.identity import CHIEF
 from stratagem.cluster.spec import ClusterSpec
@@ -18,7 +19,7 @@ from stratagem.rpc.asking import asking
 from stratagem.rpc.chief_address import FILE_NAME, NOWHERE, ChiefAddress
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 from stratagem.rpc.security import OPEN, Security, security_of
-from stratagem.rpc.session import SILENCE_S
+from stratagem.rpc.session import LOOK_S, SILENCE_S
 from stratagem.rpc.status_view import StatusView, from_reply
 
 logger = logging.getLogger(__name__)
@@ -105,14 +106,18 @@ def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
     Raises:
         ClusterTimeoutError: it did not answer within ``start_timeout_s``.
         IdentityError: TLS does not come about, or the chief does not know us.
+        JobStoppedError: the job is over for this task.
     """
     security = security_of(config)
-    deadline = time.monotonic() + config.start_timeout_s
-    quiet_until = time.monotonic() + SILENCE_S
+    began = time.monotonic()
+    deadline, quiet_until = began + config.start_timeout_s, began + SILENCE_S
     while True:
         try:
             status = fetch_status(config.chief, min(ASK_S, config.start_timeout_s), security)
         except PeerUnavailableError as error:
+            is_long = time.monotonic() > began + LOOK_S
+            if is_long and (end := take_end(config.checkpoint_dir, config.task)) is not None:
+                raise end from None
             if time.monotonic() > deadline:
                 raise ClusterTimeoutError(
                     f"{config.task} asked its chief for the cluster for {config.start_timeout_s:.0f} s: {error}"

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from stratagem.checkpoint.ended import note_leaving
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, placement_from_environment
-from stratagem.errors import ClusterSpecError, ClusterTimeoutError, PeerUnavailableError
+from stratagem.errors import ClusterSpecError, ClusterTimeoutError, JobStoppedError, PeerUnavailableError
 from stratagem.launch import replica
 from stratagem.launch import status as asking
 from stratagem.rpc.status_view import StatusView, TaskState
@@ -110,3 +111,17 @@ def test_a_chief_that_is_still_starting_is_waited_for(monkeypatch: pytest.Monkey
     answers += [PeerUnavailableError("gone")] * 2
     with pytest.raises(ClusterTimeoutError, match=r"worker:0 asked its chief for the cluster for 0 s: gone"):
         asking.ask_for_cluster(config("worker:0", start_timeout_s=1e-9))
+
+
+def test_a_worker_that_died_at_the_end_does_not_wait_for_a_chief(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It knows its chief alone, as in docker-compose, and waited five minutes before it looked."""
+    note_leaving(str(tmp_path), "worker:0", "its script is done")
+    late = config("worker:0", 0.2).model_copy(update={"chief": "127.0.0.1:1", "checkpoint_dir": str(tmp_path)})
+    with pytest.raises(ClusterTimeoutError):
+        asking.ask_for_cluster(late)  # the chief of a next job may be about to start
+    monkeypatch.setattr(asking, "LOOK_S", 0.0)
+    with pytest.raises(JobStoppedError, match="its script is done") as told:
+        asking.ask_for_cluster(late)
+    assert told.value.exit_code == 0
