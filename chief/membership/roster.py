@@ -95,9 +95,9 @@ class Roster:
 
     @property
     def unfinished(self) -> list[str]:
-        """Workers that are away and have not finished: the others have done their work."""
+        """Away without a goodbye: workers, whose work the others have done, and ps that waited to be taken in."""
         lost = [session for session in self.tasks.values() if session.state is SessionState.LOST]
-        return [str(session.task) for session in lost if session.task.type == "worker"]
+        return [str(each.task) for each in lost if each.task.type == "worker" or not self.serves(each)]
 
     def is_live(self, incarnation: Incarnation) -> bool:
         """Whether this incarnation is, and is known to all."""

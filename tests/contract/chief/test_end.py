@@ -241,6 +241,26 @@ async def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path) -> No
         assert ended.take_end(str(tmp_path), "ps:1") is None, "another job has begun"
 
 
+async def test_the_end_is_written_for_a_ps_that_waited_to_be_taken_in(tmp_path: Path) -> None:
+    """One that had said nothing was forgotten; started again, it waited for a chief."""
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        newcomer = Task(running.address, "ps:2", "127.0.0.1:1")
+        await newcomer.welcomed()
+        for worker in workers:
+            worker.goodbye()
+        await until(functools.partial(newcomer.ended, "stop"))
+        await newcomer.die()
+        await until(lambda: running.job.sessions.tasks["ps:2"].state is SessionState.LOST)
+        for server in servers:
+            assert server.session is not None
+            await until(functools.partial(server.session.ended, "stop"))
+            server.session.goodbye()
+        await until_late(running, running.job.finished.done)
+        assert await running.exit_code() == 0
+    assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-ps-2"]
+
+
 def test_an_old_end_says_nothing_and_a_new_one_all_where_clocks_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
