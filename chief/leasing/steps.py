@@ -156,6 +156,10 @@ class JobSteps:
         """Units of unfinished slices that belong to nobody."""
         return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.incarnation is None]
 
+    def closings(self) -> list[StepClosing]:
+        """What counts in each step in progress."""
+        return [_closing(step) for step in self.open.values()]
+
     def reserved_for(self, incarnation: Incarnation, dataset: int, epoch: int, stop: int) -> JobStep | None:
         """The first step with a slice reserved for ``incarnation`` in one epoch, before unit ``stop``."""
         for step in self.open.values():

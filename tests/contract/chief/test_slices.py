@@ -93,12 +93,14 @@ async def test_a_slice_that_was_closed_out_of_its_step_comes_in_a_later_one(tmp_
             place = first.job.sessions.tasks["ps:0"].address
             await first.kill()
         assert server.session is not None
+        server.closings.clear()  # as if it had not heard: its workers wait for the slice
         async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)) as second:
             resumed = Task(port, "worker:0", resume=workers[0].incarnation, held=[mine])
             await until(lambda: second.job.sessions.live("worker"))
             again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
             reborn = Task(port, "worker:1")
             await reborn.welcomed()
+            await until(lambda: server.closings == {1: ([Unit(1, 0, 0)], [])})
             applied([server], 0)
             await resumed.next([0], wait=False)
             [theirs] = (await reborn.next()).leases
