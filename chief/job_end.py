@@ -23,6 +23,8 @@ RETRY_S = 0.1
 """Between two attempts at the last checkpoint."""
 LATE_S = 20.0
 """For tasks that have not joined yet, or a ps that was lost, when the job is over already."""
+RETURN_S = 3.0
+"""From the start of a chief that goes on: for tasks that have not heard that the last one heard their goodbye."""
 
 
 class JobEnd(ChiefPart):
@@ -32,6 +34,7 @@ class JobEnd(ChiefPart):
         super().__init__(state)
         self._streams = streams
         self._maintenance = maintenance
+        self._returned_by = 0.0 if state.is_new else self._clock() + RETURN_S
 
     async def save_to_leave(self, reason: str) -> None:
         """Before the chief leaves and the job stays: perhaps all are told to end, and then the ps lose their memory."""
@@ -67,6 +70,7 @@ class JobEnd(ChiefPart):
             return not sessions.anybody_waits and not (is_good and is_late)
 
         await self._until(all_gone, max(deadline, self._clock() + self._config.session_timeout_s))
+        await self._until(lambda: False, self._returned_by)
         self._say_end(stop, sessions.absent_servers + sessions.unfinished)
         if not (is_good and unsaved and self._config.checkpoints_stay):
             return stop.exit_code

@@ -65,6 +65,30 @@ async def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_pa
         assert not list(tmp_path.glob("*ended*")), "everybody has heard of the end"
 
 
+async def test_the_next_chief_stays_for_who_does_not_know_that_its_goodbye_was_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended at once, and a worker waited a minute for it."""
+    monkeypatch.setattr("stratagem.chief.job_end.RETURN_S", 1000.0)
+    ring: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "state_dir": str(tmp_path)}
+    async with chief(**ring) as running:
+        monkeypatch.setattr(running.job._end, "see_off", lambda stop: asyncio.Event().wait())
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        worker.goodbye()
+        await until(lambda: running.job.journal.history.done)
+        await running.kill()
+        await worker.die()
+    async with chief(**ring) as again:
+        await until(lambda: again.job.journal.history.ending)
+        back = Task(again.address, "worker:0", resume=worker.incarnation)
+        await until(lambda: back.error)
+        assert back.error is not None and back.error.code().name != "UNAVAILABLE", "it hears from a chief"
+        assert not again.job.finished.done()
+        await back.die()
+        await until_late(again, again.job.finished.done)
+
+
 class Full(FakePs):
     """Has no room for another checkpoint."""
 
