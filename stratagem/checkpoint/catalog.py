@@ -12,6 +12,7 @@ import logging
 import os
 import pathlib
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,8 @@ from stratagem.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 HOST = "host"
+REMOVED = ".removed-"
+"""How the name begins of one that is being removed."""
 
 
 def read_step(path: pathlib.Path) -> int | None:
@@ -148,10 +151,11 @@ def offer(path: pathlib.Path) -> str:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Removes a checkpoint; without its manifest it is none any more, whatever a crash leaves of the rest."""
+    """Removes a checkpoint, at once for all who look for one; what a crash leaves of it the next save removes."""
+    aside = path.with_name(f"{REMOVED}{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
-        (path / MANIFEST).unlink()
-    shutil.rmtree(path, ignore_errors=True)
+        path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def offer_of(candidates: list[pathlib.Path]) -> str:

@@ -16,7 +16,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 
-from stratagem.checkpoint.catalog import HOST, find_damage, offer_of, scan
+from stratagem.checkpoint.catalog import HOST, REMOVED, find_damage, offer_of, scan
 from stratagem.checkpoint.durable import set_aside, sync, write_durably
 from stratagem.checkpoint.manifest import MANIFEST, Manifest, SavedFile, encode
 from stratagem.errors import CheckpointError
@@ -144,7 +144,9 @@ class CheckpointDraft:
 
 
 def remove_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Removes drafts whose writer is dead; returns them."""
+    """Removes drafts whose writer is dead, and the rest of what somebody died removing; returns the drafts."""
+    for path in directory.glob(f"{REMOVED}*"):
+        shutil.rmtree(path, ignore_errors=True)
     removed = []
     for path in directory.glob(".draft-*.lock"):
         draft = path.with_suffix("")

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 2 << 30
 RANDOM = "_random"
-_NAME = re.compile(r"-(\d{8,})$")
+_NAME = re.compile(r"^[^.].*-(\d{8,})$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +363,7 @@ def _in_thread(write: Callable[[], None], path: pathlib.Path) -> Future[None]:
 def _choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
     """Path and number of the next checkpoint in a folder."""
     if step is None:
-        names = [_NAME.search(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+        names = [_NAME.match(path.name) for path in folder.iterdir()] if folder.is_dir() else []
         step = max([*(int(name[1]) for name in names if name), *_steps(folder)], default=0) + 1
     return {"path": str(folder / f"{name}-{step:08d}"), "step": step}
 

@@ -98,6 +98,24 @@ def test_write_keeps_the_folder_to_one_checkpoint(tmp_path: Path) -> None:
     assert script.checkpoint.restore(tmp_path / "best").path == second == latest_checkpoint(tmp_path)
 
 
+def test_what_a_crash_left_of_a_removal_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(Script().checkpoint, tmp_path, max_to_keep=1)
+    with monkeypatch.context() as dying:
+        dying.setattr("stratagem.checkpoint.catalog.shutil.rmtree", lambda *_, **__: None)
+        manager.save()
+        manager.save()
+    assert len(list(tmp_path.iterdir())) == 3, "nothing was left of it: the test proves nothing"
+    path = manager.save()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", Path(path).name]
+
+
+def test_one_that_was_set_aside_has_no_number(tmp_path: Path) -> None:
+    (tmp_path / ".damaged-step-00000001-12345678").mkdir()
+    assert Path(Script().checkpoint.save(tmp_path / "step")).name == "step-00000001"
+
+
 def test_write_leaves_what_another_writes_meanwhile(tmp_path: Path) -> None:
     """As workers of parameter servers do, whose numbers of steps differ: each once removed the other's."""
     other = Checkpoint(epoch=14)
