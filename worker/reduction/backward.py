@@ -220,6 +220,8 @@ class BackwardReducer(Generic[B]):
 
     def _abandon(self, backward: B) -> None:
         """The backward raised; the other ranks wait for the rest of it, or for the word that it failed."""
+        if backward is not self._backward:
+            return  # without the lock: the garbage collector may run in a thread that the lock's holder waits for
         with self._lock:
             if backward is not self._backward:
                 return

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stratagem.errors import CollectiveError
+from stratagem.worker.reduction.backward import _EndOfBackward
 from stratagem.worker.reduction.gradient_slot import DenseSlot
 from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
@@ -271,6 +272,18 @@ def test_failed_backwards_leave_no_cycle_behind() -> None:
             model.last(Breaks.apply(model.first(torch.ones(1, 5)), True)).sum().backward()  # type: ignore[no-untyped-call]
         assert failed == [True]
         take_off(reducer)
+
+    run_ranks(1, work)
+
+
+def test_what_the_garbage_collector_finds_holds_no_backward_up() -> None:
+    """It ran in the thread of the collectives, for which a backward waited with the lock in its hand: for ever."""
+
+    def work(communicator: Communicator) -> None:
+        with reducing(build(), communicator, weight_of(EQUAL, communicator.rank)) as reducer:
+            garbage = [_EndOfBackward(reducer, reducer._new_backward(0))]
+            with reducer._lock:
+                communicator.submit(garbage.clear).result(10)
 
     run_ranks(1, work)
 
