@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import fcntl
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -20,6 +23,9 @@ ONNX = "model.onnx"
 METADATA = "metadata.json"
 FORMAT = "stratagem-export"
 VERSION = 1
+_DRAFT = ".stratagem-"
+"""In the name of a folder that is being written, before a nonce."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclasses.dataclass
@@ -40,12 +46,14 @@ def writing(target: Path) -> Iterator[ExportDraft]:
     may_be_replaced = target.is_dir() and (_describe(target) is not None or not any(target.iterdir()))
     if target.exists() and not may_be_replaced:
         raise ExportError(f"expected a new folder or an earlier export to write to, but {target} is something else")
-    draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    _remove_unfinished(target.parent)
+    draft = target.with_name(f".{target.name}{_DRAFT}{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)
-        content = ExportDraft(draft, {})
-        yield content
-        _commit(content, target)
+        with _lock(draft):
+            content = ExportDraft(draft, {})
+            yield content
+            _commit(content, target)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
         raise ExportError(f"cannot write the export {target}: {error}") from error
     finally:
@@ -95,15 +103,50 @@ def _commit(draft: ExportDraft, target: Path) -> None:
     (draft.path / METADATA).write_text(text + "\n", encoding="utf-8")
     for path in [*files, draft.path / METADATA, draft.path]:
         sync(path)
-    # A folder that is not empty cannot be replaced by a rename (POSIX): the earlier export steps aside for a moment.
-    aside = draft.path.with_name(draft.path.name.replace(".tmp-", ".old-"))
+    # A folder that is not empty cannot be replaced by a rename (POSIX): the two change places, where they can.
+    if not _exchange(draft.path, target):
+        _replace(draft.path, target)
+    sync(target.parent)
+
+
+def _exchange(draft: Path, target: Path) -> bool:
+    paths = os.fsencode(draft.absolute()), os.fsencode(target.absolute())
+    return ctypes.CDLL(None).renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0  # type: ignore[no-any-return]
+
+
+def _replace(draft: Path, target: Path) -> None:
+    """Where there is nothing yet; or on NFS, say: the earlier export steps aside for a moment."""
+    aside = draft.with_name(draft.name.replace(_DRAFT, ".old-"))
     if target.exists():
         target.rename(aside)
     try:
-        draft.path.rename(target)
+        draft.rename(target)
     except OSError:
         if aside.exists():
             aside.rename(target)
         raise
-    sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(draft: Path) -> Iterator[None]:
+    """Tells a draft in the making from one whose writer died, of which the kernel lets go."""
+    fd = os.open(draft, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes any there
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Removes drafts whose writer is dead."""
+    for draft in folder.glob(f".*{_DRAFT}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(draft, os.O_RDONLY)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(draft, ignore_errors=True)
+            finally:
+                os.close(fd)

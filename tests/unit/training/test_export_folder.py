@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,17 +73,48 @@ def test_a_failed_rename_puts_the_earlier_export_back(tmp_path: Path, monkeypatc
     failed: list[Path] = []
 
     def fail_once(self: Path, target: str | os.PathLike[str]) -> Path:
-        if ".tmp-" in self.name and not failed:
+        if ".stratagem-" in self.name and not failed:
             failed.append(self)
             raise OSError("the disk is gone")
         return rename(self, target)
 
+    monkeypatch.setattr(export_folder, "_exchange", lambda draft, target: False)
     monkeypatch.setattr(Path, "rename", fail_once)
     with pytest.raises(ExportError, match="the disk is gone"):
         write(tmp_path / "out", "new")
     assert len(failed) == 1
     assert (tmp_path / "out" / "weights").read_text() == "old"
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_there_is_an_export_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who came while it was replaced, or after a crash just then, found none."""
+    found: list[str] = []
+
+    def look(*_: Any) -> Any:
+        found.append((tmp_path / "out" / "weights").read_text())
+        return look
+
+    write(tmp_path / "out", "old")
+    commit = export_folder._commit
+
+    def watched(draft: ExportDraft, target: Path) -> None:
+        sys.settrace(look)
+        try:
+            commit(draft, target)
+        finally:
+            sys.settrace(None)
+
+    monkeypatch.setattr(export_folder, "_commit", watched)
+    write(tmp_path / "out", "new")
+    assert found[0] == "old" and found[-1] == "new"
+
+
+def test_what_a_crash_left_goes_with_the_next_export(tmp_path: Path) -> None:
+    with writing(tmp_path / "one") as draft:
+        (tmp_path / ".another.stratagem-1a2b3c4d").mkdir()
+        write(tmp_path / "other", "")
+        assert {each.name for each in tmp_path.iterdir()} == {draft.path.name, "other"}, "one is being written"
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
