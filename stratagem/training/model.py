@@ -268,6 +268,7 @@ class Model(SingleBatches):
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
             with ended_by_nan(callbacks, self.has_servers):
                 training.run(epochs)
+            self._example = self._position.example if self._example is None else self._example
         return history
 
     # -- asking ------------------------------------------------------------------------------------------------
@@ -394,3 +395,5 @@ class Model(SingleBatches):
         inputs = unpack(self.strategy.local_results(batch)[0]).inputs
         if num_examples(inputs):
             self._example = sample_of(inputs)
+            if self._position is not None:
+                self._position.keep(self._example)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stratagem.checkpoint.tree import encode
 from stratagem.data.split_dataset import SplitDataset
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import pack, unpack
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.saving.object_states import Stateful
@@ -36,6 +39,14 @@ class FitPosition:
         self.is_resumed = False
         self.is_over = False
         """Whether a callback had said stop when an epoch was saved: no other one comes."""
+        self.example: Any = None
+        """Of what the module is called with: ``Model.save`` needs it, also where nothing was left to train."""
+
+    def keep(self, example: Any) -> None:
+        """Saves it with the rest, if it can be."""
+        with contextlib.suppress(ConfigurationError):
+            encode(example, "example", copy=False)
+            self.example = example
 
     def end_epoch(self) -> None:
         """The epoch is over, its callbacks have been called."""
@@ -75,6 +86,7 @@ class FitPosition:
             "num_steps": self.num_steps,
             "is_trained": self.is_trained,
             "is_over": self.is_over,
+            "example": self.example,
             "callbacks": [
                 {"kind": type(callback).__name__, "state": callback.state_dict()} for callback in self._callbacks
             ],
@@ -84,6 +96,7 @@ class FitPosition:
         self.epoch, self.step, self.num_steps = int(state["epoch"]), int(state["step"]), int(state["num_steps"])
         self.is_trained = bool(state.get("is_trained"))
         self.is_over = bool(state.get("is_over"))
+        self.example = state.get("example")
         self.is_resumed = True
         self._running.reset()
         self._running.num_steps = self.step

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from stratagem.training.callbacks import (
     TensorBoard,
 )
 from stratagem.training.callbacks.monitor import Monitor
+from stratagem.training.fit.position import FitPosition
 from stratagem.training.metrics import Mean
 from stratagem.training.model import Model
 
@@ -366,6 +368,22 @@ def test_early_stopping_goes_on_where_it_was(tmp_path: Path, crash_in: int) -> N
     assert fit(model, resumed, epochs=6, validation_data=(X, Y)) == expected
     assert resumed[1].stopped_epoch == 3  # type: ignore[attr-defined]
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_a_model_whose_training_was_over_is_saved(tmp_path: Path) -> None:
+    """A job that died after its last epoch, before `Model.save`, could not be completed any more: exit code 2."""
+    fit(make_model(), [BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)], epochs=1)
+    model = make_model()
+    fit(model, [BackupAndRestore(tmp_path / "backup")], epochs=1)
+    model.save(tmp_path / "export")
+    torch.testing.assert_close(sg.load_model(tmp_path / "export")(X), model.predict(X))
+
+
+def test_inputs_that_no_checkpoint_can_hold_stop_none() -> None:
+    position: Any = FitPosition(None, mock.Mock(num_steps=0), [], 0)
+    position.keep([1, 2])
+    position.keep(object())
+    assert position.state_dict()["example"] == [1, 2]
 
 
 def test_plain_lines_say_what_matters() -> None:
