@@ -22,7 +22,7 @@ LEAVE_S = 15.0
 RETRY_S = 0.1
 """Between two attempts at the last checkpoint."""
 LATE_S = 20.0
-"""For tasks that have not joined yet, or a ps that was lost, when the job is over already."""
+"""For tasks that have not joined yet, or a ps or evaluator that was lost, when the job is over already."""
 RETURN_S = 3.0
 """From the start of a chief that goes on: for tasks that have not heard that the last one heard their goodbye."""
 
@@ -66,7 +66,7 @@ class JobEnd(ChiefPart):
         deadline = self._clock() + (LATE_S if is_good else 0.0)
 
         def all_gone() -> bool:
-            is_late = sessions.absent_servers or sessions.never_came
+            is_late = sessions.absent_servers or sessions.never_came or sessions.evaluator_is_back_soon
             return not sessions.anybody_waits and not (is_good and is_late)
 
         await self._until(all_gone, max(deadline, self._clock() + self._config.session_timeout_s))

@@ -94,6 +94,12 @@ class Roster:
         return [str(s.task) for s in self.ps if s.state in away or (s.open and not s.stream)]
 
     @property
+    def evaluator_is_back_soon(self) -> bool:
+        """Whether the evaluator broke off without a word: who is started again has the last checkpoint to do."""
+        session = self.tasks["evaluator:0"]
+        return session.state is SessionState.LOST and bool(session.broken_at)
+
+    @property
     def unfinished(self) -> list[str]:
         """Away without a goodbye: workers, whose work the others have done, and ps that waited to be taken in."""
         lost = [session for session in self.tasks.values() if session.state is SessionState.LOST]

@@ -180,7 +180,7 @@ class Supervisor:
                 self.failure = self.failure or Failure(task, code, "the training goes on without it")
             else:
                 actions = self._fail(Failure(task, code, reason), now)
-        elif self.phase is Phase.DRAINING and task.type == "ps" and self._why_not_again(task, code) is None:
+        elif self.phase is Phase.DRAINING and task.type in ("ps", "evaluator") and not self._why_not_again(task, code):
             self.restarts[task] = self.restarts.get(task, 0) + 1  # the chief waits for it with the last checkpoint
             return [self._start(task)]
         elif self.phase is Phase.DRAINING and self.failure is None:
@@ -304,7 +304,7 @@ class Supervisor:
         return [Kill(task) for task in late if task.type == "chief"]
 
     def _late(self) -> list[TaskId]:
-        again = {task for task in self.restarts if task.type != "ps"}  # which hears of the end when it has joined
+        again = {task for task in self.restarts if task.type in ("chief", "worker")}  # others hear of it as they join
         late = self.running.intersection(((again | self._added) - self._stepped) | self._away.keys())
         return [task for task in self._in_order() if task in late]
 

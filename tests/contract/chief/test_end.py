@@ -65,6 +65,25 @@ async def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_pa
         assert not list(tmp_path.glob("*ended*")), "everybody has heard of the end"
 
 
+async def test_the_chief_waits_for_an_evaluator_that_died_a_moment_before_the_end() -> None:
+    """Nobody evaluated the last checkpoint."""
+    async with chief(num_workers=1, num_ps=0) as running:
+        worker, evaluator = Task(running.address, "worker:0"), Task(running.address, "evaluator:0")
+        await worker.ready()
+        await evaluator.welcomed()
+        await evaluator.die()
+        await until(lambda: running.job.sessions.tasks["evaluator:0"].state is SessionState.LOST)
+        worker.goodbye()
+        await until(lambda: running.job.journal.history.ending)
+        again = Task(running.address, "evaluator:0")
+        assert (await until(functools.partial(again.ended, "stop"))).exit_code == 0
+        assert not running.job.finished.done(), "it waited"
+        again.goodbye()
+        assert await running.exit_code() == 0
+        await worker.die()
+        await again.die()
+
+
 async def test_the_next_chief_stays_for_who_does_not_know_that_its_goodbye_was_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,18 @@ def test_an_evaluator_takes_its_time_for_the_last_checkpoint() -> None:
     assert supervisor.failure is not None and "ps:0" in supervisor.failure.reason
 
 
+def test_an_evaluator_that_was_started_again_takes_its_time_too() -> None:
+    """It makes no steps: it was killed, and the job had failed."""
+    supervisor = Supervisor([W0], [CHIEF, EVALUATOR], POLICY)
+    supervisor.begin(0.0)
+    supervisor.listening(CHIEF)
+    assert supervisor.exited(EVALUATOR, -signal.SIGKILL, 1.0) == [Start(EVALUATOR)]
+    supervisor.exited(W0, 0, 2.0)
+    assert supervisor.exited(EVALUATOR, -signal.SIGKILL, 2.5) == [Start(EVALUATOR)]
+    assert supervisor.exited(CHIEF, 0, 3.0) == [] and supervisor.ticked(3.0 + LATE_S) == []
+    assert supervisor.exited(EVALUATOR, 0, 30.0) == [Finish(0)]
+
+
 def test_an_evaluator_that_fails_ends_no_training() -> None:
     supervisor = Supervisor([W0], [CHIEF, PS, EVALUATOR], POLICY)
     supervisor.begin(0.0)
