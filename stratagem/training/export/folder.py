@@ -110,8 +110,9 @@ def _commit(draft: ExportDraft, target: Path) -> None:
 
 
 def _exchange(draft: Path, target: Path) -> bool:
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux
     paths = os.fsencode(draft.absolute()), os.fsencode(target.absolute())
-    return ctypes.CDLL(None).renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0  # type: ignore[no-any-return]
+    return exchange is not None and exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
 
 
 def _replace(draft: Path, target: Path) -> None:
