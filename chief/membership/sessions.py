@@ -144,7 +144,8 @@ class Sessions(Roster):
             session.resumed = bool(resume_incarnation) and is_prepared
             session.state = SessionState.JOINED if session.task.type == "ps" else SessionState.LIVE
         is_to_serve = session.state is SessionState.JOINED and not was_open and self.serves(session)
-        actions += [Prepare(session.incarnation)] if is_to_serve else self._changed()
+        # The others hear of it at once: a ps whose copy its last process had waits for no other one then.
+        actions += [Announce(), Prepare(session.incarnation)] if is_to_serve else self._changed()
         return session, actions
 
     def want_workers(self, num_workers: int) -> list[Action]:

@@ -26,8 +26,6 @@ PULL_BYTES = 32 << 20
 """Rows asked for at once; a larger pull takes turns."""
 ASSIGN_BYTES = 32 << 20
 """Values on their way in one assignment."""
-MAX_TRIES = 5
-"""Pulls of the same rows before it is given up; between two the connection is made anew."""
 _WANTED_ROWS, _ROW_GRADIENT, _VALUES = map(int, (FrameKind.WANTED_ROWS, FrameKind.ROW_GRADIENT, FrameKind.VALUES))
 
 
@@ -209,7 +207,8 @@ class RemoteTable:
     # -- asking ------------------------------------------------------------------------------------------------
 
     def _pull(self, numbers: Numbers, out: torch.Tensor) -> None:
-        for tries_left in reversed(range(MAX_TRIES)):
+        give_up_at = time.monotonic() + self.link.runtime.config.peer_timeout_s
+        while True:
             link = self.link  # another one, when there is another number of ps
             client: PsClient | None = None
             transfers: dict[int, int] = {}
@@ -232,7 +231,7 @@ class RemoteTable:
                     link.runtime.clients[ps].lane.forget(transfer)
                 return
             except PeerUnavailableError:
-                if client is None or not tries_left:
+                if client is None or time.monotonic() > give_up_at:
                     raise
                 link.recover(client)
 

@@ -30,8 +30,6 @@ from stratagem.worker.runtime import WorkerRuntime
 logger = logging.getLogger(__name__)
 
 GROUPS_PER_OPTIMIZER = 16  # one for each dtype; keeps group numbers equal on all workers
-MAX_TRIES = 5
-"""To create variables, or to attach to them, while ps go away and come back."""
 RETRY_S = 0.05
 """Until the next look whether another worker has done its part: given a ps its values, become the lead."""
 
@@ -247,14 +245,15 @@ class VariableGroups:
             push.staging.lost(client.index)
 
     def _connect_to(self, client: PsClient) -> None:
-        for tries_left in reversed(range(MAX_TRIES)):
+        deadline = time.monotonic() + self._runtime.config.peer_timeout_s
+        while True:
             client.connect()
             try:
                 if client.store_epoch != self._epochs[client.index]:
                     self._attach(client)
                 break
             except (PeerUnavailableError, StaleStoreError):  # it went away meanwhile
-                if not tries_left:
+                if time.monotonic() > deadline:
                     raise
 
     def _reroute(self) -> None:
@@ -355,12 +354,13 @@ class VariableGroups:
     def _create(self, every: Sequence[RemoteVariables | RemoteTable]) -> None:
         """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
         runtime = self._runtime
-        for tries_left in reversed(range(MAX_TRIES)):
+        deadline = time.monotonic() + runtime.config.peer_timeout_s
+        while True:
             try:
                 create_or_attach(every, runtime.clients, runtime.gives_values, runtime.config.start_timeout_s)
                 break
             except (PeerUnavailableError, StaleStoreError) as error:
-                if not tries_left:
+                if time.monotonic() > deadline:
                     raise
                 logger.warning("%s", error)
                 self.reconnect()

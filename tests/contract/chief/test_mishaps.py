@@ -263,6 +263,23 @@ async def test_a_checkpoint_is_committed_though_who_asked_for_it_goes_meanwhile(
         assert is_complete(tmp_path / "step-00000005")
 
 
+async def test_the_others_hear_of_a_ps_that_comes_back_before_it_is_put_back(tmp_path: Path) -> None:
+    """With copies, one waited for the copy of the process before it; the chief for that one, to take a worker's units
+    back; and the new process for that: a minute, and the job had ended."""
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        assert servers[0].session is not None and servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        other = servers[0].session
+        async with running.job.recovery.ps_return.lock, ps(running.address, FakePs(1)) as reborn:
+            assert reborn.session is not None
+            await reborn.session.welcomed()
+            new = reborn.session.incarnation
+            [told] = await until(lambda: [each for each in other.membership.tasks if each.incarnation == new])
+            assert not told.live
+
+
 async def test_a_call_that_is_under_way_to_a_ps_that_is_gone_fails() -> None:
     """It was cancelled, and with it whoever had made it: a checkpoint was neither taken nor refused."""
     async with chief(num_workers=1, num_ps=1) as running, ps(running.address, FakePs(0)) as server:

@@ -50,6 +50,7 @@ from stratagem.worker.push import gradient_push, remote_table
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.ps_client import PsClient
+from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.step_meter import StepMeter
 from tests.unit.ps.driver import CALL, CHIEF, complete, poll
 
@@ -172,6 +173,34 @@ def build(optimizer: str, strategy: Strategy | None = None) -> tuple[Net, list[t
         model = Net()
     tables = [*model.table.parameters(), *model.bags.parameters()]
     return model, [OPTIMIZERS[optimizer](tables), torch.optim.SGD(model.head.parameters(), 0.1)]
+
+
+def test_a_ps_whose_lanes_break_many_times_in_a_row_is_waited_for(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After five times a worker gave up, in prepare and where it asks for rows."""
+    job = start()
+    num_left = 0
+
+    def breaking(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal num_left
+            num_left -= 1
+            if num_left >= 0:
+                for store in job.stores:
+                    store.state.close_lanes(PeerUnavailableError("this ps went back to a checkpoint"))
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(RemoteVariables, "has_values", breaking(RemoteVariables.has_values))
+    monkeypatch.setattr(remote_table, "rows_in", breaking(remote_table.rows_in))
+    model, optimizers = build("SGD", Remote())
+    num_left = 8
+    job.prepare(model, *optimizers)
+    assert num_left < 0
+    num_left = 8
+    assert torch.isfinite(model.table(torch.arange(ROWS - 1))).all() and num_left < 0
 
 
 def backward(model: nn.Module, step: int) -> None:

@@ -71,10 +71,10 @@ def test_a_second_process_that_only_says_goodbye_does_not_replace_a_worker_that_
     assert sessions.is_live(W1) and not sessions.fenced
 
 
-def test_a_ps_is_announced_only_after_it_is_prepared() -> None:
+def test_a_ps_is_live_only_after_it_is_prepared() -> None:
     sessions = make(1, 1)
     _, actions = sessions.join("ps:0", "host:1", 1, 0, 1, 0.0)
-    assert actions == [Prepare(Incarnation("ps:0", 1))]
+    assert actions == [Announce(), Prepare(Incarnation("ps:0", 1))]
     assert sessions.servers == [Incarnation("ps:0", 1)] and sessions.live("ps") == []
     assert sessions.prepared(Incarnation("ps:0", 1)) == [Announce()]
     assert sessions.live("ps")
