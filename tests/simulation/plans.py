@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from stratagem.cluster.backups import backup_of
 from tests.simulation.cluster import Job
@@ -92,6 +92,9 @@ def plan(seed: int, form: str = "") -> Schedule:
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # all may begin anew, as above
+    if (storm := random.Random(-20 * seed - 1)).random() < 0.05:
+        faults += _storm(storm, job, _fault)
+        job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
     job, faults = _calm(seed, job, faults)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
 
@@ -115,6 +118,15 @@ def _of_a_host(rng: random.Random, job: Job) -> Iterator[Fault]:
         for _ in range(rng.choice((1, 3))):
             yield from (Fault(at_s, "reset", "chief:0", task) for task in (*workers, *ps))
             at_s += 0.5 * rng.random()
+
+
+def _storm(rng: random.Random, job: Job, draw: Callable[[random.Random, Job], Fault]) -> Iterator[Fault]:
+    """Many faults, of which several fall together: what follows a fault is hit by the next."""
+    times = [0.3 + 3 * rng.random() for _ in range(rng.choice((1, 2)))]
+    for _ in range(rng.choice((3, 4, 6))):
+        yield dataclasses.replace(draw(rng, job), at_s=rng.choice(times) + rng.choice((0.05, 0.5, 1.5)) * rng.random())
+    if rng.random() < 0.5:
+        yield from (dataclasses.replace(fault, at_s=fault.at_s / 2 + times[0]) for fault in _of_a_host(rng, job))
 
 
 def _calm(seed: int, job: Job, faults: list[Fault]) -> tuple[Job, list[Fault]]:
@@ -169,6 +181,8 @@ def _plan_ring(seed: int) -> Schedule:
         faults.append(Fault(0.0, "kill early", "worker:0"))
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
+    if (storm := random.Random(-20 * seed - 1)).random() < 0.05:
+        faults += _storm(storm, job, _ring_fault)
     if random.Random(-10 * seed - 1).random() < 0.25:
         job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)
     job, faults = _calm(seed, job, faults)
