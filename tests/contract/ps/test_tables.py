@@ -50,6 +50,7 @@ from stratagem.worker.push import gradient_push, remote_table
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.ps_client import PsClient
+from stratagem.worker.push.row_gradients import rows_in
 from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.step_meter import StepMeter
 from tests.unit.ps.driver import CALL, CHIEF, complete, poll
@@ -194,7 +195,7 @@ def test_a_ps_whose_lanes_break_many_times_in_a_row_is_waited_for(
         return call
 
     monkeypatch.setattr(RemoteVariables, "has_values", breaking(RemoteVariables.has_values))
-    monkeypatch.setattr(remote_table, "rows_in", breaking(remote_table.rows_in))
+    monkeypatch.setattr(remote_table, "rows_in", breaking(rows_in))
     model, optimizers = build("SGD", Remote())
     num_left = 8
     job.prepare(model, *optimizers)
