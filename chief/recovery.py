@@ -145,7 +145,14 @@ class Recovery(ChiefPart):
                 unit for unit in doubtful if has(halves, unit) or not all(each.ordinals(unit) for each in described)
             ]
             own = [unit for unit in missing if unit in self._lease_book.held(incarnation)]
-            await self.carry_out(incarnation, self._lease_book.remove(own, {}))
+            # The checkpoint has it, and it is in another step by now, which nobody has told its worker of.
+            early = [
+                unit for unit in doubtful if unit not in missing and self._lease_book.is_reserved(unit, incarnation)
+            ]
+            removal = self._lease_book.remove([*own, *early], {})
+            removal.returned = [unit for unit in removal.returned if unit not in early]
+            removal.accepted += self._lease_book.mark_accepted(early)
+            await self.carry_out(incarnation, removal)
         if missing:
             logger.warning("%d units of %s are computed again: a restore undid them", len(missing), incarnation)
         gone = {unit.index for unit in missing}

@@ -283,6 +283,11 @@ class LeaseBook:
         removal.accepted = self.mark_accepted(removal.accepted)
         return removal
 
+    def is_reserved(self, unit: Unit, incarnation: Incarnation) -> bool:
+        """Whether it is a slice of a step that is ``incarnation``'s and was not leased to it yet."""
+        found = self.steps.find(unit)
+        return found is not None and (found[1].incarnation, found[1].state) == (incarnation, SliceState.RESERVED)
+
     def note_counts(self, incarnation: Incarnation, counts: bool) -> None:
         """Whether what ``incarnation`` counts on a unit is wanted: then a unit that it did not report is not done."""
         (self._counting.add if counts else self._counting.discard)(incarnation)

@@ -40,6 +40,31 @@ async def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
             assert other.unit.index in running.job.lease_book.epoch(1, 0).accepted
 
 
+async def test_a_slice_that_a_checkpoint_has_leaves_the_step_that_it_came_into_since(tmp_path: Path) -> None:
+    """All ps had gone back to a checkpoint with the unit, which was dealt again, and only then its worker reported it:
+    it counted as done, and the others waited in the new step for a slice that nobody had."""
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        for worker in workers:
+            await worker.open(**SYNC)
+            await worker.next()
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        async with ps(running.address, FakePs(1)) as reborn:
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            applied([servers[0], reborn], 1)  # as the checkpoint has it
+            [mine] = (await workers[0].next([], held=[], wait=False)).leases
+            assert (mine.unit.index, mine.step) == (0, 2)
+            assert not (await workers[1].next([1], held=[], wait=False)).leases, "not before it has step 2"
+            assert running.job.lease_book.epoch(1, 0).num_accepted == 1
+            assert servers[0].closings == reborn.closings == {2: ([Unit(1, 0, 0)], [])}
+            applied([servers[0], reborn], 0)
+            await workers[0].next([0], wait=False)
+            [other] = (await workers[1].next()).leases
+            assert (other.unit.index, other.step) == (3, 3)
+
+
 async def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path) -> None:
 
     async def _welcomed(tasks: list[Task]) -> list[Any]:
