@@ -69,12 +69,15 @@ class Variables:
                 empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]
                 state.changed.notify_all()
                 locked_groups = [state.locked_groups[spec.group] for spec in groups]
-                initialize: list[int] = []
+                tokens = state.senders.tokens
                 if can_initialize:
-                    tokens, state.is_told = state.senders.tokens, True
-                    initialize = [group for group in empty if tokens.setdefault(group, sender.key) == sender.key]
+                    state.is_told = True
+                    for group in empty:
+                        tokens.setdefault(group, sender.key)
                     for locked in locked_groups:
                         locked.is_awaited = True
+                # Also of a sender that was the lead when it took the token, and is not any more.
+                initialize = [group for group in empty if tokens.get(group) == sender.key]
                 for locked, spec in zip(locked_groups, groups, strict=True):
                     if spec.group in initialize:  # whose initial rows count, not those of who was here first
                         locked.group.spec = spec

@@ -100,6 +100,17 @@ def test_token_goes_to_the_next_lead_when_its_holder_is_fenced() -> None:
     assert torch.equal(weights(store), torch.ones(10))
 
 
+def test_who_took_the_token_gives_the_values_also_when_it_is_the_lead_no_more() -> None:
+    """It had lost the connection as it gave them, and the lead was back: each waited for the other."""
+    store = new_store()
+    lead, stood_in = DirectWorker(store, "worker:0", SPEC), DirectWorker(store, "worker:1", SPEC)
+    assert store.variables.create_variables(stood_in.numbered(), [SPEC], True, CALL)[0] == [1]
+    assert not lead.create(torch.zeros(10))
+    assert store.variables.create_variables(stood_in.numbered(), [SPEC], False, CALL)[0] == [1]
+    stood_in.assign(torch.ones(10))
+    assert torch.equal(weights(store), torch.ones(10))
+
+
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
