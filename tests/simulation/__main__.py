@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, of the processor")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run them; give as many as there are cores")
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break the protocol in this way; must be found")
-    parser.add_argument("--form", choices=FORMS, default="", help="table, fit or ring: all are; else as each seed says")
+    parser.add_argument("--form", choices=FORMS, default="", help="what all are; else as each seed says")
     parser.add_argument("--log", action="store_true", help="with --seed: also what the product logs")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same each time

@@ -14,7 +14,7 @@ from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Schedule
 
 GRACE_S = 30.0
 """Seconds after which a supervisor kills what it has told to end."""
-FORMS = ("", "table", "fit", "ring")
+FORMS = ("", "table", "fit", "ring", "storm", "ring-storm")
 
 
 def form_of(seed: int) -> str:
@@ -27,11 +27,11 @@ def plan(seed: int, form: str = "") -> Schedule:
 
     Args:
         form: "table": the job has one for sure; "fit": workers call ``Model.fit``; "ring": it is one of a ring that
-            heals; empty: as the seed says.
+            heals; "storm", "ring-storm": with :func:`_storm`; empty: as the seed says.
     """
     form = form or form_of(seed)
-    if form == "ring":
-        return _plan_ring(seed)
+    if form.startswith("ring"):
+        return _plan_ring(seed, form == "ring-storm")
     rng = random.Random(seed)
     staleness = rng.choice((math.inf, math.inf, 0.0, 0.0, 1.0, 3.0))
     num_workers, num_ps = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 2))
@@ -92,8 +92,8 @@ def plan(seed: int, form: str = "") -> Schedule:
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # all may begin anew, as above
-    if (storm := random.Random(-20 * seed - 1)).random() < 0.05:
-        faults += _storm(storm, job, _fault)
+    if form == "storm":
+        faults += _storm(random.Random(-20 * seed - 1), job, _fault)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
     job, faults = _calm(seed, job, faults)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
@@ -146,7 +146,7 @@ def _calm(seed: int, job: Job, faults: list[Fault]) -> tuple[Job, list[Fault]]:
     return job, sorted(faults, key=lambda fault: fault.at_s)
 
 
-def _plan_ring(seed: int) -> Schedule:
+def _plan_ring(seed: int, is_storm: bool) -> Schedule:
     """Workers die, stand still, are cut off from the chief and from each other, further ones come; the chief is gone
     for a while."""
     rng = random.Random(seed)
@@ -181,8 +181,8 @@ def _plan_ring(seed: int) -> Schedule:
         faults.append(Fault(0.0, "kill early", "worker:0"))
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
-    if (storm := random.Random(-20 * seed - 1)).random() < 0.05:
-        faults += _storm(storm, job, _ring_fault)
+    if is_storm:
+        faults += _storm(random.Random(-20 * seed - 1), job, _ring_fault)
     if random.Random(-10 * seed - 1).random() < 0.25:
         job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)
     job, faults = _calm(seed, job, faults)
