@@ -179,7 +179,7 @@ class ChiefJob(ChiefState):
         try:
             await self._end.save_to_leave(reason)
         finally:
-            if not self.finished.done():
+            if self._is_leaving and not self.finished.done():
                 self.finished.set_result(exit_code)
 
     def _carry(self, action: Prepare | Fence | Release | StopJob) -> None:
@@ -190,8 +190,8 @@ class ChiefJob(ChiefState):
                 self._background.spawn(self._fence, action.incarnation, server)
         elif isinstance(action, Release):
             self._background.spawn(self._release, action.incarnation)
-        elif not self._finishing:
-            self._finishing = True
+        elif self._is_leaving or not self._finishing:  # the end of the job is more than that of its chief
+            self._finishing, self._is_leaving = True, False
             self._background.spawn(self._finish, action)
 
     async def _prepare(self, incarnation: Incarnation) -> None:

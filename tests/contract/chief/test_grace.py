@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stratagem.chief.job_end import LEAVE_S
+from stratagem.chief.journal.journal import exit_code_of
 from stratagem.chief.membership.session import SessionState
 from stratagem.rpc.session import SessionClient
 from tests.contract.chief.fakes import Task, chief, indices, refused, until
@@ -150,6 +151,30 @@ async def test_a_chief_that_is_told_twice_leaves_at_once(tmp_path: Path, monkeyp
         running.job.leave(143, "the chief got SIGTERM")
         assert await running.exit_code() == 143
         assert asyncio.get_running_loop().time() - began < LEAVE_S / 2
+
+
+async def test_a_job_that_is_stopped_while_its_chief_leaves_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chief left, nobody heard of the end, and the next chief went on with the job."""
+    saving, saved = asyncio.Event(), asyncio.Event()
+
+    async def takes_long() -> None:
+        saving.set()
+        await saved.wait()
+
+    async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        monkeypatch.setattr(running.job._maintenance, "save_last", takes_long)
+        running.job.leave(143, "the chief got SIGTERM")
+        await saving.wait()
+        running.job.stop(3, "somebody has stopped it")
+        saved.set()
+        assert (await until(lambda: worker.ended("stop"))).exit_code == 3
+        worker.goodbye(3)
+        assert await running.exit_code() == 3
+    assert exit_code_of(str(tmp_path)) is not None
 
 
 async def test_a_chief_without_a_journal_ends_the_job() -> None:
