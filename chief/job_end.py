@@ -60,7 +60,8 @@ class JobEnd(ChiefPart):
                 unsaved = await self._save_last(self._clock() + (self._config.worker_timeout_s if is_good else 0.0))
             self._say_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
         # A chief that dies before it has told all, and ended, goes on with that; else the next one begins another job.
-        self._journal.write("ending" if is_good else "stopped", reason=stop.reason, unsaved=unsaved)
+        kind = "ending" if is_good else "stopped"
+        self._journal.write(kind, reason=stop.reason, unsaved=unsaved, exit_code=stop.exit_code)
         self._streams.broadcast(stop)
 
         deadline = self._clock() + (LATE_S if is_good else 0.0)

@@ -20,7 +20,7 @@ _AS_THEY_ARE = (
 """Fields of the history that are JSON."""
 _AS_THEY_ARE_SINCE = (
     *("earlier_incarnations", "put_back", "is_rerouted", "num_routings", "steps_per_unit"),
-    *("joining", "taken_in", "has_begun", "unsaved"),
+    *("joining", "taken_in", "has_begun", "unsaved", "exit_code"),
 )
 """Further ones, which a summary of an older journal lacks."""
 
@@ -89,6 +89,8 @@ class JobHistory:
     """Why that one could not be written."""
     stopped: str | None = None
     """Why the job is over."""
+    exit_code: int = 0
+    """Of a job that is over."""
 
     @property
     def is_new(self) -> bool:
@@ -264,7 +266,7 @@ class JobHistory:
         self.ending, self.unsaved = True, record.get("unsaved", "")
 
     def _on_stopped(self, record: Mapping[str, Any]) -> None:
-        self.stopped = record["reason"]
+        self.stopped, self.exit_code = record["reason"], record.get("exit_code", int(not self.ending))
 
 
 _RECORDS: dict[str, Callable[[JobHistory, Mapping[str, Any]], None]] = {

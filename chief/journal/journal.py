@@ -163,4 +163,4 @@ def exit_code_of(directory: str) -> int | None:
         ConfigurationError: a line in the middle cannot be read.
     """
     history = replay(pathlib.Path(directory) / NAME)
-    return None if history.stopped is None else int(not history.ending)
+    return None if history.stopped is None else history.exit_code

@@ -174,7 +174,7 @@ async def test_a_job_that_is_stopped_while_its_chief_leaves_is_over(
         assert (await until(lambda: worker.ended("stop"))).exit_code == 3
         worker.goodbye(3)
         assert await running.exit_code() == 3
-    assert exit_code_of(str(tmp_path)) is not None
+    assert exit_code_of(str(tmp_path)) == 3
 
 
 async def test_a_chief_without_a_journal_ends_the_job() -> None:
