@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1
 """Before a ps that broke off is followed anew."""
+MAX_RETRY_S = 30.0
+"""The same after one failure more each time that is no matter of the connection: each attempt has the ps pause."""
 
 
 class Following:
@@ -29,7 +31,8 @@ class Following:
         self._session = session
         self._security = security
         self._transport = transport
-        self._closed = False
+        self._closed = threading.Event()
+        self._retry_s = RETRY_S
         self._number = 0
         """Of the following under way."""
         self._lock = threading.Lock()
@@ -53,20 +56,23 @@ class Following:
                     logger.warning("Drops the copy of %s, which has waited for this ps in vain", copy.source)
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         self._thread.join(5.0)
 
     def _run(self) -> None:
         said = ""
-        while not self._closed and self._session.stopped is None:
+        while not self._closed.is_set() and self._session.stopped is None:
             try:
                 if (member := self._member()) is not None:
                     self._follow(member)
-            except StratagemError as error:
+            except Exception as error:  # no memory, say: there may be some later
+                is_away = isinstance(error, PeerUnavailableError)
+                self._retry_s = RETRY_S if is_away else min(2 * self._retry_s, MAX_RETRY_S)
                 if str(error) != said and self._session.stopped is None:
-                    said = str(error)
-                    logger.info("No copy of another ps for now: %s", error)
-            self._session.wait_stopped(RETRY_S)
+                    said, level = str(error), logging.INFO if is_away else logging.WARNING
+                    is_strange = not isinstance(error, StratagemError)
+                    logger.log(level, "No copy of another ps for now: %s", error, exc_info=is_strange)
+            self._closed.wait(self._retry_s)
 
     def _member(self) -> Member | None:
         """The process to follow, if there is one, and this one serves: until then it may be taking a copy over."""
@@ -84,7 +90,7 @@ class Following:
         def goes_on() -> bool:  # also while a chief that has just started has not heard of both
             now = self._session.membership.member(member.task)
             is_same = now is not None and now.incarnation == member.incarnation
-            return not self._closed and self._session.stopped is None and is_same and self.dropped < number
+            return not self._closed.is_set() and self._session.stopped is None and is_same and self.dropped < number
 
         where, meter = (member.task, member.address), self._store.state.lanes
         with PeerStore(asker, *where, meter, self._security, goes_on, self._transport) as peer:
@@ -107,7 +113,7 @@ class Following:
             peer.confirm(told)
             for change in peer.changes():
                 if change is None:
-                    copy.is_whole = True
+                    copy.is_whole, self._retry_s = True, RETRY_S
                     logger.info("Keeps a copy of %s", copy.source)
                     continue
                 copy.commit(*change)

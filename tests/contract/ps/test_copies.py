@@ -6,16 +6,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
 import torch
 
 from stratagem.cluster.config import ServerConfig
+from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import JobStoppedError, PeerUnavailableError, ProtocolError, StratagemError
 from stratagem.ps.backup import Backup
-from stratagem.ps.copies import StoreCopy, tensors_of
+from stratagem.ps.copies import StoreCopy, StoreImage, tensors_of
+from stratagem.ps.following import RETRY_S, Following
 from stratagem.ps.peer_client import PeerStore
 from stratagem.ps.requests import Sender
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
@@ -26,6 +29,7 @@ from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
+from stratagem.rpc.session import SessionClient
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
 from tests.unit.ps.driver import poll
 
@@ -37,8 +41,8 @@ BACKUP = Sender("ps:1", 7)
 class Ps:
     """A ps that serves; incarnation 5 of ps:0 unless it is told otherwise."""
 
-    def __init__(self, task: str = "ps:0", incarnation: int = 5) -> None:
-        self.store = Store(task, limits=Limits(max_store_bytes=64 << 20), frames_timeout_s=5.0)
+    def __init__(self, task: str = "ps:0", incarnation: int = 5, max_store_bytes: int = 64 << 20) -> None:
+        self.store = Store(task, limits=Limits(max_store_bytes=max_store_bytes), frames_timeout_s=5.0)
         self.store.incarnation = incarnation
         self.store.state.backup = Backup(lambda: 0)
         self._lanes = SocketLanes(self.store, "127.0.0.1")
@@ -102,8 +106,8 @@ def closing() -> Iterator[contextlib.ExitStack]:
 
 @pytest.fixture
 def start(closing: contextlib.ExitStack) -> Callable[..., Ps]:
-    def start(task: str = "ps:0", incarnation: int = 5) -> Ps:
-        server = Ps(task, incarnation)
+    def start(*args: Any, **kwargs: Any) -> Ps:
+        server = Ps(*args, **kwargs)
         closing.callback(server.close)
         return server
 
@@ -278,6 +282,56 @@ def test_values_that_are_assigned_end_the_copy(start: Start, connect: Connect, f
     assigned.result(timeout=TIMEOUT_S)
     assert again.whole.wait(TIMEOUT_S) and again.copy is not None
     check_equal(primary.store, again.copy.state)
+
+
+@pytest.fixture
+def keep_copy(closing: contextlib.ExitStack) -> Callable[[Ps, Ps], Following]:
+    """ps:1 follows ps:0 as its process does."""
+
+    def keep_copy(primary: Ps, holder: Ps) -> Following:
+        members = Member("ps:0", primary.address, 5, True), Member("ps:1", "", BACKUP.incarnation, True)
+        membership = Membership(True, members, "worker:0", num_ps=2)
+        session = SimpleNamespace(stopped=None, membership=membership, task="ps:1", incarnation=BACKUP.incarnation)
+        following = Following(holder.store, cast(SessionClient, session), OPEN, "auto")
+        closing.callback(following.close)
+        return following
+
+    return keep_copy
+
+
+def test_a_copy_for_which_there_is_no_room_is_tried_more_and_more_rarely(
+    start: Start, connect: Connect, keep_copy: Callable[[Ps, Ps], Following], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each attempt has the other ps pause and send all that it holds, ten times a second."""
+    primary, holder = start(), start("ps:1", BACKUP.incarnation, max_store_bytes=8)
+    connect(primary).create(torch.zeros(SIZE))
+    following = keep_copy(primary, holder)
+    poll(lambda: following._retry_s > 3 * RETRY_S)
+    assert [record.levelname for record in caplog.records if "No copy of another ps" in record.message] == ["WARNING"]
+
+
+def test_a_copy_is_made_also_after_a_failure_that_nobody_thought_of(
+    start: Start,
+    connect: Connect,
+    keep_copy: Callable[[Ps, Ps], Following],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The thread ended, and no copy was made any more."""
+    primary, holder = start(), start("ps:1", BACKUP.incarnation)
+    connect(primary).create(torch.zeros(SIZE))
+    new_copy, failures = holder.store.copies.new_copy, [RuntimeError("can't allocate memory")]
+
+    def fails_first(image: StoreImage) -> StoreCopy:
+        if failures:
+            raise failures.pop()
+        return new_copy(image)
+
+    monkeypatch.setattr(holder.store.copies, "new_copy", fails_first)
+    following = keep_copy(primary, holder)
+    poll(lambda: "ps:0" in holder.store.copies.kept and holder.store.copies.kept["ps:0"].is_whole)
+    assert "No copy of another ps for now: can't allocate memory" in caplog.text
+    assert following._retry_s == RETRY_S
 
 
 def test_a_synchronous_step_is_refused(start: Start, connect: Connect) -> None:
