@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stratagem.cli.asking import Asking, asking_options
-from stratagem.errors import PeerUnavailableError, SecurityError
+from stratagem.errors import StratagemError
 from stratagem.launch.status import fetch_stack, fetch_status
 from stratagem.rpc.plain_json import to_json
 from stratagem.rpc.security import Security
@@ -79,7 +79,7 @@ def _stacks(status: StatusView, timeout_s: float, security: Security) -> dict[st
         if task.task.startswith(("worker:", "ps:")) and task.state == "live" and task.address:
             try:
                 found[task.task] = list(fetch_stack(task.address, task.task, timeout_s, security))
-            except (PeerUnavailableError, SecurityError) as error:
+            except StratagemError as error:
                 found[task.task] = [str(error)]
     return found
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -18,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from stratagem.cli import __main__ as cli
-from stratagem.cli import asking, roles, run
+from stratagem.cli import asking, roles, run, status
 from stratagem.cli.options import flag
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ROLES
@@ -27,6 +28,8 @@ from stratagem.launch.certificates import make_throw_away
 from stratagem.launch.plan import LocalJob
 from stratagem.launch.submit.record import JobRecord, JobStore
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
+from stratagem.rpc.security import OPEN
+from stratagem.rpc.status_view import TaskState
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "submit.ipynb"
 CLUSTER_YAML = """
@@ -429,6 +432,18 @@ def test_status_as_json_with_stacks(job: str) -> None:
     assert (found["tasks"][0]["step"], found["tasks"][0]["loss"], found["tasks"][1]["loss"]) == (7, 0.5, None)
     told = ["MainThread\n  train.py:3 in step", "last collectives and commits\n  1 s ago: barrier"]
     assert found["stacks"] == {"worker:0": told}
+
+
+def test_stacks_say_where_something_else_answers() -> None:
+    """It ended the command, without the stacks of the others."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        other = grpc.server(pool)
+        port = other.add_insecure_port("127.0.0.1:0")
+        other.start()
+        view: Any = SimpleNamespace(tasks=[TaskState("ps:0", "live", f"127.0.0.1:{port}")])
+        found = status._stacks(view, 5.0, OPEN)
+        other.stop(None).wait()
+    assert "is something else" in found["ps:0"][0]
 
 
 def test_status_finds_the_chief_in_the_cluster_file(job: str, tmp_path: Path) -> None:
