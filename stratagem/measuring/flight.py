@@ -47,6 +47,10 @@ class StepProfile(Protocol):
     def end(self) -> tuple[list[TracedSpan], int]:
         """Operators, and how many more there were."""
 
+    @property
+    def has_stopped(self) -> bool:
+        """It needs no further step: one that is longer than the wait for its end goes on to its own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -76,7 +80,9 @@ class FlightRecorder:
         self.num_steps: Callable[[], int] = int
         """Steps that it has completed, if it is a worker."""
         self.torch: StepProfile | None = None
-        """What the training thread has to tell of a step that begins, while somebody traces with torch's operators."""
+        """What the training thread has to tell of a step that begins: of the last trace with torch's operators."""
+        self._profile: StepProfile | None = None
+        """The same, of the trace that goes on."""
 
     def happening(self, name: str, of: object) -> Happening:
         """A context around a collective or a commit: what is done (``name``), and ``of`` what, made words of when
@@ -103,7 +109,8 @@ class FlightRecorder:
         with self._lock:
             if self._spans is None:
                 self._before, self._num_dropped, self._spans = dict(self.values()), 0, []
-                self.torch = profile
+                if self.torch is None or self.torch.has_stopped:
+                    self.torch = self._profile = profile
                 self.traces = True
 
     def stop_trace(self) -> Traced:
@@ -112,9 +119,8 @@ class FlightRecorder:
             after = dict(self.values())  # ends the spans that go on
             spans, self._spans = self._spans or [], None
             self.traces = False
-            profile, num_dropped = self.torch, self._num_dropped
+            profile, self._profile, num_dropped = self._profile, None, self._num_dropped
         operators, more = profile.end() if profile is not None else ([], 0)
-        self.torch = None
         return Traced(spans, measures.since(after, self._before), num_dropped + more, operators)
 
     def _trace(self, span: TracedSpan) -> None:

@@ -26,17 +26,21 @@ class TorchProfile:
 
     def at_step(self) -> None:
         """Called by the training thread as a step begins."""
-        if self._has_stopped.is_set():
+        if self.has_stopped:
             return
-        if self._profile is None:
-            if not self._is_over.is_set():
-                self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-                self._profile.start()
-                self._offset_ns = time.time_ns() - time.perf_counter_ns()
-        elif self._is_over.is_set():
-            self._profile.stop()
-            self._collect(self._profile)
+        if self._is_over.is_set():
+            if self._profile is not None:
+                self._profile.stop()
+                self._collect(self._profile)
             self._has_stopped.set()
+        elif self._profile is None:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profile.start()
+            self._offset_ns = time.time_ns() - time.perf_counter_ns()
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._has_stopped.is_set()
 
     def end(self) -> tuple[list[TracedSpan], int]:
         """Operators, and how many more there were; none if no step ended in time."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from stratagem.cluster.units import Unit, Update
-from stratagem.measuring import flight, measures
+from stratagem.measuring import flight, measures, torch_profile
 from stratagem.measuring.flight import FLIGHT, FlightRecorder
+from stratagem.measuring.torch_profile import TorchProfile
 from stratagem.measuring.totals import RunningTotals
 from stratagem.worker.step_meter import StepMeter
 
@@ -31,6 +33,31 @@ def test_what_fails_says_by_what() -> None:
     with pytest.raises(KeyError), recorder.happening("push", "update 0"):
         raise KeyError
     assert recorder.lines()[0].endswith("KeyError in push update 0")
+
+
+def test_torchs_profiler_ends_with_the_step_also_where_that_is_longer_than_the_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It recorded on and on, in memory, to the end of the job; and the next trace began a second one inside."""
+    monkeypatch.setattr(torch_profile, "WAIT_S", 0.01)
+    recorder, first = FlightRecorder(), TorchProfile()
+
+    def step_begins() -> None:
+        if recorder.torch is not None:
+            recorder.torch.at_step()
+
+    recorder.start_trace(first)
+    step_begins()
+    torch.ones(3).add(1)
+    assert recorder.stop_trace().operators == []
+    recorder.start_trace(TorchProfile())
+    assert recorder.torch is first
+    step_begins()
+    assert recorder.stop_trace().operators == [], "they are of another trace"
+    assert first.has_stopped
+    recorder.start_trace(TorchProfile())
+    assert recorder.torch is not first
+    recorder.stop_trace()
 
 
 def test_a_trace_adds_up_to_what_the_counters_say() -> None:
