@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.plan import check_size
 from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
 from stratagem.launch.submit.plan import JobPlan
@@ -48,7 +48,8 @@ class LocalTarget:
             paths = [str(plan.entry_point.path.parent), environ.get("PYTHONPATH", "")]
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-m", "stratagem.launch.submit.background", str(folder)]
-        subprocess.run(command, env=environ, cwd=plan.root, stdin=subprocess.DEVNULL, check=True)
+        if code := subprocess.run(command, env=environ, cwd=plan.root, stdin=subprocess.DEVNULL).returncode:
+            raise SubmitError(f"the process of the job did not start (exit code {code}); what it said stands above")
         return "", {"host": os.uname().nodename}
 
     def state(self, record: JobRecord, folder: Path) -> JobState:

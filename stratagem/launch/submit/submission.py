@@ -76,12 +76,12 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
     """Makes the image, starts the job and writes its record.
 
     Raises:
-        SubmitError: the target refused; nothing is left.
+        SubmitError: the target refused, or the record cannot be written; nothing is left.
     """
-    request = plan.request
+    request, target = plan.request, target_of(plan.request.target)
     folder = store.create(plan.id)
     try:
-        image, place = target_of(request.target).submit(plan, folder)
+        image, place = target.submit(plan, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -98,7 +98,18 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
         labels=request.labels,
         place=place,
     )
-    store.save(record)
+    try:
+        store.save(record)
+    except BaseException as error:  # nobody would find the job again
+        target.cancel(record, folder)
+        target.remove(record, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SubmitError(
+                f"the job was ended again: its record cannot be written in {store.root} ({error.strerror}). Make room "
+                "there, or name another folder as XDG_STATE_HOME"
+            ) from None
+        raise
     return record
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.launch.submit import local_target
+from stratagem.errors import SubmitError
+from stratagem.launch.submit import local_target, submission
 from stratagem.launch.submit.background import EXIT_CODE, ORDER, OUTPUT
+from stratagem.launch.submit.entry_point import EntryPoint
 from stratagem.launch.submit.local_target import LocalTarget
-from stratagem.launch.submit.record import JobRecord
+from stratagem.launch.submit.plan import JobPlan, make_plan
+from stratagem.launch.submit.record import JobRecord, JobStore
+from stratagem.launch.submit.request import JobRequest
 
 PROGRAM = """
 import sys
@@ -51,3 +57,35 @@ def test_a_job_that_ends_as_it_is_cancelled_is_over(tmp_path: Path, monkeypatch:
     record = JobRecord("j", "local", "t.py", "one", 1, 0, "2026-01-01", place={"host": os.uname().nodename})
     LocalTarget().cancel(record, tmp_path)
     assert not pids
+
+
+class FullStore(JobStore):
+    def save(self, record: JobRecord) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobPlan:
+    """Of a local job that runs for a minute."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(60)")
+    return make_plan(JobRequest(target="local"), EntryPoint(script), tmp_path)
+
+
+def test_a_job_whose_record_cannot_be_written_does_not_run(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran, and `stratagem jobs` did not know it."""
+    store, target = FullStore(), LocalTarget()
+    alive: list[int | None] = []
+    monkeypatch.setattr(submission, "target_of", lambda name: target)
+    monkeypatch.setattr(target, "remove", lambda record, folder: alive.append(local_target._pid(folder)))
+    with pytest.raises(SubmitError, match=r"No space left on device.*Make room there"):
+        submission.submit(plan, "train.py", store)
+    assert alive == [None] and not list(store.root.iterdir())
+
+
+def test_a_job_whose_process_does_not_start_is_no_traceback(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(SubmitError, match=r"did not start \(exit code 1\)"):
+        submission.submit(plan, "train.py", JobStore())
+    assert not list(JobStore().root.iterdir())
