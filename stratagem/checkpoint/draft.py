@@ -37,6 +37,7 @@ class CheckpointDraft:
         """By which others know that they see the same draft."""
         self.path = parent / f".draft-{self.nonce[:16]}"
         """Where it is made; parameter servers may write a checkpoint in there, see :meth:`build_on`."""
+        self._latest = self.path.with_suffix(".latest")
         self.files: list[SavedFile] = []
         self._root = self._folder = self.path
         with self._writing(parent):
@@ -62,8 +63,9 @@ class CheckpointDraft:
         lock, self._lock = self._lock, -1
         if lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)  # committed, it is somewhere else
-            with contextlib.suppress(OSError):
-                os.unlink(f"{self.path}.lock")
+            for path in (self._latest, f"{self.path}.lock"):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
             os.close(lock)
 
     def add(self, name: str, write: Callable[[pathlib.Path], tuple[int, str]]) -> None:
@@ -111,6 +113,8 @@ class CheckpointDraft:
             write_durably(self._folder / MANIFEST, encode(manifest.content()))
             for folder in dict.fromkeys((self._folder, self._root)):
                 sync(folder)
+            if is_newest:  # before the rename: a checkpoint that is there was written, whatever the disk is full of
+                write_durably(self._latest, (target.name + "\n").encode())
             _set_aside_if_damaged(target)
             try:
                 # A directory that is not empty is never replaced by a rename (POSIX): no checkpoint is ever lost.
@@ -126,8 +130,7 @@ class CheckpointDraft:
                 return
             sync(target.parent)
             if is_newest:
-                write_durably(self.path.with_suffix(".latest"), (target.name + "\n").encode())
-                self.path.with_suffix(".latest").replace(target.parent / "latest")
+                self._latest.replace(target.parent / "latest")
 
     def has_files_of(self, target: pathlib.Path) -> bool:
         """Whether a checkpoint holds what this draft does, to the bit."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.checkpoint.draft import remove_unfinished
+from stratagem.checkpoint.durable import write_durably
 from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
@@ -36,10 +37,10 @@ def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automati
 
 
 def commit(directory: Path, manifest: ServersManifest, content: bytes = b"weights") -> Path:
-    draft = checkpoints.begin(str(directory))
-    assert (draft.path / "nonce").read_text() == draft.nonce
-    (draft.path / "ps-0.safetensors").write_bytes(content)
-    return checkpoints.commit(draft, manifest)
+    begun = checkpoints.begin(str(directory))
+    assert (begun.path / "nonce").read_text() == begun.nonce
+    (begun.path / "ps-0.safetensors").write_bytes(content)
+    return checkpoints.commit(begun, manifest)
 
 
 def test_a_committed_checkpoint_reads_back(tmp_path: Path) -> None:
@@ -106,6 +107,25 @@ def test_a_draft_that_cannot_be_begun_is_removed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.begin(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_at_the_last_file_leaves_no_checkpoint_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there, and counted as failed: a job whose last one it was ended with exit code 1."""
+
+    def full(path: Path, data: bytes) -> tuple[int, str]:
+        if path.suffix == ".latest":
+            path.touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_durably(path, data)
+
+    monkeypatch.setattr("stratagem.checkpoint.draft.write_durably", full)
+    begun = checkpoints.begin(str(tmp_path))
+    (begun.path / "ps-0.safetensors").write_bytes(b"weights")
+    with begun, pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.commit(begun, manifest_of(5))
     assert not list(tmp_path.iterdir())
 
 
