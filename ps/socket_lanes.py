@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import socket
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=TcpSender | ShmSender)
 
 CONNECT_S = 10.0
-"""Seconds that a worker has to come in after it asked for the second ticket."""
+"""Seconds that a worker has to come in after it asked for the first ticket."""
 
 
 class _SocketReplies(Generic[S]):
@@ -163,16 +164,26 @@ class SocketLanes:
         """Lanes that use it, or memory of the store."""
         self._guard = threading.Lock()
         self._threads: set[threading.Thread] = set()
+        self._numbers = itertools.count(1)
+        self._expected: dict[tuple[str, int], int] = {}
+        """The newest lane of each sender that is expected: it may have asked for another, of another family, before."""
 
     def open(self, sender: Sender, family: Family, purpose: Purpose) -> LaneTicket:
-        """A ticket in for one direction; with the ticket "down" the lane begins.
+        """A ticket in for one direction; with the ticket "up" the lane begins.
 
         Raises:
             FencedError: the incarnation was declared dead.
             LimitError: too many lanes of this task, open or not.
+            PeerUnavailableError: "down" comes first, or too late.
             SegmentError: there is no shared memory here; take another lane.
         """
         self._store.state.senders.check(sender)
+        if purpose == "down":
+            with self._guard:
+                number = self._expected.get(sender.key, 0)
+                if not number:
+                    raise PeerUnavailableError(f"expected {sender} to ask for up first, and soon for down")
+                return self._listener.expect((*sender.key, number, purpose), family, sender.task)
         name = f"lane-{sender.task}"
         with self._guard:
             self._threads = {thread for thread in self._threads if thread.is_alive()}
@@ -181,12 +192,14 @@ class SocketLanes:
             raise LimitError(f"{sender.task} has {num_lanes} lanes here, which is max_lanes_per_peer")
         if family == "shm":
             self._shared().take(1)
-        ticket = self._listener.expect((*sender.key, purpose), family, sender.task)
-        if purpose == "down":
-            thread = threading.Thread(target=self._serve, args=(sender, family), name=name, daemon=True)
-            thread.start()
-            with self._guard:
-                self._threads.add(thread)
+        number = next(self._numbers)
+        ticket = self._listener.expect((*sender.key, number, purpose), family, sender.task)
+        thread = threading.Thread(target=self._serve, args=(sender, family, number), name=name, daemon=True)
+        with self._guard:
+            self._expected[sender.key] = number
+        thread.start()
+        with self._guard:
+            self._threads.add(thread)
         return ticket
 
     def close(self) -> None:
@@ -204,12 +217,12 @@ class SocketLanes:
             self._pool = self._pool or SlotPool()
             return self._pool
 
-    def _serve(self, sender: Sender, family: Family) -> None:
+    def _serve(self, sender: Sender, family: Family, number: int) -> None:
         deadline = time.monotonic() + CONNECT_S
         try:
-            up = self._listener.wait((*sender.key, "up"), deadline)
+            up = self._listener.wait((*sender.key, number, "up"), deadline)
             try:
-                down = self._listener.wait((*sender.key, "down"), deadline)
+                down = self._listener.wait((*sender.key, number, "down"), deadline)
             except BaseException:
                 up.close()
                 raise
@@ -217,6 +230,12 @@ class SocketLanes:
             text = "%s asked for a %s lane and did not come: %s"
             THROTTLE.log(logger, logging.INFO, "no show", text, sender, family, error)
             return
+        finally:
+            with self._guard:
+                if self._expected.get(sender.key) == number:
+                    del self._expected[sender.key]
+            for purpose in ("up", "down"):
+                self._listener.forget((*sender.key, number, purpose))
 
         with self._guard:
             self._num_open += 1
