@@ -359,7 +359,7 @@ class SessionClient:
             elif kind == "membership":
                 self.membership = _membership(event.membership)
             elif kind == "fenced":
-                self.stopped = FencedError(event.fenced.reason)
+                self.stopped = self.stopped or FencedError(event.fenced.reason)
             elif kind == "stop":
                 self.stopped = JobStoppedError(event.stop.reason, event.stop.exit_code)
             self._changed.notify_all()

@@ -114,6 +114,21 @@ def test_killed_between_its_goodbye_and_its_exit_it_finds_that_the_job_is_over(
     assert not list(tmp_path.iterdir())
 
 
+def test_taken_for_lost_after_the_end_of_the_job_it_ends(chief: tuple[SessionOnly, RunningServer]) -> None:
+    """It had stood still for 20 s, and told a chief that had ended, for a minute, that it has finished."""
+    servicer, server = chief
+    process = start("--chief", server.address)
+    try:
+        servicer.joined.get(timeout=60)
+        servicer.events.put(chief_pb2.SessionEvent(stop=chief_pb2.Stop(exit_code=0, reason="all done")))
+        servicer.events.put(chief_pb2.SessionEvent(fenced=chief_pb2.Fenced(reason="ps:0 is lost")))
+        servicer.events.put(None)
+    finally:
+        code, text = finish(process)
+    assert code == 0, text
+    assert servicer.joined.empty()
+
+
 def test_killed_while_python_ends_it_finds_that_the_job_is_over(
     tmp_path: pathlib.Path, chief: tuple[SessionOnly, RunningServer]
 ) -> None:
