@@ -49,7 +49,7 @@ def take_end(directory: str, task: str) -> JobStoppedError | None:
         except (OSError, UnicodeDecodeError):
             continue
         if is_new:
-            return JobStoppedError(f"{reason} (written in {directory}; the chief has ended)", 0)
+            return JobStoppedError(f"{reason} (written in {directory})", 0)
     return None
 
 

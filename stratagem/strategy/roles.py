@@ -12,18 +12,18 @@ from types import NoneType, TracebackType
 from typing import Any, cast
 
 from stratagem.arguments import check_kind
-from stratagem.checkpoint.ended import take_away_at_exit
+from stratagem.checkpoint.ended import note_leaving, take_away_at_exit
 from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.sources import cluster_layer, environment_layer, gather, resolve
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, JobStoppedError
 from stratagem.rpc.logs import configure_logging, show_until_configured
 from stratagem.worker.interrupts import EXIT_TERMINATED
 from stratagem.worker.preemption_request import preemption
-from stratagem.worker.runtime import WorkerRuntime
+from stratagem.worker.runtime import WorkerRuntime, active_runtime
 from stratagem.worker.script_exit import before_sudden_exit, watch_exit
 from stratagem.worker.script_runner import follows
 
@@ -40,6 +40,7 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
     if task.type in ("chief", "ps"):
         raise SystemExit(_serve(task, cluster, resolver))
     show_until_configured(str(task))
+    _end_as_told(task)
     config: WorkerConfig = _config(task, cluster, resolver)
     is_by_torchrun = "RANK" in os.environ and not os.environ.get("TF_CONFIG")
     if is_by_torchrun and cluster == _told(None)[1]:
@@ -113,25 +114,41 @@ def _serve(task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None)
     return run_ps(config)
 
 
-def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
-    """Tells the chief how the script ended when this process ends by itself (``python train.py``)."""
-    failure: list[tuple[str, bool]] = []
+def _end_as_told(task: TaskId) -> None:
+    """Where the job is over for a script that Python itself runs, it ends as one that `stratagem worker` runs: with the
+    job's exit code and without a traceback."""
     previous = sys.excepthook
 
     def on_exception(cls: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        failure.append((f"{cls.__name__}: {error}", follows(error)))
+        if isinstance(error, JobStoppedError):
+            print(f"{task}: {error}", file=sys.stderr)
+            raise SystemExit(error.exit_code)
+        previous(cls, error, traceback)
+
+    sys.excepthook = on_exception
+
+
+def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
+    """Tells the chief how the script ended when this process ends by itself (``python train.py``)."""
+    failure: list[tuple[int, str, bool]] = []
+    previous = sys.excepthook
+
+    def on_exception(cls: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        code = error.exit_code if isinstance(error, JobStoppedError) else 1
+        failure.append((code, f"{cls.__name__}: {error}", follows(error)))
         previous(cls, error, traceback)
 
     sys.excepthook = on_exception
     exit_code = watch_exit()  # a SystemExit does not come by the hook
 
     def goodbye() -> None:
-        if failure:
-            runtime.goodbye(1, *failure[0])
-        elif preemption.is_leaving:
-            runtime.goodbye(EXIT_TERMINATED)
-        else:
-            runtime.goodbye(*exit_code())
+        code, words, follows = failure[0] if failure else (*exit_code(), False)
+        if preemption.is_leaving and not failure:
+            code, words = EXIT_TERMINATED, ""
+        if code == 0 and active_runtime() is runtime:  # else `stratagem worker` has noted it, and said goodbye
+            take_away_at_exit(runtime.config.checkpoint_dir, runtime.config.task)
+            note_leaving(runtime.config.checkpoint_dir, runtime.config.task, "its script is done")
+        runtime.goodbye(code, words, follows)
 
     _before_pools_close(goodbye)
     before_sudden_exit(runtime.goodbye)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -57,6 +58,30 @@ def test_python_train_py_in_every_task(
     assert not list(kept.glob("leaves-*")), (
         "a ps of the next job that comes before its chief would take the end for its own"
     )
+
+
+def test_a_worker_that_is_killed_as_it_ends_finds_that_the_job_is_over(
+    tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chief had heard its goodbye and ended: started again, it waited for another one."""
+    (tmp_path / "train.py").write_text(
+        "import atexit, os, signal, stratagem as sg\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGKILL)\n"
+        "sg.MultiWorkerMirroredStrategy()\n"
+    )
+    monkeypatch.setenv("STRATAGEM_CHECKPOINT_DIR", str(tmp_path))
+    cluster = {"worker": free_addresses(1)}
+    tasks.append(start(cluster, "worker", 0, script=str(tmp_path / "train.py")))
+    _, errors = tasks[0].communicate(timeout=240)
+    assert tasks[0].returncode == -signal.SIGKILL, errors
+
+    (tmp_path / "leaves-worker-0").rename(tmp_path / "leaves-worker-1")  # of a cluster whose chief it does not start
+    (tmp_path / "train.py").write_text("import stratagem as sg\nsg.strategy_from_environment()\n")
+    cluster = {"chief": free_addresses(1), "worker": free_addresses(2)}
+    tasks.append(start(cluster, "worker", 1, script=str(tmp_path / "train.py")))
+    _, errors = tasks[1].communicate(timeout=240)
+    assert tasks[1].returncode == 0, errors
+    assert "worker:1: its script is done" in errors and "Traceback" not in errors
 
 
 def torchrun(script: str, *arguments: object, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:

@@ -404,7 +404,7 @@ def test_a_ps_that_finds_the_end_ends_well_and_says_so(
         closed.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{closed.getsockname()[1]}"
         assert start("ps:1", nobody) == 0
-        assert f"The job is over: every worker has finished (written in {tmp_path}; the chief has ended)" in caplog.text
+        assert f"The job is over: every worker has finished (written in {tmp_path})" in caplog.text
         assert start("ps:0", nobody) == 1 and "ps:0 found no chief" in caplog.text
 
 
