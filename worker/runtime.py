@@ -160,7 +160,10 @@ class WorkerRuntime:
 
     def _join(self) -> None:
         config = self.config
-        self.session.start(config.start_timeout_s, self._no_chief)
+        try:
+            self.session.start(config.start_timeout_s, self._no_chief)
+        except ConfigurationError as refused:  # it is not wanted any more, and was killed as it left
+            raise take_end(config.checkpoint_dir, config.task) or refused from None
         note_left(config.checkpoint_dir, config.task)  # by a process before this one, which is needed again
         self.session.wait_ready(config.start_timeout_s)
         while True:

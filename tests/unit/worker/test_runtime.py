@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 
+from stratagem.checkpoint.ended import note_leaving
+from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.spec import ClusterSpec
-from stratagem.worker.runtime import told_otherwise
+from stratagem.errors import ConfigurationError, JobStoppedError
+from stratagem.rpc.session import SessionClient
+from stratagem.worker.runtime import WorkerRuntime, told_otherwise
 
 MEMBERS = tuple(Member(task, "127.0.0.1:1", 1, live=True) for task in ("ps:0", "worker:0", "worker:1"))
 
@@ -28,3 +34,21 @@ def test_another_number_of_workers_than_the_chief_has_is_said(
     said = told_otherwise(cluster, membership)
     assert bool(said) is is_told_otherwise
     assert not said or f"number of workers ({num_told}) than its chief (2)" in said
+
+
+def test_a_dismissed_worker_that_was_killed_as_it_left_has_ended_well(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started again, it ended with exit code 2, and then waited for the end of the job."""
+
+    def refuse(*_: object) -> None:
+        raise ConfigurationError("worker:1 is not wanted")
+
+    monkeypatch.setattr(SessionClient, "start", refuse)
+    config = WorkerConfig(task="worker:1", chief="127.0.0.1:1", checkpoint_dir=str(tmp_path))
+    cluster = ClusterSpec(chief=("127.0.0.1:1",), worker=("127.0.0.1:2", "127.0.0.1:3"))
+    note_leaving(str(tmp_path), "worker:1", "its script is done")
+    with pytest.raises(JobStoppedError, match="its script is done"):
+        WorkerRuntime(config, cluster)
+    with pytest.raises(ConfigurationError, match="not wanted"):
+        WorkerRuntime(config, cluster)
