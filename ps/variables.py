@@ -49,11 +49,10 @@ class Variables:
             StaleStoreError: this is one of another number of ps.
         """
         state = self._state
-        if num_ps and state.num_ps not in (0, num_ps):
-            raise StaleStoreError(f"this is one of {state.num_ps} ps, and {sender} shares out among {num_ps}")
         with noted(state, sender, call):
-            self._take_from_origin(groups)
+            self._take_from_origin(sender, groups, num_ps)
             with state.lock:
+                self._check_num_ps(sender, num_ps)
                 new = [spec for spec in groups if spec.group not in state.locked_groups]
                 if len({spec.group for spec in groups}) != len(groups):
                     raise ProtocolError(f"expected each group once, got {[spec.group for spec in groups]}")
@@ -160,9 +159,17 @@ class Variables:
             state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor, state.peer_bytes)
             state.changed.notify_all()
 
-    def _take_from_origin(self, groups: Sequence[GroupSpec]) -> None:
+    def _check_num_ps(self, sender: Sender, num_ps: int) -> None:
+        """With the store locked: the number of ps may change while a call is under way."""
+        if num_ps and self._state.num_ps not in (0, num_ps):
+            raise StaleStoreError(f"this is one of {self._state.num_ps} ps, and {sender} shares out among {num_ps}")
+
+    def _take_from_origin(self, sender: Sender, groups: Sequence[GroupSpec], num_ps: int) -> None:
         """Groups whose rows are in a checkpoint that another number of ps made."""
-        state, origin = self._state, self._state.origin
+        state = self._state
+        with state.lock:
+            self._check_num_ps(sender, num_ps)
+            origin = state.origin
         if origin is None:
             return
         with self._taking:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import CheckpointError, StaleStoreError, VariableError
+from stratagem.ps import sequencing, variables
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitClose, UnitLedger
@@ -216,3 +218,26 @@ def test_what_came_from_other_ps_is_half_until_it_has_an_update_of_each_kind_tha
     assert joined.describe().halves == {(1, 0): UnitBitmap.of([0])}
     joined.record(Update((one,), 1), 1)
     assert not joined.describe().halves
+
+
+def test_the_number_of_ps_changes_while_a_worker_attaches(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ps took the rows of its old share, and refused every worker from then on."""
+    store = new_store()
+    [worker] = join([store], "SGD", {"lr": 0.1}, 1)
+    worker.create(torch.zeros(sum(shard.num_elements for shard in worker.spec.shards)))
+    path = checkpoint(tmp_path, [store], 1)
+    noted = sequencing.noted
+
+    @contextlib.contextmanager
+    def change(*arguments: Any) -> Iterator[None]:
+        with noted(*arguments):
+            store.checkpoints.restore_shards(str(path), 3)
+            yield
+
+    [late] = join([store], "SGD", {"lr": 0.1}, 2)
+    monkeypatch.setattr(variables, "noted", change)
+    with pytest.raises(StaleStoreError, match="one of 3 ps"):
+        store.variables.create_variables(late.sender, [late.spec], True, CALL, 1)
+    assert not store.state.locked_groups
