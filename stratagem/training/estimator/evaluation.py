@@ -50,11 +50,12 @@ class RestoredObjects:
         if self._first is None:
             plain = not self.strategy.places_models
             with contextlib.nullcontext() if plain else self.strategy.scope(), self.objects.building():
-                self._first = self.call(batch)
+                first = self.call(batch)
             self.objects.prepare(self.strategy, False, {})
             if plain:
                 for module in self.objects.modules.values():
                     module.to(self.device)
+            self._first = first
         return self._first
 
     def load(self, path: Path | None) -> int:

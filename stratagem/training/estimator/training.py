@@ -76,7 +76,7 @@ class EstimatorTraining:
         self._objects = ModelObjects()
         self._arguments: dict[str, Any] = {}
         self._has_servers = strategy.servers is not None
-        self._is_prepared = False
+        self._is_prepared = self._is_restored = False
         self._step = 0
         self._saved: SavedStep | None = None
 
@@ -127,20 +127,22 @@ class EstimatorTraining:
         return nn.ModuleList(self._objects.modules.values())
 
     def _prepare(self, position: InputPosition) -> CheckpointManager:
-        """Has the objects prepared and, the first time, restored."""
-        is_first, self._is_prepared = not self._is_prepared, True
-        if is_first and self._has_servers:
+        """Has the objects prepared and restored, if that has not been done."""
+        if not self._is_prepared and self._has_servers:
             self._step = served_start.prepare(self.strategy, self._objects, self._model_dir, self._arguments)
-        elif is_first:
+            self._is_restored = True
+        elif not self._is_prepared:
             self._objects.prepare(self.strategy, True, self._arguments)
+        self._is_prepared = True
         objects = {**self._objects.in_use, "input_position": position}
         checkpoint = Checkpoint(strategy=self.strategy, global_step=self._step, **objects)
         keep = self._config.keep_checkpoint_max or None
         manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)
-        if is_first and not self._has_servers and (path := manager.restore_or_initialize()) is not None:
+        if not self._is_restored and (path := manager.restore_or_initialize()) is not None:
             self._step = checkpoint.global_step
             self._saved = SavedStep(path, self._step, is_last=True)
             logger.info("Going on from step %d, %s", self._step, path)
+        self._is_restored = True
         return manager
 
     # -- stepping ----------------------------------------------------------------------------------------------

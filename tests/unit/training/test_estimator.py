@@ -365,6 +365,22 @@ def test_checkpoints_of_another_model_are_refused(tmp_path: Path) -> None:
         Estimator(other, tmp_path).evaluate(loader)
 
 
+def test_checkpoints_of_another_model_are_refused_again(tmp_path: Path) -> None:
+    """The second training began from scratch."""
+    make(tmp_path).train(loader, steps=1)
+
+    def wider(features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
+        net = get_or_create("net", lambda: nn.Linear(7, 3))
+        optimizer = get_or_create("optimizer", lambda: torch.optim.SGD(net.parameters(), 0.1))
+        return EstimatorSpec(mode, loss=nn.functional.cross_entropy(net(features), labels), optimizer=optimizer)
+
+    estimator = Estimator(wider, tmp_path, RunConfig(train_distribute=one))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="of another model than net"):
+            estimator.train(loader, steps=2)
+    assert steps_in(tmp_path) == [1]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
