@@ -72,10 +72,8 @@ class CrossReplica:
             parts = [part if is_inexact(part) else part.to(torch.get_default_dtype()) for part in parts]
         elif op is ReduceOp.SUM:
             parts = [addend(part) for part in parts]
-        total = self._local(ReduceOp.SUM if op is ReduceOp.MEAN else op, parts)
-        if self._workers is not None:
-            total = self._workers.all_reduce(total, op)
-        return total / self._num_local if op is ReduceOp.MEAN and self._num_local > 1 else total
+        total = self._local(op, parts)
+        return total if self._workers is None else self._workers.all_reduce(total, op)
 
     def _over_batch(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         for part in parts:

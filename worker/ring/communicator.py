@@ -128,6 +128,9 @@ class Communicator:
         op = ReduceOp(op)
         if op is ReduceOp.MEAN and not tensor.is_floating_point():
             raise ConfigurationError(f"the mean of {tensor.dtype} is not of that dtype: reduce with SUM and divide")
+        if op is ReduceOp.MEAN and tensor.itemsize < 4:  # a sum of halves may be Inf where their mean is none
+            wide = self.all_reduce(tensor.float(), op)
+            return wide.to(tensor.dtype) if out is None else out.copy_(wide)
         flat = self._flat(tensor)
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
         if result.shape != tensor.shape or result.dtype != tensor.dtype:

@@ -217,9 +217,8 @@ class ReplicaContext:
     def _reduce(self, op: ReduceOp, what: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         def decide(values: list[Sequence[torch.Tensor]]) -> list[Any]:
             columns = [list(column) for column in zip(*values, strict=True)]
-            local = ReduceOp.SUM if op is ReduceOp.MEAN and self._workers is not None else op
             if self._ops is not None:
-                columns = self._ops.all_reduce_many(local, columns)
+                columns = self._ops.all_reduce_many(op, columns)
             if self._workers is not None:
                 columns = [self._between_workers(op, column) for column in columns]
             return list(zip(*columns, strict=True)) if columns else [()] * len(values)
@@ -227,11 +226,8 @@ class ReplicaContext:
         return cast(Sequence[torch.Tensor], self._merge(what, tensors, decide))
 
     def _between_workers(self, op: ReduceOp, column: list[torch.Tensor]) -> list[torch.Tensor]:
-        """One tensor of all local replicas, which have the same values; of MEAN only the sums."""
-        workers = cast(Communicator, self._workers)
-        total = workers.all_reduce(column[0], op)
-        if op is ReduceOp.MEAN:
-            total.div_(len(column))
+        """One tensor of all local replicas, which have the same values."""
+        total = cast(Communicator, self._workers).all_reduce(column[0], op)
         return [total if replica == 0 else total.to(each.device, copy=True) for replica, each in enumerate(column)]
 
     def _gather(

@@ -59,6 +59,7 @@ def test_any_shape_and_strides() -> None:
 
 def test_the_mean_of_a_scalar_and_of_integers() -> None:
     assert good(each(3, lambda c: float(c.all_reduce(torch.tensor(float(c.rank)), ReduceOp.MEAN)))) == [1.0] * 3
+    assert good(each(2, lambda c: float(c.all_reduce(torch.tensor(4e4).half(), ReduceOp.MEAN)))) == [4e4] * 2
     for outcome in each(2, lambda c: c.all_reduce(torch.tensor(1), ReduceOp.MEAN)):
         assert isinstance(outcome, ConfigurationError)
 

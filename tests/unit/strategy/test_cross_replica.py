@@ -40,6 +40,10 @@ def test_means_of_short_floats_over_many_examples(strategy: sg.Strategy, dtype: 
     assert mean.dtype is dtype and float(mean) == 1.5
 
 
+def test_the_mean_of_large_halves_is_none_of_their_sum(strategy: sg.Strategy) -> None:
+    assert float(strategy.reduce("MEAN", values(strategy, lambda _: torch.tensor(4e4, dtype=torch.float16)))) == 4e4
+
+
 def test_a_sum_of_booleans_is_their_number(strategy: sg.Strategy) -> None:
     flags = values(strategy, lambda replica: torch.tensor([True, replica == 0]))
     assert strategy.reduce("SUM", flags).tolist() == [2, 1]
