@@ -19,7 +19,6 @@ from stratagem.strategy.default import get_strategy
 from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.call_list import CallbackList, listed
 from stratagem.training.callbacks.history import History
-from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
 from stratagem.training.export.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.fit import loop as fit_loop
 from stratagem.training.fit.agreement import FitAgreement, FitOnServers, InStep, check_groups
@@ -266,8 +265,7 @@ class Model(SingleBatches):
             passes = Passes(self._sampled(dataset), steps_per_epoch)
             agreement = self._agreement(dataset, self._position)
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
-            with ended_by_nan(callbacks, self.has_servers):
-                training.run(epochs)
+            training.run(epochs)
             self._example = self._position.example if self._example is None else self._example
         return history
 

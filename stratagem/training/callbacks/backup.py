@@ -63,11 +63,7 @@ class BackupAndRestore(Callback):
         if self._hears_signals:
             interrupts.watch(GRACE_S)
             self._is_watching = True
-        try:
-            self._restore()
-        except BaseException:
-            self.on_train_interrupted()
-            raise
+        self._restore()
 
     def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
         if self.model.is_mid_update:
@@ -89,13 +85,11 @@ class BackupAndRestore(Callback):
             leave(self.model.strategy, lambda: path)
 
     def on_train_end(self, logs: LogsArgument = None) -> None:
-        try:
-            if self._is_watching and preemption.agree(self.model.strategy.communicator):
-                leave(self.model.strategy, lambda: str(self._folder))  # the next run comes straight here
-            if self._deletes and not self.model.has_servers and self.model.strategy.is_lead:
-                shutil.rmtree(self._folder, ignore_errors=True)
-        finally:
-            self.on_train_interrupted()
+        if self._is_watching and preemption.agree(self.model.strategy.communicator):
+            leave(self.model.strategy, lambda: str(self._folder))  # the next run comes straight here
+        if self._deletes and not self.model.has_servers and self.model.strategy.is_lead:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self.on_train_interrupted()
 
     def on_train_interrupted(self) -> None:
         if self._is_watching:

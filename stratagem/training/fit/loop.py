@@ -14,6 +14,7 @@ from torch import nn
 from stratagem.data.nested import leaves, map_leaves
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.call_list import CallbackList
+from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
 from stratagem.training.fit.agreement import FitAgreement
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
@@ -41,10 +42,14 @@ class Training:
     def run(self, epochs: int) -> None:
         """Trains until ``epochs`` epochs are done, or somebody says stop."""
         logs: dict[str, float] = {}
-        with self._agreement.listening(self._flush), self._passes:
-            self._callbacks.call("on_train_begin", {})
-            self._agreement.arrive()
-            try:
+        try:
+            with (
+                ended_by_nan(self._callbacks.callbacks, self._model.has_servers),
+                self._agreement.listening(self._flush),
+                self._passes,
+            ):
+                self._callbacks.call("on_train_begin", {})
+                self._agreement.arrive()
                 while self._position.epoch < epochs and not self._position.is_over:
                     number = self._position.epoch
                     lived = self._epoch(number)
@@ -55,10 +60,10 @@ class Training:
                         self._agreement.record(number, logs)
                     if self._stops(number):
                         break
-            except BaseException:
-                self._callbacks.call("on_train_interrupted")
-                raise
-        self._callbacks.call("on_train_end", logs)
+            self._callbacks.call("on_train_end", logs)
+        except BaseException:
+            self._callbacks.call("on_train_interrupted")
+            raise
 
     def _epoch(self, number: int) -> dict[str, float] | None:
         """The logs of an epoch; None if it is none of this worker's."""

@@ -7,6 +7,7 @@ import functools
 import io
 import logging
 import math
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from stratagem.training.callbacks.monitor import Monitor
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.metrics import Mean
 from stratagem.training.model import Model
+from stratagem.worker import interrupts
+from stratagem.worker.preemption_request import preemption
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
@@ -196,6 +199,52 @@ def test_early_stopping_restores_the_best_weights() -> None:
     torch.testing.assert_close(model.state_dict(), kept[1], rtol=0, atol=0)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(kept[1], kept[3])
+
+
+def weights(model: Model) -> list[torch.Tensor]:
+    return [parameter.data for parameter in model.module.parameters()]
+
+
+class Failing(Callback):
+    """Raises in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._fail)
+
+    def _fail(self, logs: Any = None) -> None:
+        raise RuntimeError("mine")
+
+
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_end"])
+def test_an_error_of_a_callback_before_or_after_the_epochs_leaves_no_watch(tmp_path: Path, hook: str) -> None:
+    """The next Ctrl-C did nothing."""
+    model, handler = make_model(), signal.getsignal(signal.SIGINT)
+
+    class Last(Failing):
+        runs_last = hook == "on_train_begin"
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(model, [BackupAndRestore(tmp_path), Last(hook)])
+    try:
+        assert not preemption.is_watched and signal.getsignal(signal.SIGINT) == handler
+    finally:
+        if preemption.is_watched:
+            interrupts.unwatch()
+
+
+def test_best_weights_are_restored_where_a_gradient_is_nan() -> None:
+    model = make_model()
+    best: list[torch.Tensor] = []
+
+    class Spoiling(Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                best.extend(each.clone() for each in weights(model))
+                weights(model)[0].fill_(math.nan)
+
+    stop = EarlyStopping("score", mode="max", restore_best_weights=True, patience=3)
+    fit(model, [Tampering("score", [0.0, 1.0]), stop, Spoiling(), sg.callbacks.TerminateOnNaN()], epochs=4)
+    assert all(map(torch.equal, weights(model), best))
 
 
 def test_what_becomes_better_but_not_than_the_baseline_goes_on() -> None:
