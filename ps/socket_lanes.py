@@ -197,8 +197,7 @@ class SocketLanes:
         thread = threading.Thread(target=self._serve, args=(sender, family, number), name=name, daemon=True)
         with self._guard:
             self._expected[sender.key] = number
-        thread.start()
-        with self._guard:
+            thread.start()
             self._threads.add(thread)
         return ticket
 

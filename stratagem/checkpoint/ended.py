@@ -28,8 +28,7 @@ def write_end(directory: str, reason: str, missing: Iterable[str]) -> None:
         OSError: it cannot be written.
     """
     folder = pathlib.Path(directory)
-    for said in folder.glob("ended-*"):
-        said.unlink(missing_ok=True)
+    _remove(folder, "ended-*")
     for task in missing:
         temporary = folder / f".ended-{os.getpid()}"
         temporary.unlink(missing_ok=True)
@@ -84,8 +83,7 @@ def forget_ends(directory: str) -> None:
         OSError: it cannot be changed.
     """
     for pattern in ("ended-*", "leaves-*"):
-        for said in pathlib.Path(directory).glob(pattern):
-            said.unlink(missing_ok=True)
+        _remove(pathlib.Path(directory), pattern)
 
 
 def note_run(directory: str, task: str, run_id: str) -> None:
@@ -99,6 +97,11 @@ def has_run(directory: str, task: str, run_id: str) -> bool:
     """Whether a task has ended well in this run of its supervisor already."""
     path = _path(directory, task, "ran")
     return bool(directory and run_id) and path.is_file() and path.read_text() == run_id
+
+
+def _remove(folder: pathlib.Path, pattern: str) -> None:
+    for said in folder.glob(pattern):
+        said.unlink(missing_ok=True)
 
 
 def _path(directory: str, task: str, kind: str = "ended") -> pathlib.Path:
