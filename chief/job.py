@@ -83,9 +83,8 @@ class ChiefJob(ChiefState):
         await self.admit(incarnation)
         self.metric_store.agreements.leave(incarnation, group)
         self.changed.notify()
-        await self.recovery.carry_out(
-            incarnation, self.lease_book.remove(self.lease_book.steps.reserved_in(incarnation, group), {})
-        )
+        reserved = self.lease_book.steps.reserved_in(incarnation, group)
+        await self.recovery.carry_out(self.lease_book.remove(reserved, {}))
 
     async def take_in(self, incarnation: Incarnation, newcomers: Sequence[Incarnation]) -> None:
         """Newcomers of a ring become ranks of it; without any the caller is one, and can be taken in."""

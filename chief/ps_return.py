@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
-from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.checkpointing.saving import Saving, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.leasing.positions import Positions, common, minus, plus
@@ -62,7 +62,8 @@ class PsReturn(ChiefPart):
         self.restarted = {Incarnation(task, number) for task, number in self._journal.history.put_back.items()}
         """Those that went back to a checkpoint alone, perhaps by a chief that has not counted what they lack."""
         self._in_doubt: dict[Incarnation, Positions] = {}
-        """Units begun when each ps was put back: of these it may have some updates, and lack others."""
+        """Units begun when each ps was put back (or one of those that it was made from): of these it may have some updates,
+        and lack others."""
         self._begun: set[Incarnation] = set()
         """Those that came for another number of ps, and have begun."""
         self._fresh: dict[Incarnation, str] = {}
@@ -155,9 +156,12 @@ class PsReturn(ChiefPart):
         are prepared next."""
         await asyncio.gather(*(server.restore_shards(checkpoint, num_ps, is_fresh=True) for server in newcomers))
         self._begun = {server.incarnation for server in newcomers}
-        self._in_doubt.update((server.incarnation, {}) for server in newcomers)  # each has the updates that any had
-        if self.restarted:  # what one of them lacks all will, whose ledgers are joined
-            for server in (*newcomers, *self._ps_pool.servers):
+        servers = [*newcomers, *self._ps_pool.servers]
+        # Each has the updates that any had, and what one lacks that was put back alone all will.
+        in_doubt = plus(*(self._in_doubt.get(server.incarnation, {}) for server in self._put_back_alone()))
+        self._in_doubt.update((server.incarnation, in_doubt) for server in servers)
+        if self.restarted:
+            for server in servers:
                 self._note_put_back(server)
         self._fresh = {server.incarnation: checkpoint for server in self._ps_pool.servers}
 
@@ -169,7 +173,6 @@ class PsReturn(ChiefPart):
         except CheckpointError as error:
             logger.warning("%s cannot begin from what was just written: %s", server.incarnation.task, error)
             return False
-        self._in_doubt[server.incarnation] = {}
         return True
 
     async def take_back(self, server: Server) -> None:
@@ -223,7 +226,9 @@ class PsReturn(ChiefPart):
         while holder.state is SessionState.AWAITED and server in self._ps_pool.servers:
             await self._changed.wait()
         async with self.lock:
-            self._sessions.tasks[task].resumed = taken = await self._take_over(server)
+            taken = await self._take_over(server)
+            if self._sessions.tasks[task].incarnation == server.incarnation:  # else this one is lost, another is there
+                self._sessions.tasks[task].resumed = taken
         return taken
 
     async def _take_over(self, server: Server) -> bool:
@@ -254,14 +259,19 @@ class PsReturn(ChiefPart):
         )
         return True
 
-    async def _mark_lost(self, server: Server, accepted: Positions) -> tuple[int, int]:
-        """Counts and closes accepted units of which a ps lacks an update; their number, and the step of the ps.
+    async def _mark_lost(
+        self, server: Server, accepted: Positions, unfinished: Positions | None = None
+    ) -> tuple[int, int]:
+        """Counts and closes accepted units of which a ps lacks an update, or all ps do (``unfinished``, which it need
+        not have heard of); their number, and the step of the ps.
 
         Of one that no worker has told yet whether it is to hold rows, among another number of ps, this comes later.
         """
         described = await self._ps_pool.insist(server, lambda each: each.describe_units())
         if described is None:
             return 0, 0
+        if server.incarnation not in self._in_doubt:
+            self._in_doubt[server.incarnation] = self._lease_book.begun()
         history, has_begun_anew = self._journal.history, described.origin_elements and not described.complete
         is_untold = (history.is_rerouted or has_begun_anew) and not self._sessions.work_is_done
         has_no_part = described.untrained or not described.holds_rows
@@ -269,11 +279,9 @@ class PsReturn(ChiefPart):
             if not described.complete and not history.is_rerouted:
                 self._journal.write("untold")  # it came back, and is looked at again once a worker has told it
             return 0, described.step  # of no update, and what it has closed says nothing
-        if server.incarnation not in self._in_doubt:
-            self._in_doubt[server.incarnation] = self._lease_book.begun()
         # What another ps has closed and no worker has reported is being computed again.
         in_doubt = plus(self._in_doubt[server.incarnation], minus(accepted, self._lease_book.positions()))
-        halves = common([in_doubt, described.halves])
+        halves = common([in_doubt, plus(described.halves, unfinished or {})])
         absent = minus(accepted, minus(described.applied(), halves))
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.
@@ -313,9 +321,16 @@ class PsReturn(ChiefPart):
         if lost := self._journal.history.lost.get(""):
             await self._ps_pool.insist_all(lambda each: each.mark_lost(lost))
 
+    def _put_back_alone(self) -> list[Server]:
+        return [server for server in self._ps_pool.servers if server.incarnation in self.restarted]
+
     async def lost_after_restarts(self, units: Positions) -> None:
         """Counts and closes those of the reported units that a ps lacks which was put back alone."""
-        for server in [each for each in self._ps_pool.servers if each.incarnation in self.restarted]:
-            num_lost, _ = await self._mark_lost(server, units)
+        if not (servers := self._put_back_alone()):
+            return
+        described = await self._ps_pool.describe()
+        unfinished = unfinished_units(described.values(), self._lease_book.steps.per_unit)
+        for server in servers:
+            num_lost, _ = await self._mark_lost(server, units, unfinished)
             if num_lost:
                 logger.warning("%s lacks %d more updates reported after its restore", server.incarnation.task, num_lost)

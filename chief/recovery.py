@@ -64,7 +64,7 @@ class Recovery(ChiefPart):
             if units and lease_book.is_done_where_closed(incarnation):
                 units = await self._accept_closed(units)
             committed = await self._committed_ordinals(units, slices) if lease_book.synchronous and units else {}
-            back = await self.carry_out(incarnation, lease_book.remove(units, committed))
+            back = await self.carry_out(lease_book.remove(units, committed))
             lease_book.forget(incarnation)
             if back:
                 logger.warning("%d units of %s go back: %s", len(back), incarnation, _listed(back))
@@ -94,14 +94,14 @@ class Recovery(ChiefPart):
             committed[unit] = sorted(ordinals)
         return committed
 
-    async def carry_out(self, incarnation: Incarnation, removal: Removal) -> list[Unit]:
+    async def carry_out(self, removal: Removal) -> list[Unit]:
         """Journals and tells every ps what a removal closed, then makes its units pending; returns those."""
         for closing in removal.closings:
             self._journal.write("close_step", step=closing.step, included=encode_units(closing.included))
         for closing in removal.closings:
             await self._ps_pool.insist_all(operator.methodcaller("close_step", closing))
         self.accepted(removal.accepted)
-        back = self._lease_book.give_back(incarnation, removal.returned)
+        back = self._lease_book.give_back(removal.returned)
         self._changed.notify()
         return back
 
@@ -150,9 +150,9 @@ class Recovery(ChiefPart):
                 unit for unit in doubtful if unit not in missing and self._lease_book.is_reserved(unit, incarnation)
             ]
             removal = self._lease_book.remove([*own, *early], {})
-            removal.returned = [unit for unit in removal.returned if unit not in early]
+            removal.returned = {unit: who for unit, who in removal.returned.items() if unit not in early}
             removal.accepted += self._lease_book.mark_accepted(early)
-            await self.carry_out(incarnation, removal)
+            await self.carry_out(removal)
         if missing:
             logger.warning("%d units of %s are computed again: a restore undid them", len(missing), incarnation)
         gone = {unit.index for unit in missing}
@@ -268,12 +268,12 @@ class Recovery(ChiefPart):
         self._committed.clear()
         committed = await self._committed_ordinals(orphans, slices)
         lost = [unit for unit in orphans if committed[unit]]
-        await self.carry_out(NOBODY, lease_book.remove(lost, committed))
+        await self.carry_out(lease_book.remove(lost, committed))
         # What is left was granted in a reply that nobody got: workers without a slice in the step may have it.
         for unit, incarnation in steps.reserve_orphans([s.incarnation for s in self._sessions.live("worker")]):
-            lease_book.give_back(NOBODY, [unit])
+            lease_book.give_back({unit: NOBODY})
             lease_book.epoch(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
-        await self.carry_out(NOBODY, lease_book.remove(steps.orphans(), {}))
+        await self.carry_out(lease_book.remove(steps.orphans(), {}))
         for closing in steps.closings():  # the last chief may have died before every ps had heard it
             await self._ps_pool.insist_all(operator.methodcaller("close_step", closing))
 

@@ -98,7 +98,7 @@ class UnitLedger:
         """
         for close in closes:
             unit = close.unit
-            if unit not in self._joined:
+            if unit not in self._joined and not self._is_closed(unit):  # else counted among another number of ps, maybe
                 self._per_unit = max(self._per_unit, close.num_updates)
             if close.num_updates > len(self._open.get(unit, ())):
                 _check_index(unit.index, unit)

@@ -278,8 +278,9 @@ class LeaseBook:
         """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`.
         ``committed``: at staleness 0, ordinals of their updates that some ps has committed or applied."""
         removal = self.steps.remove(units, committed)
-        removal.returned += [u for u in units if self.steps.find(u) is None and u not in removal.returned]
-        removal.returned = [u for u in removal.returned if u not in removal.accepted]
+        gone = (unit for unit in units if self.steps.find(unit) is None)
+        returned = {*removal.returned, *gone}.difference(removal.accepted)
+        removal.returned = {unit: self._holder(unit) for unit in sorted(returned)}
         removal.accepted = self.mark_accepted(removal.accepted)
         return removal
 
@@ -296,15 +297,16 @@ class LeaseBook:
         """Whether units of ``incarnation`` are done that every ps has closed, though it did not report them."""
         return not self.synchronous and incarnation not in self._counting
 
-    def give_back(self, incarnation: Incarnation | None, units: Iterable[Unit]) -> list[Unit]:
-        """Makes units pending that are (still) leased to ``incarnation``; returns them."""
-        back = []
-        for unit in units:
-            lease = self.epoch(unit.dataset, unit.epoch).lease(unit.index)
-            if lease is not None and lease.incarnation == incarnation:
-                self.epoch(unit.dataset, unit.epoch).give_back(unit.index)
-                back.append(unit)
+    def give_back(self, holders: Mapping[Unit, Incarnation | None]) -> list[Unit]:
+        """Makes units pending that are (still) leased to those who had them; returns them."""
+        back = [unit for unit, holder in holders.items() if holder is not None and holder == self._holder(unit)]
+        for unit in back:
+            self.epoch(unit.dataset, unit.epoch).give_back(unit.index)
         return back
+
+    def _holder(self, unit: Unit) -> Incarnation | None:
+        lease = self.epoch(unit.dataset, unit.epoch).lease(unit.index)
+        return None if lease is None else lease.incarnation
 
     def forget(self, incarnation: Incarnation) -> None:
         """``incarnation`` is over: nobody waits for its clock."""

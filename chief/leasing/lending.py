@@ -167,7 +167,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
     async def leave(self, request: LeaseRequest[TrainingPass]) -> None:
         data = request.units_of
         removal = self._lease_book.leave(request.incarnation, data.dataset, data.epoch)
-        await self._recovery.carry_out(request.incarnation, removal)
+        await self._recovery.carry_out(removal)
 
     async def ask(self, request: LeaseRequest[TrainingPass]) -> Leases:
         """Leases units, the first ones once there is a checkpoint."""

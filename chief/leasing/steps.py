@@ -78,8 +78,9 @@ class Removal:
     """What follows from the loss of slices."""
 
     closings: list[StepClosing] = dataclasses.field(default_factory=list)
-    returned: list[Unit] = dataclasses.field(default_factory=list)
-    """Units to lease again, once the closings are on every ps; of those that some ps has an update of, the rest."""
+    returned: dict[Unit, Incarnation | None] = dataclasses.field(default_factory=dict)
+    """Units to lease again, once the closings are on every ps, and whose they were; of those that some ps has an
+    update of, the rest."""
     accepted: list[Unit] = dataclasses.field(default_factory=list)
     """Units of absorbed slices whose step is complete with this."""
 
@@ -231,7 +232,7 @@ class JobSteps:
                     each.state, each.ordinals = SliceState.ABSORBED, ordinals
                     continue
                 each.state = SliceState.REMOVED
-                removal.returned.append(unit)
+                removal.returned[unit] = each.incarnation
                 if each.incarnation is not None:
                     self._missed.add(each.incarnation)
         for number in sorted(touched):
@@ -271,8 +272,11 @@ class JobSteps:
         for each in step.slices:
             if self._of_unit.get(each.unit) is step:
                 del self._of_unit[each.unit]
-            if each.state is SliceState.ABSORBED:  # its next worker makes the updates that it lacks
-                (removal.returned if len(each.ordinals) < self.per_unit else removal.accepted).append(each.unit)
+            if each.state is SliceState.ABSORBED:
+                if len(each.ordinals) < self.per_unit:
+                    removal.returned[each.unit] = each.incarnation  # the next one makes the updates that it lacks
+                else:
+                    removal.accepted.append(each.unit)
 
 
 def _closing(step: JobStep) -> StepClosing:

@@ -521,6 +521,42 @@ async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: 
         await worker.die()
 
 
+async def test_a_ps_that_is_lost_as_it_is_asked_for_a_copy_says_nothing_of_its_next_process(tmp_path: Path) -> None:
+    """That one was taken for a survivor, with the memory that nobody had: what was accepted was gone without a word."""
+
+    class Silent(FakePs):
+        async def TakeOver(self, request: Any, context: Any) -> Any:
+            self.taken_from = (request.holder, request.incarnation)
+            await self.restore_gate.wait()
+            return await super().TakeOver(request, context)
+
+    config: dict[str, Any] = {"num_workers": 1, "ps_replicas": 2, "state_dir": str(tmp_path / "state")}
+    config["checkpoint_dir"] = str(tmp_path)
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**config) as first:
+            for index in range(2):
+                await stack.enter_async_context(ps(first.address, FakePs(index)))
+            worker = Task(first.address, "worker:0")
+            stack.push_async_callback(worker.die)
+            await until(lambda: first.job.journal.history.checkpoint)
+            await first.kill()
+        async with chief(bind=first.address, **config) as second:
+            await stack.enter_async_context(ps(first.address, FakePs(1)))
+            lost, there = Silent(0), Silent(0)
+            for each in (lost, there):
+                each.refusal = "ps:1 has no whole copy of ps:0"
+                each.restore_gate.clear()
+            async with ps(first.address, lost):
+                await until(lambda: lost.taken_from)
+                assert lost.session is not None
+                await lost.session.die()
+                async with ps(first.address, there):
+                    await until(lambda: there.taken_from)
+                    assert not second.job.sessions.tasks["ps:0"].resumed
+                    for each in (lost, there):
+                        each.restore_gate.set()
+
+
 async def test_copies_are_refused_for_synchronous_steps() -> None:
     async with cluster(ps_replicas=2) as (_, workers, _):
         error = await refused(workers[0].open(staleness=0.0, num_slices=2))

@@ -12,7 +12,7 @@ import pytest
 from stratagem.chief import wire
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Unit, UnitBitmap
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.status_view import from_reply
@@ -265,6 +265,32 @@ async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows
             await until(lambda: not job.journal.history.is_rerouted)
             await until(lambda: job.get_status().updates_lost == (1 if num_taken else 0))
             assert job.journal.history.initialized == ["ps:0", "ps:1"], "a worker may tell it more"
+
+
+async def test_half_a_batch_that_a_ps_lacked_all_of_another_number_lack(tmp_path: Path) -> None:
+    """Of two optimizers: the first one's update was gone with it, the second one's came to all, and was taken for the
+    batch."""
+    async with contextlib.AsyncExitStack() as stack:
+        running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+        job = running.job
+        await until(lambda: job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next(steps_per_unit=2)
+        assert first.session is not None
+        await first.session.die()
+        await until(lambda: not job.sessions.servers)
+        both = FakePs(0), FakePs(1)
+        await stack.enter_async_context(ps(running.address, both[0]))
+        await until(lambda: job.sessions.live("ps"))
+        await ask(worker, 2)
+        await stack.enter_async_context(ps(running.address, both[1]))
+        await until(lambda: len(job.sessions.live("ps")) == 2 and not both[0].token)
+        for server in both:
+            server.apply(Unit(1, 0, 0), 1)
+        await until(lambda: not job.journal.history.is_rerouted)
+        await worker.next([0], wait=False)
+        assert job.get_status().updates_lost == 1
+        assert [server.closed for server in both] == [{(1, 0): UnitBitmap.of([0])}] * 2
 
 
 async def test_a_ps_that_was_told_of_nothing_yet_goes_back_to_the_checkpoint_it_began_from(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class OneWorker:
         assert not self.lending.num_held(WORKER)
 
     def leave(self) -> None:
-        self.lending.give_back(WORKER, self.lending.leave(WORKER, 1, self._place[0]).returned)
+        self.lending.give_back(self.lending.leave(WORKER, 1, self._place[0]).returned)
 
 
 def leased(num_examples: int, batch_size: int, shuffle: bool = False) -> tuple[DistributedDataset, OneWorker]:

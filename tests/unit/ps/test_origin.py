@@ -220,6 +220,18 @@ def test_what_came_from_other_ps_is_half_until_it_has_an_update_of_each_kind_tha
     assert not joined.describe().halves
 
 
+def test_what_a_worker_counted_among_other_ps_says_nothing_of_how_many_updates_come_here() -> None:
+    """Of two optimizers, one of whose variables lie elsewhere by now: each batch was a half, and told to be lost."""
+    first, one, another = UnitLedger(), Unit(1, 0, 0), Unit(1, 0, 1)
+    first.record(Update((one,), 0), 1)
+    first.record(Update((one,), 1), 1)
+    first.close([UnitClose(one, 2)])
+    joined, _ = UnitLedger.joined([first])
+    joined.record(Update((another,), 0), 1)
+    joined.close([UnitClose(one, 2)])
+    assert not joined.describe().halves
+
+
 def test_the_number_of_ps_changes_while_a_worker_attaches(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ class Chief:
         epoch, stop = said.units_of.epoch, said.units_of.stop
         self.accepted += [unit.index for unit in self.book.accept(A, 1, epoch, said.accepted)]
         if said.leave:
-            self.book.give_back(A, self.book.leave(A, 1, epoch).returned)
+            self.book.give_back(self.book.leave(A, 1, epoch).returned)
             return chief_pb2.NextUnitsReply()
         return leases_to_proto(self.book.ask(A, 1, epoch, said.held, said.want, [A], stop, at_most=said.at_most))
 
