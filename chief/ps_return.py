@@ -62,7 +62,7 @@ class PsReturn(ChiefPart):
         self.restarted = {Incarnation(task, number) for task, number in self._journal.history.put_back.items()}
         """Those that went back to a checkpoint alone, perhaps by a chief that has not counted what they lack."""
         self._in_doubt: dict[Incarnation, Positions] = {}
-        """Units begun when each ps was put back (or one of those that it was made from): of these it may have some updates,
+        """Units begun when each ps (or one that it was joined from) was put back: of these it may have some updates,
         and lack others."""
         self._begun: set[Incarnation] = set()
         """Those that came for another number of ps, and have begun."""
