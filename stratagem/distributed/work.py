@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,19 @@ class LaneWork(dist.Work):
 
     _source_rank = source_rank
 
+    def when_done(self, first: Callable[[], None]) -> None:
+        """Once it is over, runs ``first`` before anybody hears of that."""
+        inner, self._done = self._done, concurrent.futures.Future()
+
+        def pass_on(over: concurrent.futures.Future[Any]) -> None:
+            first()
+            try:
+                self._done.set_result(over.result())
+            except BaseException as error:  # also that it was cancelled
+                self._done.set_exception(error)
+
+        inner.add_done_callback(pass_on)
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the outputs. What is chained to it runs in the thread that completes it."""
         if self._future is None:
@@ -149,9 +163,40 @@ def recorded(name: str, begin: Callable[[], LaneWork]) -> LaneWork:
     if not torch._C._autograd._profiler_enabled():
         return begin()
     with torch.profiler.record_function(f"stratagem:{name}") as event:
-        work = begin()
-        event._call_end_callbacks_on_future(work.get_future())
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        event._call_end_callbacks_on_future(ended)
+        _under_way.add(ended)
+        try:
+            work = begin()
+        except BaseException:
+            _end(ended)
+            raise
+        work.when_done(lambda: _end(ended))
         return work
+
+
+_under_way: set[torch.futures.Future[None]] = set()
+"""Events of operations that are not done; ``_ending`` is held for all that touches it after ``add``."""
+_ending = threading.Lock()
+
+
+def _end(*events: torch.futures.Future[None]) -> None:
+    """Ends those that have not ended: where no profiler is any more, an end would be written into memory of others."""
+    with _ending:
+        for event in _under_way.intersection(events):
+            _under_way.discard(event)
+            event.set_result(None)
+
+
+_disable = torch.autograd.profiler._disable_profiler  # type: ignore[attr-defined]
+
+
+def _end_and_disable() -> Any:
+    _end(*_under_way.copy())
+    return _disable()
+
+
+torch.autograd.profiler._disable_profiler = _end_and_disable  # type: ignore[attr-defined]
 
 
 _given: weakref.WeakKeyDictionary[Reducer, dist.Work] = weakref.WeakKeyDictionary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import (
     _make_nccl_premul_sum,
 )
 
+from stratagem.distributed import work as handles
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.errors import CollectiveError, ConfigurationError
 from tests.contract.distributed.ranks import on_every_rank, process_groups
@@ -625,3 +627,38 @@ def test_a_profile_shows_every_operation_of_its_thread(groups: Groups, is_async:
 
     names = ["all_gather", "all_reduce", "recv", "send"][: 4 if len(groups) > 1 else 2]
     assert on_every_rank(groups, observed)[0] == [f"stratagem:{name}" for name in names]
+
+
+def test_an_event_ends_before_anybody_hears_of_it_and_before_its_profiler(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end was written into memory that the profiler had given back: the process crashed some time later."""
+    if len(groups) == 1:
+        pytest.skip("nothing is under way")
+    still_under_way: list[int] = []
+    end = handles._end
+
+    def late(*events: torch.futures.Future[None]) -> None:
+        time.sleep(0.05)
+        end(*events)
+
+    monkeypatch.setattr(handles, "_end", late)
+
+    def run(group: LaneProcessGroup) -> None:
+        if group.rank() == 0:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+                group.allreduce([torch.ones(10)], reducing(dist.ReduceOp.SUM, True)).wait()
+                still_under_way.append(len(handles._under_way))
+                coming = group.recv([torch.ones(3)], 1, 5)
+                still_under_way.append(len(handles._under_way))
+            still_under_way.append(len(handles._under_way))
+            group.barrier().wait()
+            coming.wait()
+        else:
+            group.allreduce([torch.ones(10)], reducing(dist.ReduceOp.SUM, True)).wait()
+            group.barrier().wait()
+            if group.rank() == 1:
+                group.send([torch.ones(3)], 0, 5).wait()
+
+    on_every_rank(groups, run)
+    assert still_under_way == [0, 1, 0]
