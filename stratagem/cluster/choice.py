@@ -39,18 +39,12 @@ def choose_strategy(name: str, num_workers: int, num_ps: int, num_devices: int =
                 f"{num_workers} workers; add them to the cluster (`stratagem run --workers 2 --ps 1`)"
             )
         return "ps"
-    if name == "ring":
-        if num_ps:
-            raise ClusterSpecError(
-                f"MultiWorkerMirroredStrategy trains without parameter servers, but the cluster has {num_ps} ps; "
-                "choose the strategy 'ps' or leave the ps out"
-            )
-        return "ring"
     if num_ps:
-        raise ClusterSpecError(
-            f"{_CLASSES[name]} trains in one process, but the cluster has {num_ps} ps; "
-            "choose the strategy 'ps' or leave the ps out"
-        )
+        how = "MultiWorkerMirroredStrategy trains without parameter servers"
+        how = how if name == "ring" else f"{_CLASSES[name]} trains in one process"
+        raise ClusterSpecError(f"{how}, but the cluster has {num_ps} ps; choose the strategy 'ps' or leave the ps out")
+    if name == "ring":
+        return "ring"
     if num_workers > 1:
         raise ClusterSpecError(
             f"{_CLASSES[name]} trains in one process, but the cluster has {num_workers} workers; "
