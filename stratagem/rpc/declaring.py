@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,6 @@ else:
     _UnaryUnary, _StreamStream = grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor
     _AioUnaryUnary = grpc.aio.UnaryUnaryClientInterceptor
     _AioStreamStream = grpc.aio.StreamStreamClientInterceptor
-
-
-@dataclasses.dataclass(frozen=True)
-class _Details(grpc.ClientCallDetails):
-    method: str
-    timeout: float | None
-    metadata: tuple[tuple[str, str | bytes], ...] | None
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
 
 
 def declaration(security: Security) -> tuple[tuple[str, str], ...]:
@@ -51,11 +40,8 @@ class DeclaringInterceptor(_UnaryUnary, _StreamStream):
     def intercept_stream_stream(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
         return continuation(self._declared(details), requests)
 
-    def _declared(self, details: Any) -> _Details:
-        metadata = (*(details.metadata or ()), *self._declaration)
-        return _Details(
-            details.method, details.timeout, metadata, details.credentials, details.wait_for_ready, details.compression
-        )
+    def _declared(self, details: Any) -> Any:
+        return details._replace(metadata=(*(details.metadata or ()), *self._declaration))
 
 
 class _AioDeclaring:
