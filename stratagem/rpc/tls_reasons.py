@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ssl
 
-# Numbers of OpenSSL's X509_V_ERR_*.
-_NOT_YET, _EXPIRED, _HOSTNAME = 9, 10, 62
-_UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21, 7, 30)
-
+# By number of OpenSSL's X509_V_ERR_*.
+_REFUSALS = {
+    9: "the certificate is not valid yet; compare the clocks",
+    10: "the certificate has expired",
+    62: "it is the certificate of another task",
+    **dict.fromkeys((2, 18, 19, 20, 21, 7, 30), "the certificate is of another certificate authority"),
+}
 _REASONS = {
     "KEY_VALUES_MISMATCH": "key and certificate do not belong together",
     "NO_START_LINE": "it is not PEM",
@@ -29,15 +32,7 @@ _ALERTS = {
 def reason_of(error: ssl.SSLError) -> str:
     """Why a certificate or a file was refused here."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        if error.verify_code == _EXPIRED:
-            return "the certificate has expired"
-        if error.verify_code == _NOT_YET:
-            return "the certificate is not valid yet; compare the clocks"
-        if error.verify_code == _HOSTNAME:
-            return "it is the certificate of another task"
-        if error.verify_code in _UNKNOWN_AUTHORITY:
-            return "the certificate is of another certificate authority"
-        return error.verify_message
+        return _REFUSALS.get(error.verify_code, error.verify_message)
     return _REASONS.get(error.reason or "", (error.reason or str(error)).replace("_", " ").lower())
 
 
