@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import logging
@@ -38,25 +39,18 @@ _DTYPES = {
 _WORD_BYTES = 128
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Nccl:
-    """NCCL's group of the same ranks. They agree on it in their first collective of tensors on GPUs. ``may_send``:
+    """NCCL's group of the same ranks. They agree on it in their first collective of tensors on GPUs. ``_may_send``:
     whether what is sent may be read on its way, as NCCL's can be."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        store: Store,
-        tasks: Sequence[str],
-        options: CommunicationOptions,
-        may_send: bool,
-    ) -> None:
-        self._communicator = communicator
-        self._store = store
-        self._tasks = tasks
-        self._options = options
-        self._may_send = may_send
-        self._is_agreed = False
-        self._group: dist.ProcessGroup | None = None
+    _communicator: Communicator
+    _store: Store
+    _tasks: Sequence[str]
+    _options: CommunicationOptions
+    _may_send: bool
+    _is_agreed = False
+    _group: dist.ProcessGroup | None = None
 
     @property
     def is_taken(self) -> bool:
