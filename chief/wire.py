@@ -83,20 +83,9 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
     else:
         units_of = TrainingPass(request.dataset, request.epoch, request.stop or None, request.group)
         states = states_from_proto(request.states, request.dataset, request.epoch)
-    return LeaseRequest(
-        incarnation_from_proto(request.sender),
-        units_of,
-        request.accepted,
-        states,
-        request.held,
-        min(request.want, MAX_WANT),
-        min(request.at_most, MAX_WANT),
-        request.wait,
-        request.leave,
-        request.counts,
-        request.num_groups,
-        request.steps_per_unit,
-    )
+    who, want, at_most = incarnation_from_proto(request.sender), request.want, request.at_most
+    told = {"units_of": units_of, "states": states, "want": min(want, MAX_WANT), "at_most": min(at_most, MAX_WANT)}
+    return from_message(LeaseRequest, request, incarnation=who, **told)
 
 
 def step_report_from_proto(request: chief_pb2.StartStepRequest) -> LeaseRequest[TrainingPass]:
