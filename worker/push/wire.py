@@ -11,6 +11,7 @@ from google.protobuf import struct_pb2
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.cluster.units import Unit, Update
 from stratagem.rpc.codec import to_wire_dtype
+from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import common_pb2, ps_pb2
 from stratagem.rpc.units import unit_to_proto, update_to_proto
 from stratagem.worker.push.layout import Shard
@@ -38,14 +39,7 @@ def shard_spec(
     variable: str, shape: Sequence[int], shard: Shard | RowShard, offset: int, param_group: int
 ) -> ps_pb2.ShardSpec:
     """A shard of a variable, at ``offset`` in the flat tensor of its group."""
-    return ps_pb2.ShardSpec(
-        variable=variable,
-        shape=shape,
-        first_row=shard.first_row,
-        num_rows=shard.num_rows,
-        offset=offset,
-        param_group=param_group,
-    )
+    return to_message(ps_pb2.ShardSpec, shard, variable=variable, shape=shape, offset=offset, param_group=param_group)
 
 
 def group_spec(
