@@ -127,7 +127,6 @@ class TorchGroup(Breakable, Group):
             return
         options = dist.BroadcastOptions()
         options.rootRank = root
-        options.rootTensor = 0
         with self._stream_for(buffer):
             moved = buffer.to(self.device)
             self._run(lambda group: group.broadcast([moved], options), tag)
