@@ -15,6 +15,7 @@ import pathlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from typing import Self
 
 from stratagem.checkpoint.catalog import HOST, REMOVED, find_damage, offer_of, scan
 from stratagem.checkpoint.durable import set_aside, sync, write_durably
@@ -23,36 +24,34 @@ from stratagem.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+DRAFT = ".draft-"
 
-class CheckpointDraft:
-    """A checkpoint in the making, to be committed in ``parent``, which is made if need be; leaving the ``with`` block
-    removes it, unless it was committed.
+
+class Draft:
+    """A folder in the making, to be put somewhere in ``parent``, which is made if need be; leaving the ``with`` block
+    removes it, unless it was.
 
     Raises:
-        CheckpointError: the directory cannot be written.
+        OSError: ``parent`` cannot be written.
     """
 
     def __init__(self, parent: pathlib.Path) -> None:
         self.nonce = secrets.token_hex(16)
         """By which others know that they see the same draft."""
-        self.path = parent / f".draft-{self.nonce[:16]}"
-        """Where it is made; parameter servers may write a checkpoint in there, see :meth:`build_on`."""
+        self.path = parent / f"{DRAFT}{self.nonce[:16]}"
+        """Where it is made; parameter servers may write a checkpoint in there, see :meth:`CheckpointDraft.build_on`."""
         self._latest = self.path.with_suffix(".latest")
-        self.files: list[SavedFile] = []
-        self._root = self._folder = self.path
-        with self._writing(parent):
-            parent.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(f"{self.path}.lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        parent.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(f"{self.path}.lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            with self._writing(parent):
-                with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there either
-                    fcntl.flock(self._lock, fcntl.LOCK_EX)
-                self.path.mkdir()
-        except CheckpointError:
+            with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there either
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.path.mkdir()
+        except OSError:
             self.close()
             raise
 
-    def __enter__(self) -> CheckpointDraft:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,6 +66,20 @@ class CheckpointDraft:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             os.close(lock)
+
+
+class CheckpointDraft(Draft):
+    """A checkpoint in the making, to be committed in ``parent``.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
+    """
+
+    def __init__(self, parent: pathlib.Path) -> None:
+        with self._writing(parent):
+            super().__init__(parent)
+        self.files: list[SavedFile] = []
+        self._root = self._folder = self.path
 
     def add(self, name: str, write: Callable[[pathlib.Path], tuple[int, str]]) -> None:
         """Adds a file that ``write`` writes durably; it returns size and SHA-256.
@@ -150,8 +163,13 @@ def remove_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
     """Removes drafts whose writer is dead, and the rest of what somebody died removing; returns the drafts."""
     for path in directory.glob(f"{REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
+    return remove_drafts(directory)
+
+
+def remove_drafts(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Removes drafts whose writer is dead, and returns them."""
     removed = []
-    for path in directory.glob(".draft-*.lock"):
+    for path in directory.glob(f"{DRAFT}*.lock"):
         draft = path.with_suffix("")
         try:
             lock = os.open(path, os.O_WRONLY)
@@ -160,7 +178,7 @@ def remove_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if draft.is_dir():
-                logger.info("Removing the unfinished checkpoint %s", draft)
+                logger.info("Removing the unfinished %s", draft)
                 removed.append(draft)
             shutil.rmtree(draft, ignore_errors=True)
             draft.with_suffix(".latest").unlink(missing_ok=True)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import fcntl
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stratagem.checkpoint.draft import DRAFT, Draft, remove_drafts
 from stratagem.checkpoint.durable import hash_file, sync
 from stratagem.errors import ExportError
 
@@ -23,8 +22,6 @@ ONNX = "model.onnx"
 METADATA = "metadata.json"
 FORMAT = "stratagem-export"
 VERSION = 1
-_DRAFT = ".stratagem-"
-"""In the name of a folder that is being written, before a nonce."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -46,18 +43,14 @@ def writing(target: Path) -> Iterator[ExportDraft]:
     may_be_replaced = target.is_dir() and (_describe(target) is not None or not any(target.iterdir()))
     if target.exists() and not may_be_replaced:
         raise ExportError(f"expected a new folder or an earlier export to write to, but {target} is something else")
-    _remove_unfinished(target.parent)
-    draft = target.with_name(f".{target.name}{_DRAFT}{secrets.token_hex(4)}")
+    remove_drafts(target.parent)
     try:
-        draft.mkdir(parents=True)
-        with _lock(draft):
-            content = ExportDraft(draft, {})
+        with Draft(target.parent) as draft:
+            content = ExportDraft(draft.path, {})
             yield content
             _commit(content, target)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
         raise ExportError(f"cannot write the export {target}: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -117,7 +110,7 @@ def _exchange(draft: Path, target: Path) -> bool:
 
 def _replace(draft: Path, target: Path) -> None:
     """Where there is nothing yet; or on NFS, say: the earlier export steps aside for a moment."""
-    aside = draft.with_name(draft.name.replace(_DRAFT, ".old-"))
+    aside = draft.with_name(draft.name.replace(DRAFT, ".old-"))
     if target.exists():
         target.rename(aside)
     try:
@@ -127,27 +120,3 @@ def _replace(draft: Path, target: Path) -> None:
             aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(draft: Path) -> Iterator[None]:
-    """Tells a draft in the making from one whose writer died, of which the kernel lets go."""
-    fd = os.open(draft, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: nobody removes any there
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Removes drafts whose writer is dead."""
-    for draft in folder.glob(f".*{_DRAFT}*"):
-        with contextlib.suppress(OSError):
-            fd = os.open(draft, os.O_RDONLY)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(draft, ignore_errors=True)
-            finally:
-                os.close(fd)

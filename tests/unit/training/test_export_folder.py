@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.checkpoint.draft import DRAFT
 from stratagem.errors import ExportError
 from stratagem.training.export import folder as export_folder
 from stratagem.training.export.folder import ExportDraft, read, writing
@@ -73,7 +74,7 @@ def test_a_failed_rename_puts_the_earlier_export_back(tmp_path: Path, monkeypatc
     failed: list[Path] = []
 
     def fail_once(self: Path, target: str | os.PathLike[str]) -> Path:
-        if ".stratagem-" in self.name and not failed:
+        if self.name.startswith(DRAFT) and not failed:
             failed.append(self)
             raise OSError("the disk is gone")
         return rename(self, target)
@@ -112,9 +113,12 @@ def test_there_is_an_export_at_any_time(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_a_crash_left_goes_with_the_next_export(tmp_path: Path) -> None:
     with writing(tmp_path / "one") as draft:
-        (tmp_path / ".another.stratagem-1a2b3c4d").mkdir()
+        (tmp_path / f"{DRAFT}1a2b3c4d").mkdir()
+        (tmp_path / f"{DRAFT}1a2b3c4d.lock").touch()
+        (tmp_path / ".removed-by-me").mkdir()
         write(tmp_path / "other", "")
-        assert {each.name for each in tmp_path.iterdir()} == {draft.path.name, "other"}, "one is being written"
+        kept = {draft.path.name, f"{draft.path.name}.lock", ".removed-by-me"}
+        assert {each.name for each in tmp_path.iterdir()} == {*kept, "other"}, "one is being written, one is none"
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
