@@ -6,12 +6,10 @@ import dataclasses
 import heapq
 import itertools
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stratagem.cluster.task import TaskId
-from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, STANDBY, ChaosEvent, connections, parse, word_of
 from stratagem.launch.chaos.relay import Relay, owner_of
 from stratagem.launch.processes import TaskProcess
@@ -55,7 +53,7 @@ class ChaosInjector:
     """The faults of one run: :meth:`tick` fires those that are due. ``has_copies``: whether a ps follows another.
 
     Raises:
-        ConfigurationError: the text is wrong; or connections are to suffer where nobody can tell whose they are.
+        ConfigurationError: the text is wrong.
     """
 
     def __init__(self, text: str, tasks: tuple[TaskId, ...], say: Callable[[str], None], has_copies: bool) -> None:
@@ -73,10 +71,6 @@ class ChaosInjector:
         self._slowed: dict[TaskId, tuple[float, float]] = {}
         suffer = set() if not drawn else set(tasks)
         suffer |= {task for event in events if event.verb in ON_CONNECTIONS for task in event.targets}
-        if suffer and not sys.platform.startswith("linux"):
-            raise ConfigurationError(
-                "--chaos: cut, reset and random need Linux, whose /proc says whose a connection is"
-            )
         called = {server for _, server in connections(tasks)} & suffer
         self._binds = {task: f"127.0.0.1:{free_port()}" for task in called if task.type != "chief"}
         self._relays = {
