@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,25 +26,18 @@ _BITS = 52
 Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SameBits:
-    """What one rank has, in short.
+    """What one rank has, in short."""
 
-    Args:
-        parameters: those of the reducer, in the order of every rank.
-        optimizers: whose settings have to be the same; of none: those of this rank are somebody else's.
-    """
+    _parameters: Sequence[torch.nn.Parameter]
+    """Those of the reducer, in the order of every rank."""
+    _names: Sequence[str]
+    _label: str
+    _optimizers: Optimizers = lambda: ()
+    """Whose settings have to be the same; of none: those of this rank are somebody else's."""
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        label: str,
-        optimizers: Optimizers = lambda: (),
-    ) -> None:
-        self._parameters = parameters
-        self._names = names
-        self._label = label
-        self._optimizers = optimizers
+    def __post_init__(self) -> None:
         self.begin_anew()
         self._settings: tuple[list[list[object]], int] = [], 0
 
