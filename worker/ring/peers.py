@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
@@ -32,30 +33,22 @@ class MembersChangedError(Exception):
     """The cluster is not the one that this generation was made of."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Peers:
-    """The ``Worker`` services of the other ranks.
+    """The ``Worker`` services of the other ranks."""
 
-    Args:
-        num_meetings: meetings of this generation that this rank has been to, the same number on every rank.
-        is_over: whether there is no use in meeting any more, for another reason than that the members are others.
-        tell_again: says once more that lanes are broken; some may have been out of reach.
-    """
+    _session: MembershipSource
+    members: Members
+    num_meetings: int
+    """Meetings of this generation that this rank has been to, the same number on every rank."""
+    _is_over: Callable[[Membership], bool]
+    """Whether there is no use in meeting any more, for another reason than that the members are others."""
+    tell_again: Callable[[], None] | None
+    """Says once more that lanes are broken, some may have been out of reach: called every :data:`PATIENCE_S` seconds of
+    the next meeting that somebody is waited for."""
 
-    def __init__(
-        self,
-        session: MembershipSource,
-        members: Members,
-        num_meetings: int,
-        is_over: Callable[[Membership], bool],
-        tell_again: Callable[[], None] | None = None,
-    ) -> None:
-        self.members = members
-        self.rank = members.rank_of(session.task)
-        self.num_meetings = num_meetings
-        self._session = session
-        self.tell_again = tell_again
-        """Called every :data:`PATIENCE_S` seconds of the next meeting that somebody is waited for."""
-        self._is_over = is_over
+    def __post_init__(self) -> None:
+        self.rank = self.members.rank_of(self._session.task)
         self._guard = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
 
