@@ -22,6 +22,8 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 KERAS_EPSILON = 1e-7
 """How near to 0 and 1 a probability counts as it is, in Keras's losses."""
+IGNORE_INDEX = -100
+"""The class number of a target that losses over classes ignore, unless told otherwise."""
 _NEAR = 1e-2
 """What rounding in 16 bits may add to a sum of probabilities."""
 
@@ -111,6 +113,11 @@ class Loss:
         return False if is_known else None
 
     @property
+    def ignore_index(self) -> int:
+        """The class number of targets that do not count."""
+        return self._given.ignore_index if isinstance(self._given, nn.CrossEntropyLoss | nn.NLLLoss) else IGNORE_INDEX
+
+    @property
     def _is_distance(self) -> bool:
         return self._given in _DISTANCES or isinstance(self._given, _DISTANCE_MODULES)
 
@@ -153,8 +160,7 @@ class Loss:
         value = function(outputs, targets)
         if value.dim():
             return LossValue(value.mean(), None)
-        # -100 marks padding of sequences; looking for it everywhere would wait for the device
-        counted = _counted(function, targets, looks=getattr(targets, "ndim", 1) > 1)
+        counted = _counted(function, targets)
         divisor = None if counted is None else float(counted.sum())
         return LossValue(outputs.sum() * 0.0 if divisor == 0.0 else value, divisor)  # torch's mean of nothing is NaN
 
@@ -303,18 +309,15 @@ def _weights_by_class(class_weight: Mapping[int, float], targets: torch.Tensor) 
     return torch.where(known == numbers, table[known], 1.0)
 
 
-def _counted(function: Any, targets: Any, looks: bool = True) -> torch.Tensor | None:
-    """How much a loss over classes counts each target; None: all alike. Not ``looks``: without a look at the targets
-    for those that torch leaves out unless told otherwise."""
+def _counted(function: Any, targets: Any) -> torch.Tensor | None:
+    """How much a loss over classes counts each target; None: all alike."""
     if isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
         weight, ignored = function.weight, function.ignore_index
     elif function in _OF_CLASSES:
-        weight, ignored = None, -100
+        weight, ignored = None, IGNORE_INDEX
     else:
         return None
     if not isinstance(targets, torch.Tensor) or targets.is_floating_point():
-        return None
-    if weight is None and ignored == -100 and not looks:
         return None
     counted = targets != ignored
     return counted if weight is None else weight[torch.where(counted, targets, 0)] * counted

@@ -14,11 +14,14 @@ import torchmetrics
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
 from stratagem.strategy.torchmetrics_states import check_counts_all, empty_copy, merged, num_updates, states_of
-from stratagem.training.losses import check_tensors, formed
+from stratagem.training.losses import IGNORE_INDEX, check_tensors, formed
 
 logger = logging.getLogger(__name__)
 
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_Counted = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Values, perhaps with a mask of those that count."""
+_Function = Callable[[torch.Tensor, torch.Tensor], _Counted]
 OneMetric = str | torchmetrics.Metric | torchmetrics.MetricCollection | MetricFunction
 Metrics = OneMetric | Sequence[OneMetric] | Mapping[str, str | torchmetrics.Metric | MetricFunction]
 
@@ -43,24 +46,25 @@ class Mean:
     """Implements :class:`Metric`: the mean of a function of a batch's outputs and targets, of any shape, over all that
     it gives a value for; ``finish`` makes the result of it."""
 
-    def __init__(self, function: MetricFunction, finish: Callable[[float], float] = float) -> None:
+    def __init__(self, function: _Function, finish: Callable[[float], float] = float) -> None:
         self._function = function
         self._finish = finish
         self._total: torch.Tensor | None = None
-        self._count = 0
+        self._count: int | torch.Tensor = 0
 
     def update(self, outputs: Any, targets: Any) -> None:
-        values = self._function(outputs, targets)
-        total = values.sum(dtype=torch.float64)
+        found = self._function(outputs, targets)
+        values, counted = found if isinstance(found, tuple) else (found, None)
+        total = (values if counted is None else values & counted).sum(dtype=torch.float64)
         self._total = total if self._total is None else self._total.add_(total)
-        self._count += values.numel()
+        self._count = self._count + (values.numel() if counted is None else counted.sum())
 
     def reset(self) -> None:
         self._total, self._count = None, 0
 
     def states(self) -> States:
         total = torch.zeros((), dtype=torch.float64) if self._total is None else self._total
-        return {"total": total, "count": torch.tensor(self._count)}
+        return {"total": total, "count": torch.as_tensor(self._count)}
 
     def compute(self, parts: Sequence[States]) -> dict[str, float]:
         count = sum(int(cast(torch.Tensor, part["count"])) for part in parts)
@@ -105,7 +109,11 @@ class OfTorchmetrics:
 
 
 def metrics_of(
-    given: Metrics | None, device: torch.device, *, takes_probabilities: bool | None = False
+    given: Metrics | None,
+    device: torch.device,
+    *,
+    takes_probabilities: bool | None = False,
+    ignore_index: int = IGNORE_INDEX,
 ) -> dict[str, Metric]:
     """The metrics of one replica, by the names they have in logs.
 
@@ -115,6 +123,7 @@ def metrics_of(
             names them.
         takes_probabilities: for "accuracy" of one output: positive answers are above 0.5, not above 0. None: above 0,
             with a warning where the first outputs look like probabilities.
+        ignore_index: the class number of targets that the loss ignores; those of classes leave them out, too.
 
     Raises:
         ConfigurationError: an unknown name, two metrics of one name, or what is no metric.
@@ -122,7 +131,7 @@ def metrics_of(
     pairs = given.items() if isinstance(given, Mapping) else [(None, item) for item in _listed(given)]
     found: dict[str, Metric] = {}
     for key, item in pairs:
-        for name, metric in _made(key, item, device, takes_probabilities):
+        for name, metric in _made(key, item, device, _Positive(takes_probabilities), ignore_index):
             if name in found or name == "loss":
                 raise ConfigurationError(
                     f"two metrics are called {name!r}; name them: metrics={{'first': …, 'second': …}}"
@@ -139,11 +148,11 @@ def _listed(given: Metrics | None) -> Iterable[Any]:
 
 
 def _made(
-    key: str | None, item: Any, device: torch.device, takes_probabilities: bool | None
+    key: str | None, item: Any, device: torch.device, positive: _Positive, ignore_index: int
 ) -> Iterator[tuple[str, Metric]]:
     if isinstance(item, str):
         finish = math.sqrt if item.startswith("root_") else float
-        yield key or item, Mean(_of_tensors(item, _function(item, _Positive(takes_probabilities))), finish)
+        yield key or item, Mean(_of_tensors(item, _function(item, positive, ignore_index)), finish)
     elif isinstance(item, torchmetrics.MetricCollection):
         for name, metric in item.items(keep_base=False):
             yield f"{key}_{name}" if key else name, OfTorchmetrics(metric, device)
@@ -174,8 +183,8 @@ def _of_examples(name: str, function: MetricFunction) -> MetricFunction:
     return values
 
 
-def _of_tensors(name: str, function: MetricFunction) -> MetricFunction:
-    def values(outputs: Any, targets: Any) -> torch.Tensor:
+def _of_tensors(name: str, function: _Function) -> _Function:
+    def values(outputs: Any, targets: Any) -> _Counted:
         instead = "give a function of outputs and targets that returns one value an example"
         check_tensors(f"the metric {name!r}", outputs, targets, instead)
         return function(outputs, targets)
@@ -211,16 +220,16 @@ class _Positive:
         return outputs > self._threshold
 
 
-def _function(name: str, positive: _Positive) -> MetricFunction:
+def _function(name: str, positive: _Positive, ignore_index: int) -> _Function:
     if name in ("accuracy", "acc"):
-        return lambda outputs, targets: _correct(outputs, targets, positive)
+        return lambda outputs, targets: _correct(outputs, targets, positive, ignore_index)
     if name in ("sparse_categorical_accuracy", "categorical_accuracy"):
-        return lambda outputs, targets: _among_top(outputs, targets, 1)
+        return lambda outputs, targets: _among_top(outputs, targets, 1, ignore_index)
     if name == "binary_accuracy":
         return lambda outputs, targets: _binary(outputs, targets, positive)
     top = re.fullmatch(r"top_(\d+)_accuracy|(?:sparse_)?top_k_categorical_accuracy", name)
     if top:
-        return lambda outputs, targets: _among_top(outputs, targets, int(top[1] or 5))
+        return lambda outputs, targets: _among_top(outputs, targets, int(top[1] or 5), ignore_index)
     if name in _ERRORS:
         return _ERRORS[name]
     known = ["accuracy", "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy", "top_5_accuracy"]
@@ -228,25 +237,31 @@ def _function(name: str, positive: _Positive) -> MetricFunction:
     raise ConfigurationError(f"expected a metric of {', '.join(known)} or one of torchmetrics, got {name!r}")
 
 
-def _correct(outputs: torch.Tensor, targets: torch.Tensor, positive: _Positive) -> torch.Tensor:
+def _correct(outputs: torch.Tensor, targets: torch.Tensor, positive: _Positive, ignore_index: int) -> _Counted:
     if outputs.numel() == targets.numel() and (outputs.dim() == 1 or outputs.shape[1] == 1):
         return _binary(outputs, targets, positive)
-    return outputs.argmax(1) == _class_numbers(outputs, targets)
+    targets, counted = _class_numbers(outputs, targets, ignore_index)
+    return outputs.argmax(1) == targets, counted
 
 
-def _class_numbers(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _class_numbers(
+    outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """And which of them count."""
     if targets.shape == outputs.shape:  # one-hot
-        return targets.argmax(1)
-    return targets.squeeze(1) if targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1 else targets
+        numbers = targets.argmax(1)
+        return numbers, torch.ones_like(numbers, dtype=torch.bool)
+    numbers = targets.squeeze(1) if targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1 else targets
+    return numbers, numbers != ignore_index
 
 
 def _binary(outputs: torch.Tensor, targets: torch.Tensor, positive: _Positive) -> torch.Tensor:
     return positive(outputs) == (formed(targets, outputs) > 0.5)
 
 
-def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
-    targets = _class_numbers(outputs, targets)
-    return (outputs.topk(number, dim=1).indices == targets.unsqueeze(1)).any(1)
+def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int, ignore_index: int) -> _Counted:
+    targets, counted = _class_numbers(outputs, targets, ignore_index)
+    return (outputs.topk(number, dim=1).indices == targets.unsqueeze(1)).any(1), counted
 
 
 def _squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

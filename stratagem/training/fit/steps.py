@@ -33,8 +33,10 @@ class Compiled:
 
     def metrics_on(self, device: torch.device) -> dict[str, Metric]:
         """The metrics of one replica, by the names they have in logs."""
-        probabilities = self.loss is not None and self.loss.takes_probabilities
-        return metrics_of(self.metrics, device, takes_probabilities=probabilities)
+        if (loss := self.loss) is None:
+            return metrics_of(self.metrics, device)
+        probabilities, ignore_index = loss.takes_probabilities, loss.ignore_index
+        return metrics_of(self.metrics, device, takes_probabilities=probabilities, ignore_index=ignore_index)
 
 
 @dataclasses.dataclass(frozen=True)

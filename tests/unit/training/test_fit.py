@@ -307,7 +307,7 @@ def test_losses_divide_by_what_counts() -> None:
     torch.testing.assert_close(mean, Loss("cross_entropy").weighted({1: 2.0, 2: 3.0})(outputs, targets).mean)
     tokens = torch.tensor([[0, -100], [1, 2], [-100, -100]])
     assert Loss("cross_entropy")(torch.zeros(3, 3, 2), tokens).divisor == 3.0
-    assert Loss("cross_entropy")(outputs, targets).divisor is None
+    assert Loss("cross_entropy")(outputs, targets).divisor == 6.0
     with pytest.raises(ConfigurationError, match="shape"):
         Loss("mse")(torch.zeros(3, 2), torch.zeros(3))
 

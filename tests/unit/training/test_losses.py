@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 
@@ -64,19 +65,36 @@ def test_weights_of_1_change_no_loss(given: LossFunction | str, targets: list[in
 
 
 @pytest.mark.parametrize("given", ["cross_entropy", nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="none")])
-def test_replicas_whose_targets_are_ignored_train_as_one_process(given: LossFunction | str) -> None:
+@pytest.mark.parametrize("num_targets", [1, 2])
+def test_replicas_whose_targets_are_ignored_train_as_one_process(given: LossFunction | str, num_targets: int) -> None:
     """Those of the second replica all are, and of torch's mean of nothing comes NaN."""
     x, y = torch.randn(4, 3), torch.tensor([[0, 1], [2, -100], [-100, -100], [-100, -100]])
+    net = nn.Linear(3, 8) if num_targets == 2 else nn.Linear(3, 4)
+    y = y if num_targets == 2 else y[:, 1]
     found = []
     for strategy in (sg.OneDeviceStrategy(), sg.MirroredStrategy(["cpu:0", "cpu:1"])):
         torch.manual_seed(0)
         with strategy.scope():
-            model = sg.Model(nn.Sequential(nn.Linear(3, 8), nn.Unflatten(1, (4, 2))))
+            model = sg.Model(
+                nn.Sequential(copy.deepcopy(net), nn.Unflatten(1, (4, 2)) if num_targets == 2 else nn.Identity())
+            )
             model.compile(lambda p: torch.optim.SGD(p, 0.1), given)
         losses = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
         found.append([*losses, model.evaluate(x, y, batch_size=4, verbose=0)])
         strategy.close()
     assert found[0] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", nn.CrossEntropyLoss(ignore_index=2)])
+def test_metrics_of_classes_leave_out_the_targets_that_the_loss_ignores(loss: LossFunction | str) -> None:
+    ignored = -100 if isinstance(loss, str) else 2
+    for targets, outputs in (
+        (torch.tensor([0, ignored, 1, ignored]), torch.eye(3)[[0, 0, 0, 0]]),
+        (torch.tensor([[0, ignored], [1, ignored]]), torch.eye(3)[[0, 0]].unsqueeze(2).expand(2, 3, 2)),
+    ):
+        model = sg.Model(nn.Identity())
+        model.compile(loss=loss, metrics=["accuracy", "sparse_categorical_accuracy", "top_1_accuracy"])
+        assert model.evaluate(outputs, targets, batch_size=1, verbose=0)[1:] == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("given", ["mse", "bce_with_logits", nn.MSELoss()])
