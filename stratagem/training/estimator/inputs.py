@@ -85,12 +85,15 @@ def sample(source: Any) -> tuple[Any, Any]:
     """
     try:
         with random_untouched():
-            if isinstance(source, DataLoader):
+            is_loader = isinstance(source, DataLoader)
+            read: Any = source.dataset if is_loader else source
+            if is_loader and not isinstance(read, Iterator):
                 batch = _batch_of(source)
             else:
                 batches = iter(source)
                 batch = next(batches)
-                if isinstance(source, Iterator):
+                # What other processes read, each reads from its beginning.
+                if isinstance(read, Iterator) and not (is_loader and source.num_workers):
                     source = itertools.chain([batch], batches)
     except (StopIteration, IndexError):
         raise ConfigurationError("the input has no examples") from None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
@@ -202,6 +202,19 @@ def test_features_and_labels(batch: Any, expected: Any) -> None:
     assert split(batch) == expected
 
 
+class OwnIterator(IterableDataset[list[torch.Tensor]]):
+    """Of ten examples, that can be gone through once in a process."""
+
+    def __init__(self) -> None:
+        self._left = iter(range(10))
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return self
+
+    def __next__(self) -> list[torch.Tensor]:
+        return [torch.tensor(next(self._left))]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -209,8 +222,10 @@ def test_features_and_labels(batch: Any, expected: Any) -> None:
         lambda: numbers(batch_size=None),
         lambda: numbers(batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10)),
         lambda: iter([[torch.arange(4)], [torch.arange(3)]]),
+        lambda: DataLoader(OwnIterator(), batch_size=4),
+        lambda: DataLoader(OwnIterator(), batch_size=4, num_workers=1),
     ],
-    ids=["loader", "items", "sampler", "iterator"],
+    ids=["loader", "items", "sampler", "iterator", "stream", "process"],
 )
 def test_a_sample_takes_nothing_away(make: Callable[[], Any]) -> None:
     torch.manual_seed(2)
