@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -113,8 +114,8 @@ class FinalExporter(LatestExporter):
 
 
 def loss_smaller(best: Results, current: Results) -> bool:
-    """Whether the loss is smaller than the best one."""
-    return current["loss"] < best["loss"]
+    """Whether the loss is smaller than the best one, or that is NaN and this is not."""
+    return current["loss"] < best["loss"] or (math.isnan(best["loss"]) and not math.isnan(current["loss"]))
 
 
 @checked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,9 @@ def test_the_best_has_the_smallest_loss(tmp_path: Path) -> None:
     exporter, estimator = BestExporter(), Told(model_fn, tmp_path)
     written = [
         exporter.export(estimator, tmp_path / "best", "", {"loss": loss, "global_step": step}, False)
-        for step, loss in enumerate([3.0, 4.0, 2.0, 2.0])
+        for step, loss in enumerate([nan, nan, 3.0, 4.0, 2.0, 2.0, nan])
     ]
-    assert [path is not None for path in written] == [True, False, True, False]
+    assert [path is not None for path in written] == [True, False, True, False, True, False, False]
 
 
 def test_specs_that_cannot_be(tmp_path: Path) -> None:
