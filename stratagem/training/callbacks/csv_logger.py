@@ -29,41 +29,55 @@ class CSVLogger(Callback):
         self._separator = separator
         self._append = append
         self._columns: list[str] | None = None
+        self._takes_over = False
 
     def on_train_begin(self, logs: LogsArgument = None) -> None:
-        self._columns = None
+        self._columns, self._takes_over = None, False
         if self.model.strategy.is_lead and not self._path.parent.is_dir():
             raise ConfigurationError(f"CSVLogger cannot write {self._path}: there is no folder {self._path.parent}")
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         if not self.model.strategy.is_lead:  # asked each time: a lead may die
+            self._takes_over = True
             return
         values = {"epoch": epoch, **(logs or {})}
         if self._columns is None:
-            self._columns = self._begin(list(values))
+            self._columns = self._begin(list(values), epoch)
         if new := [name for name in values if name not in self._columns]:
             self._columns = self._add(new)
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns, "NA", delimiter=self._separator).writerow(values)
 
-    def _begin(self, columns: list[str]) -> list[str]:
+    def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
+        if self._columns is not None or not self._append:  # else this process before it may have written it
+            self.on_epoch_end(epoch, logs)
+
+    def _begin(self, columns: list[str], epoch: int) -> list[str]:
         """The columns: those of the file that is gone on with, else ``columns``, in a new file."""
-        if (self._append or self.model.is_resumed) and self._path.exists():
-            with self._path.open(newline="") as file:
-                header = next(csv.reader(file, delimiter=self._separator), None)
-            if header:
-                return header
+        if (self._append or self.model.is_resumed or self._takes_over) and self._path.exists():
+            rows = self._read()
+            if self.model.is_resumed:  # what was written after the backup comes again
+                before = [number for number, row in enumerate(rows) if row[:1] == [str(epoch - 1)]]
+                if before and rows[before[-1] + 1 :]:
+                    self._replace(rows[: before[-1] + 1])
+            if rows and rows[0]:
+                return rows[0]
         with self._path.open("w", newline="") as file:
             csv.writer(file, delimiter=self._separator).writerow(columns)
         return columns
 
     def _add(self, names: list[str]) -> list[str]:
         """The columns, of which these are new."""
+        header, *rows = self._read()
+        self._replace([header + names, *(row + ["NA"] * len(names) for row in rows)])
+        return header + names
+
+    def _read(self) -> list[list[str]]:
         with self._path.open(newline="") as file:
-            header, *rows = csv.reader(file, delimiter=self._separator)
-        rows = [header + names, *(row + ["NA"] * len(names) for row in rows)]
+            return list(csv.reader(file, delimiter=self._separator))
+
+    def _replace(self, rows: list[list[str]]) -> None:
         draft = self._path.with_name(f".{self._path.name}")
         with draft.open("w", newline="") as file:
             csv.writer(file, delimiter=self._separator).writerows(rows)
         draft.replace(self._path)
-        return rows[0]

@@ -10,6 +10,7 @@ import math
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -311,6 +312,36 @@ def test_csv_has_a_line_an_epoch(tmp_path: Path) -> None:
     assert [float(row["loss"]) for row in rows[:2]] == history["loss"]
     fit(model, [CSVLogger(path)], epochs=1)
     assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_csv_has_one_line_of_an_epoch_that_comes_again(tmp_path: Path, append: bool) -> None:
+    """Killed once its line was written, before the backup was."""
+
+    class CrashAtEnd(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    path, folder = tmp_path / "log.csv", tmp_path / "backup"
+    if append:
+        fit(make_model(), [CSVLogger(path)], epochs=3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), [BackupAndRestore(folder), CSVLogger(path, append=append), CrashAtEnd()], epochs=4)
+    fit(make_model(), [BackupAndRestore(folder), CSVLogger(path, append=append)], epochs=4)
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [int(row["epoch"]) for row in rows] == [*range(3 * append), 0, 1, 2, 3]
+
+
+def test_a_worker_that_becomes_the_lead_goes_on_with_the_csv(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    loggers = [CSVLogger(path), CSVLogger(path)]
+    for epoch, lead in enumerate([0, 0, 1]):
+        for number, logger in enumerate(loggers[lead:], lead):
+            strategy = SimpleNamespace(is_lead=number == lead)
+            logger.set_model(SimpleNamespace(strategy=strategy, is_resumed=False))  # type: ignore[arg-type]
+            logger.on_epoch_end(epoch, {"loss": 1.0})
+    assert [row.partition(",")[0] for row in path.read_text().splitlines()] == ["epoch", "0", "1", "2"]
 
 
 def test_csv_has_the_values_of_a_validation_that_comes_later(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.training.callbacks import EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
+from stratagem.training.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
 
 
 def test_a_worker_without_the_best_weights_meets_those_who_load_them() -> None:
@@ -36,3 +36,11 @@ def test_what_follows_a_value_hears_of_epochs_that_others_lived(tmp_path: Path) 
         assert logs["learning_rate"] == 0.3
     assert model.stop_training and model.learning_rate == 0.05
     assert saving.best == 1.0 and (stopping.best_epoch, stopping._weights) == (1, None)
+
+
+def test_a_csv_has_the_epochs_that_others_lived(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path / "log.csv")
+    logger.set_model(sg.Model(nn.Linear(1, 1)))
+    logger.on_epoch_missed(0, {"loss": 2.0})
+    logger.on_epoch_end(1, {"loss": 1.0})
+    assert (tmp_path / "log.csv").read_text().split() == ["epoch,loss", "0,2.0", "1,1.0"]
