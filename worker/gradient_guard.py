@@ -63,6 +63,13 @@ def are_finite(gradients: Sequence[torch.Tensor]) -> bool:
     return bool(torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).all())
 
 
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of dense gradients together. Those of float16 may have one that float16 cannot hold."""
+    half = torch.float16
+    wide = [torch.linalg.vector_norm(each, dtype=torch.float32) if each.dtype is half else each for each in gradients]
+    return torch.nn.utils.get_total_norm(wide)
+
+
 def _sum(values: torch.Tensor) -> torch.Tensor:
     if values.dtype is torch.float32:
         return values.sum()
@@ -114,7 +121,7 @@ def guard(
         if policy.clip_norm is None:
             is_finite = are_finite(gradients)
         else:
-            norm = torch.nn.utils.get_total_norm([_values(gradient) for gradient in gradients])
+            norm = total_norm([_values(gradient) for gradient in gradients])
             is_finite = bool(torch.isfinite(norm))
         if not is_finite:
             if policy.nan == "error":

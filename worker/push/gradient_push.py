@@ -21,7 +21,7 @@ from stratagem.measuring import measures
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.lane import Lane
 from stratagem.rpc.units import update_to_proto
-from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_finite
+from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_finite, total_norm
 from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
 from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
@@ -199,7 +199,7 @@ class GradientPush:
         """The gradient's factor by this worker's own; None: skip the update."""
         if self._policy.clip_norm is None and are_finite(gradients):
             return 1.0
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = float(total_norm(gradients))
         if not math.isfinite(norm):
             if self._policy.nan == "error":
                 raise self._non_finite()

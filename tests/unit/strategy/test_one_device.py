@@ -86,6 +86,16 @@ def test_clipping_equals_torch() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), ours.parameters(), strict=True))
 
 
+def test_gradients_of_float16_are_clipped_whose_norm_float16_cannot_hold() -> None:
+    model = torch.nn.Linear(300, 300, bias=False, dtype=torch.float16)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    sg.get_strategy().prepare(model, optimizer, clip_norm=300.0)
+    model.weight.grad = torch.full_like(model.weight, 250.0)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), torch.full_like(model.weight, -1.0))
+
+
 def test_the_pass_through_does_what_prepare_is_asked_for() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
