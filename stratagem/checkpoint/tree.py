@@ -118,7 +118,7 @@ class _Encoder:
         dense = value.detach().resolve_conj().resolve_neg()
         kept = dense.to("cpu", copy=self._copy).contiguous()
         key = "/".join(path) or "value"
-        while key in self.tensors:
+        while key in self.tensors or key == "__metadata__":  # which safetensors has for itself
             key += "'"
         leaf: dict[str, Json] = {"$tensor": key}
         if kept.dtype not in DTYPES:  # the file knows fewer dtypes than torch: its bytes, then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -335,8 +336,8 @@ class Strategy:
     @checked
     def set_weight(self, weight: float) -> None:
         """Says in a step, before backward, what the loss was divided by, when that is not the number of examples."""
-        if not weight >= 0:
-            raise ConfigurationError(f"expected a weight of at least 0, got {weight!r}")
+        if not 0 <= weight < math.inf:
+            raise ConfigurationError(f"expected a finite weight of at least 0, got {weight!r}")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -91,6 +91,9 @@ class CrossReplica:
         return result.to(dtype) if is_short else result
 
     def _weighted_mean(self, shares: Sequence[float], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if parts[0].is_complex():
+            in_two = [torch.view_as_real(part.detach().resolve_conj()) for part in parts]
+            return torch.view_as_complex(self._weighted_mean(shares, in_two))
         pairs = [(part.detach(), share) for part, share in zip(parts, shares, strict=True)]
         home = pairs[0][0]
         # What a replica without examples says does not count, whatever it is.

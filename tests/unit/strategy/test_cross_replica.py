@@ -44,6 +44,17 @@ def test_the_mean_of_large_halves_is_none_of_their_sum(strategy: sg.Strategy) ->
     assert float(strategy.reduce("MEAN", values(strategy, lambda _: torch.tensor(4e4, dtype=torch.float16)))) == 4e4
 
 
+def test_a_weighted_mean_of_complex_values_is_complex(strategy: sg.Strategy) -> None:
+    mean = strategy.reduce_mean(values(strategy, lambda replica: torch.tensor(1 + 2j * replica)))
+    assert mean.dtype is torch.complex64 and complex(mean) == 1 + 1j
+
+
+@pytest.mark.parametrize("weight", [float("inf"), float("nan"), -1.0])
+def test_what_is_no_weight_of_a_loss_is_refused(strategy: sg.Strategy, weight: float) -> None:
+    with pytest.raises(ConfigurationError, match="expected a finite weight of at least 0"):
+        strategy.run(strategy.set_weight, args=(weight,))
+
+
 def test_a_sum_of_booleans_is_their_number(strategy: sg.Strategy) -> None:
     flags = values(strategy, lambda replica: torch.tensor([True, replica == 0]))
     assert strategy.reduce("SUM", flags).tolist() == [2, 1]

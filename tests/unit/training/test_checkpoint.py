@@ -57,6 +57,15 @@ def test_the_model_file_is_a_plain_state_dict(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
+def test_a_tensor_may_have_the_name_that_its_file_has_for_itself(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"__metadata__": nn.Parameter(torch.ones(2))})
+    checkpoint = Checkpoint(model=model)
+    path = checkpoint.save(tmp_path / "step")
+    nn.init.zeros_(model["__metadata__"])
+    checkpoint.restore(path)
+    assert model["__metadata__"].tolist() == [1.0, 1.0]
+
+
 def test_files_are_cut_at_the_size_asked_for(tmp_path: Path) -> None:
     script = Script(max_file_bytes=50)
     path = Path(script.checkpoint.save(tmp_path / "step"))
