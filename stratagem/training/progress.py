@@ -79,16 +79,19 @@ class PlainLines(Callback):
 
 
 class Bar(Callback):
-    """A bar for each epoch, on a terminal; drawn by the training itself, a few times a second."""
+    """A bar for each epoch, on a terminal; drawn by the training itself, a few times a second. It stays when the epoch
+    is over, as a line: what is drawn again and again has to fit on the terminal."""
 
     def __init__(self, stream: TextIO, pace: Pace) -> None:
-        columns = ("{task.description}", BarColumn(), "{task.fields[steps]}", "{task.fields[logs]}")
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(file=stream), auto_refresh=False)
+        self._console = Console(file=stream)
+        self._progress = Progress(console=self._console)
         self._pace = pace
         self._task: TaskID | None = None
         self._drawn = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
+        columns = ("{task.description}", BarColumn(), "{task.fields[steps]}", "{task.fields[logs]}")
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, auto_refresh=False)
         self._progress.start()
         words = f"epoch {epoch + 1}/{self.params['epochs']}"
         self._task = self._progress.add_task(words, total=self.params["steps"], steps="", logs="")
@@ -100,8 +103,6 @@ class Bar(Callback):
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         self._draw(logs or {}, total=self.model.step_in_epoch or 1)
-
-    def on_train_end(self, logs: LogsArgument = None) -> None:
         self._progress.stop()
 
     def on_train_interrupted(self) -> None:

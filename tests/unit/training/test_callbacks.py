@@ -485,8 +485,9 @@ def test_a_bar_on_a_terminal() -> None:
     stream = Terminal()
     pace = progress.Pace()
     bar = progress.display(1, True, pace, stream)
-    fit(make_model(), [pace, *bar], epochs=2)
-    assert "epoch 2/2" in stream.getvalue() and "3/3" in stream.getvalue() and "loss" in stream.getvalue()
+    fit(make_model(), [pace, *bar], epochs=9)
+    assert "epoch 9/9" in stream.getvalue() and "3/3" in stream.getvalue() and "loss" in stream.getvalue()
+    assert stream.getvalue().rindex("epoch 1/9") < stream.getvalue().index("epoch 2/9")  # no longer drawn
 
 
 def test_what_is_no_callback_is_refused() -> None:
