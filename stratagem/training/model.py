@@ -262,7 +262,7 @@ class Model(SingleBatches):
                 self._position.validation = evaluation.in_step
                 validate = lambda number, is_silent: evaluation.run(is_silent) if validates(number) else {}  # noqa: E731
             self.history = history
-            passes = Passes(self._sampled(dataset), steps_per_epoch)
+            passes = Passes(self._sampled(dataset), steps_per_epoch, isinstance(source, Iterator))
             agreement = self._agreement(dataset, self._position)
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
             training.run(epochs)

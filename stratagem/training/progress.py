@@ -105,6 +105,9 @@ class Bar(Callback):
         self._draw(logs or {}, total=self.model.step_in_epoch or 1)
         self._progress.stop()
 
+    def on_train_end(self, logs: LogsArgument = None) -> None:
+        self._progress.stop()
+
     def on_train_interrupted(self) -> None:
         self._progress.stop()
 

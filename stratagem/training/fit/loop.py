@@ -58,7 +58,7 @@ class Training:
                         logs = lived
                         self._callbacks.call("on_epoch_end", number, logs)
                         self._agreement.record(number, logs)
-                    if self._stops(number):
+                    if self._stops(number) or self._passes.is_spent:
                         break
             self._callbacks.call("on_train_end", logs)
         except BaseException:
@@ -66,7 +66,7 @@ class Training:
             raise
 
     def _epoch(self, number: int) -> dict[str, float] | None:
-        """The logs of an epoch; None if it is none of this worker's."""
+        """The logs of an epoch; None if it is none, or none of this worker's."""
         position, callbacks, running = self._position, self._callbacks, self._running
         if not position.step:
             running.reset()
@@ -85,6 +85,8 @@ class Training:
         self._model.check_attributes()
         self._train(batches)
         if not position.step and not position.is_trained and not self._agreement.shares_epochs:
+            if self._passes.is_spent and position.num_steps:
+                return None  # the epoch before has had the last batch
             raise ConfigurationError(f"expected batches to train on, and there was none in epoch {number + 1}")
         self._model.check_attributes()
         position.is_trained = True

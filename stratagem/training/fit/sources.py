@@ -312,13 +312,17 @@ class Heard:
 
 class Passes:
     """Goes through a dataset epoch by epoch, each of ``num_steps`` GLOBAL batches, which may be part of a pass or
-    several, or (None) a pass. A context manager: in the end it leaves the pass that is open."""
+    several, or (None) a pass. Of what can be gone through once (``is_once``) the last may have fewer. A context
+    manager: in the end it leaves the pass that is open."""
 
-    def __init__(self, dataset: Heard | SplitDataset, num_steps: int | None) -> None:
+    def __init__(self, dataset: Heard | SplitDataset, num_steps: int | None, is_once: bool = False) -> None:
         if num_steps is not None and num_steps < 1:
             raise ConfigurationError(f"expected at least 1 step an epoch, got {num_steps}")
         self._dataset = dataset
         self._num_steps = num_steps
+        self._is_once = is_once
+        self.is_spent = False
+        """Whether there was less than an epoch left, and no more comes."""
         self._open: Iterator[Any] | None = None
         leased = dataset if isinstance(dataset, Heard) and dataset.is_leased else None
         self._parts = leased.parts(num_steps) if leased is not None and num_steps is not None else None
@@ -353,6 +357,13 @@ class Passes:
                     break
                 except StopIteration:
                     self._open = None
+                    if self._is_once:
+                        self.is_spent = True
+                        logger.warning(
+                            "The input ran out of data, and training ends: what can be gone through once has to give "
+                            "steps_per_epoch * epochs batches"
+                        )
+                        return
                     empty_passes += 1
                     if empty_passes > 1:
                         return  # there is nothing to be had

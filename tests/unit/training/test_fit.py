@@ -298,6 +298,27 @@ def test_a_batch_has_examples(data: tuple[torch.Tensor, torch.Tensor], batch_siz
             call()
 
 
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu:0", "cpu:1"]])
+@pytest.mark.parametrize(("num_batches", "num_epochs"), [(5, 3), (4, 2)])
+def test_training_ends_when_a_generator_does(
+    devices: list[str], num_batches: int, num_epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Keras's, with a warning."""
+    strategy = sg.MirroredStrategy(devices)
+    with strategy.scope():
+        model = sg.Model(nn.Linear(2, 1))
+        model.compile("sgd", "mse")
+    ends: list[Any] = []
+    hears = sg.callbacks.LambdaCallback(on_train_end=ends.append)
+    batches = ((torch.ones(4, 2), torch.ones(4, 1)) for _ in range(num_batches))
+    history = model.fit(batches, steps_per_epoch=2, epochs=9, verbose=0, callbacks=[hears]).history
+    assert len(history["loss"]) == num_epochs and model.num_steps == num_batches and len(ends) == 1
+    assert caplog.text.count("ran out of data") == 1
+    with pytest.raises(ConfigurationError, match="expected batches to train on"):
+        model.fit(iter(()), steps_per_epoch=2, epochs=9, verbose=0)
+    strategy.close()
+
+
 def test_losses_divide_by_what_counts() -> None:
     outputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 1, 2, 0, 1, 2])

@@ -93,7 +93,6 @@ def test_forms_that_mean_the_same(same: dict[str, Any]) -> None:
         ({"x": [(X, Y)], "y": None, "validation_data": []}, "expected batches to evaluate, and there was none"),
         ({"y": Y[:9]}, "equally many examples, got 16 and 9"),
         ({"x": LOADER, "y": None, "validation_data": LOADER, "validation_batch_size": 4}, "batches of its own"),
-        ({"x": arrays(), "y": None, "steps_per_epoch": 9}, r"in fit steps_per_epoch \* epochs"),
         ({"validation_data": arrays(), "epochs": 2}, "can be gone through once, and there are 2 validations"),
         ({"validation_data": arrays(), "epochs": 4, "validation_freq": 2}, "once, and there are 2 validations"),
         ({"validation_data": arrays(), "epochs": 4, "validation_freq": [1, 3, 5]}, "once, and there are 2 validations"),
