@@ -72,10 +72,12 @@ class Messages:
             done.set_result(None)
             return done
         with self._guard:
+            if self._closed:
+                raise CollectiveError(self._closed)
             self._num_queued[rank] += 1
             if rank not in self._executors:
                 self._executors[rank] = concurrent.futures.ThreadPoolExecutor(1, f"send-to-{rank}")
-        return self._executors[rank].submit(self._send_queued, values, rank, tag)
+            return self._executors[rank].submit(self._send_queued, values, rank, tag)
 
     def receive(self, into: torch.Tensor, rank: int | None, tag: int) -> PostedReceive:
         """Waits, in the background, for the next message with this tag from a rank, or from any."""
@@ -101,7 +103,7 @@ class Messages:
         for lane in lanes:
             lane.close(reason)
         for executor in self._executors.values():
-            executor.shutdown(cancel_futures=True)
+            executor.shutdown()  # what is queued fails at once, with the reason
         for reader in self._readers.values():
             if reader is not threading.current_thread():
                 reader.join(5.0)
@@ -113,7 +115,8 @@ class Messages:
             with self.waiting_for(rank, f"a message to rank {rank}"):
                 self._send(values, rank, tag, flush=True)
         finally:
-            self._num_queued[rank] -= 1
+            with self._guard:
+                self._num_queued[rank] -= 1
 
     def _send(self, values: torch.Tensor, rank: int, tag: int, flush: bool = False) -> None:
         try:

@@ -1,0 +1,48 @@
+"""Messages that are on their way when their group is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.distributed.messages import Messages
+from stratagem.errors import CollectiveError
+
+
+class StandingLane:
+    """Takes a message, and has not sent it before it is closed."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self._closed = threading.Event()
+
+    def send(self, *_: Any) -> None:
+        self.has_begun.set()
+        assert self._closed.wait(30.0)
+        raise CollectiveError("the lane is closed")
+
+    def close(self, reason: str) -> None:
+        self._closed.set()
+
+
+def test_a_message_that_waits_hears_why_the_group_was_closed() -> None:
+
+    lane = StandingLane()
+    diagnosis: Any = SimpleNamespace(waiting_for=lambda rank, what: contextlib.nullcontext())
+    opener: Any = SimpleNamespace(sender=lambda *_: lane)
+    messages = Messages(0, 2, lambda timeout_s: opener, lambda rank: "tcp", diagnosis, 30.0)
+    large = torch.zeros(1 << 20)
+    sent = [messages.send(large, 1, tag) for tag in range(3)]
+    assert lane.has_begun.wait(30.0)
+    messages.close("rank 0 has left")
+    assert isinstance(sent[0].exception(30.0), CollectiveError)
+    for waiting in sent[1:]:
+        with pytest.raises(CollectiveError, match="rank 0 has left"):
+            waiting.result(30.0)
+    with pytest.raises(CollectiveError, match="rank 0 has left"):
+        messages.send(large, 1, 3)
