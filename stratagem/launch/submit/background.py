@@ -21,7 +21,6 @@ def main(folder: Path) -> int:
     """Runs the job that ``order.json`` describes: arguments of `stratagem run`."""
     lock = os.open(folder / ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # shared with the child, which keeps it
-    (folder / OUTPUT).touch(mode=0o600)
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -36,7 +35,7 @@ def main(folder: Path) -> int:
 
 def _redirect(log: Path) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
-    out = os.open(log, os.O_WRONLY | os.O_APPEND)
+    out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for target, source in ((0, nothing), (1, out), (2, out)):
         os.dup2(source, target)
     for fd in (nothing, out):

@@ -12,7 +12,7 @@ import yaml
 from stratagem.launch.manifests import compose
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord, JobState, rank_of
+from stratagem.launch.submit.record import JobRecord, JobState, Record, rank_of
 
 FILE = "compose.yaml"
 
@@ -24,7 +24,7 @@ class ComposeTarget:
         assert plan.image is not None
         return _yaml(compose.render(plan.workload(plan.image.name)))
 
-    def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
+    def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
         """Builds the image (and pushes it, where a registry is given) and starts the project."""
         assert plan.image is not None
         cores = num_cores()
@@ -32,13 +32,13 @@ class ComposeTarget:
         try:
             image = push(plan.image.name) if plan.image.pushed else plan.image.name
             (folder / FILE).write_text(_yaml(compose.render(plan.workload(image), cores)))
+            record(image, {"project": plan.id})
             _compose(folder, plan.id, ["up", "--detach", "--no-build", "--quiet-pull"], "start the job")
         except BaseException:  # Ctrl-C too
             if (folder / FILE).exists():
                 _compose(folder, plan.id, ["down", "--volumes"], "take back what it had started")
             forget(plan.image.name)
             raise
-        return image, {"project": plan.id}
 
     def state(self, record: JobRecord, folder: Path) -> JobState:
         listed = _compose(folder, record.id, ["ps", "--all", "--format", "json"], "list the job's containers")

@@ -15,7 +15,7 @@ from stratagem.launch.submit.docker_cli import build, forget, push
 from stratagem.launch.submit.kubernetes_client import Cluster, Object
 from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord, JobState, rank_of
+from stratagem.launch.submit.record import JobRecord, JobState, Record, rank_of
 
 FILE = "kubernetes.yaml"
 POLL_S = 1.0
@@ -32,7 +32,7 @@ class KubernetesTarget:
         assert plan.image is not None
         return _yaml(kubernetes.render(plan.workload(plan.image.name)))
 
-    def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
+    def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
         """Builds and pushes the image, and creates the objects, all or none; the image is not kept here."""
         assert plan.image is not None
         with contextlib.closing(Cluster(namespace=plan.request.kubernetes_namespace or "")) as cluster:
@@ -41,11 +41,11 @@ class KubernetesTarget:
                 image = push(plan.image.name)
                 objects = kubernetes.render(plan.workload(image))
                 (folder / FILE).write_text(_yaml(objects))
+                where = {"context": cluster.context, "namespace": cluster.namespace, "kubeconfig": cluster.kubeconfig}
+                record(image, where)
                 cluster.create(objects)
             finally:
                 forget(plan.image.name)
-            where = {"context": cluster.context, "namespace": cluster.namespace, "kubeconfig": cluster.kubeconfig}
-        return image, where
 
     def state(self, record: JobRecord, folder: Path) -> JobState:
         """Where the job stands: it is over when its workers' Jobs are, or when one of its Jobs has failed."""

@@ -21,7 +21,7 @@ from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.plan import check_size
 from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord, JobState
+from stratagem.launch.submit.record import JobRecord, JobState, Record
 
 POLL_S = 0.2
 CANCEL_S = 40.0
@@ -34,8 +34,8 @@ class LocalTarget:
     def show(self, plan: JobPlan) -> str:
         return shlex.join(["stratagem", "run", *_arguments(plan, Path("JOB"))]) + "\n"
 
-    def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
-        """Starts the job; it no longer depends on this process. Returns no image, and where it runs."""
+    def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
+        """Starts the job; it no longer depends on this process."""
         if (requirements := plan.request.requirements) is not None:
             check_installed(requirements)
         if plan.entry_point.source is not None:
@@ -47,10 +47,11 @@ class LocalTarget:
         if plan.entry_point.source is not None:  # the script stands in the job's folder, its siblings do not
             paths = [str(plan.entry_point.path.parent), environ.get("PYTHONPATH", "")]
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        (folder / OUTPUT).touch(mode=0o600)
+        record("", {"host": os.uname().nodename})
         command = [sys.executable, "-m", "stratagem.launch.submit.background", str(folder)]
         if code := subprocess.run(command, env=environ, cwd=plan.root, stdin=subprocess.DEVNULL).returncode:
             raise SubmitError(f"the process of the job did not start (exit code {code}); what it said stands above")
-        return "", {"host": os.uname().nodename}
 
     def state(self, record: JobRecord, folder: Path) -> JobState:
         """Where the job stands: its lock says whether it lives."""
@@ -60,8 +61,11 @@ class LocalTarget:
             return JobState("running", detail="cancelled, saving and ending" if record.cancelled else "")
         with contextlib.suppress(OSError, ValueError):
             return JobState.ended(int((folder / EXIT_CODE).read_text()), record.cancelled)
-        detail = "its launcher was killed" if (folder / ALIVE).exists() else "it never started"
-        return JobState("cancelled" if record.cancelled else "failed", None, detail)
+        if record.cancelled:
+            return JobState("cancelled")
+        if not (folder / ALIVE).exists():
+            return JobState("pending", detail="not started; if who submitted it was killed, it never will be")
+        return JobState("failed", None, "its launcher was killed")
 
     def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
         with (folder / OUTPUT).open(encoding="utf-8", errors="replace") as log:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +67,11 @@ class JobRecord:
     """What the target needs to find the job again."""
     cancelled: bool = False
     """Somebody asked for its end."""
+
+
+Record = Callable[[str, Mapping[str, str]], None]
+"""Writes the record of a job, by its image and what its target needs to find it again: before any of it runs, since who
+submits may be killed."""
 
 
 class JobStore:

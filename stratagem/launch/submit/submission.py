@@ -6,13 +6,13 @@ import dataclasses
 import datetime
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord, JobState, JobStore
+from stratagem.launch.submit.record import JobRecord, JobState, JobStore, Record
 
 POLL_S = 0.5
 SETTLE_S = 30.0
@@ -25,8 +25,8 @@ class Target(Protocol):
     def show(self, plan: JobPlan) -> str:
         """What would be submitted, for people."""
 
-    def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
-        """Makes the image and starts the job; returns the image, and what is needed to find the job again.
+    def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
+        """Makes the image, has the job recorded, and starts it.
 
         Raises:
             SubmitError: the target refused; nothing is left running.
@@ -73,18 +73,12 @@ def show(plan: JobPlan) -> str:
 
 
 def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
-    """Makes the image, starts the job and writes its record.
+    """Makes the image, writes the job's record and starts it.
 
     Raises:
         SubmitError: the target refused, or the record cannot be written; nothing is left.
     """
-    request, target = plan.request, target_of(plan.request.target)
-    folder = store.create(plan.id)
-    try:
-        image, place = target.submit(plan, folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    request = plan.request
     record = JobRecord(
         id=plan.id,
         target=request.target,
@@ -93,22 +87,26 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
         num_workers=request.num_workers,
         num_ps=request.ps_count,
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-        image=image,
         args=request.args,
         labels=request.labels,
-        place=place,
     )
-    try:
-        store.save(record)
-    except BaseException as error:  # nobody would find the job again
-        target.cancel(record, folder)
-        target.remove(record, folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
+
+    def save(image: str, place: Mapping[str, str]) -> None:
+        nonlocal record
+        record = dataclasses.replace(record, image=image, place=place)
+        try:
+            store.save(record)
+        except OSError as error:
             raise SubmitError(
-                f"the job was ended again: its record cannot be written in {store.root} ({error.strerror}). Make room "
+                f"the job was not started: its record cannot be written in {store.root} ({error.strerror}). Make room "
                 "there, or name another folder as XDG_STATE_HOME"
             ) from None
+
+    folder = store.create(plan.id)
+    try:
+        target_of(request.target).submit(plan, folder, save)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     return record
 

@@ -75,13 +75,30 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobPlan:
 
 def test_a_job_whose_record_cannot_be_written_does_not_run(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ran, and `stratagem jobs` did not know it."""
-    store, target = FullStore(), LocalTarget()
-    alive: list[int | None] = []
-    monkeypatch.setattr(submission, "target_of", lambda name: target)
-    monkeypatch.setattr(target, "remove", lambda record, folder: alive.append(local_target._pid(folder)))
+    store = FullStore()
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))  # a process that starts says so
     with pytest.raises(SubmitError, match=r"No space left on device.*Make room there"):
         submission.submit(plan, "train.py", store)
-    assert alive == [None] and not list(store.root.iterdir())
+    assert not list(store.root.iterdir())
+
+
+def test_a_job_is_known_before_it_runs(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who submitted it may be killed at any moment; it ran on, and `stratagem jobs` did not know it."""
+    store = JobStore()
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: os._exit(0))  # as if killed
+        try:
+            submission.submit(plan, "train.py", store)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    (record,) = store.all()
+    assert submission.state_of(record, store).phase == "pending"
+    assert not list(submission.logs_of(record, store, follow=True))
+    assert submission.cancel(record.id, store).phase == "cancelled"
+    submission.remove(record.id, store)
+    assert not store.all()
 
 
 def test_a_job_whose_process_does_not_start_is_no_traceback(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ def test_what_was_started_is_taken_back_also_when_the_user_stops_it(
     (tmp_path / "t.py").write_text("")
     plan = make_plan(JobRequest(target="compose"), EntryPoint(tmp_path / "t.py"), tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        ComposeTarget().submit(plan, tmp_path)
-    assert asked == ["build", "up", "down", "forget"] and (tmp_path / FILE).exists()
+        ComposeTarget().submit(plan, tmp_path, lambda image, place: asked.append("record"))
+    assert asked == ["build", "record", "up", "down", "forget"] and (tmp_path / FILE).exists()
 
 
 def test_logs_are_shown_whatever_bytes_a_script_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
