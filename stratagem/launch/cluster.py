@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import selectors
@@ -10,7 +11,9 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from stratagem.chief.journal.journal import NAME, replay
 from stratagem.cluster.task import TaskId
+from stratagem.errors import ConfigurationError
 from stratagem.launch.actions import Action, Finish, Kill, Renew, Signal, Start, describe_exit
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
@@ -199,6 +202,10 @@ class LocalCluster:
             self.supervisor.broken()
         if read_report(self.folders.report(task)).get("has_stepped"):  # the chief may know of it by the next batch only
             self.supervisor.stepped([task])
+        if task == self.chief and code == EXIT_DONE and self.supervisor.policy.min_workers:
+            with contextlib.suppress(ConfigurationError):  # its last loss ended the job: no answer has told of that
+                done = replay(self.folders.journal / NAME).done
+                self.supervisor.away([each for each in self._processes if str(each) not in done], now)
         actions = self.supervisor.exited(task, code, now)
         left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
         if self.supervisor.phase is Phase.RENEWING and not was_renewing:

@@ -20,6 +20,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import Launch, LocalJob
+from stratagem.launch.supervisor import LATE_S
 
 # A chief nobody answers at; it ends when every worker has written its "done" file.
 CHIEF = """
@@ -332,6 +333,20 @@ def test_what_the_chief_noted_after_its_last_answer_is_in_the_summary(case: Case
     assert case.run() == 0
     assert [case.summary[name] for name in ("updates_lost", "updates_undone", "restored")] == [5, 2, "/ckpt-7"]
     assert "5 updates lost, 2 updates of damaged checkpoints computed again" in case.stderr.getvalue()
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["stands still", "has a thread that runs"])
+def test_a_worker_that_stands_still_as_a_ring_with_min_workers_ends_is_killed(case: Case, is_done: bool) -> None:
+    """The chief goes as it loses it, since the others are done; it was waited for without end."""
+    case.programs["chief:0"] = (
+        f"import glob\nfrom stratagem.chief.journal.journal import Journal\n{CHIEF}"
+        "journal = Journal(glob.glob(sys.argv[1] + '/state/*/chief')[0])\n"
+        "journal.write('over', task='worker:0', incarnation=1, done=True)\n"
+        f"journal.write('over', task='worker:1', incarnation=2, done={is_done})\n"
+    )
+    case.programs["worker:1"] = WORKER_DONE + f"import time\ntime.sleep({LATE_S + 1 if is_done else DEADLINE_S})\n"
+    assert case.run(num_ps=0, min_workers=1) == 0
+    assert case.summary["tasks"]["worker:1"]["exit_codes"] == [0 if is_done else -9]
 
 
 RUN = """
