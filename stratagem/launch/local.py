@@ -77,14 +77,16 @@ def run_local(
         shutdown_timeout_s=job.shutdown_timeout_s,
     )
     supervisor = Supervisor(job.workers, job.servers, policy)
-    try:
-        if job.tls == AUTO and job.servers:
-            from stratagem.launch.certificates import make_throw_away  # needs a package of the extra tls
+    with signal_pipe() as signals:  # to the last word: a signal that comes then has nothing left to end
+        try:
+            if job.tls == AUTO and job.servers:
+                from stratagem.launch.certificates import make_throw_away  # needs a package of the extra tls
 
-            tasks = [task for task in (*job.servers, *job.workers) if task != STANDBY]  # which is chief:0 to the others
-            certified = make_throw_away(folders.certificates, map(str, tasks))
-        started_at = time.monotonic()
-        with signal_pipe() as signals:
+                tasks = [
+                    task for task in (*job.servers, *job.workers) if task != STANDBY
+                ]  # which is chief:0 to the others
+                certified = make_throw_away(folders.certificates, map(str, tasks))
+            started_at = time.monotonic()
             cluster = LocalCluster(
                 supervisor=supervisor,
                 launch_for=launch_for or launch,
@@ -99,19 +101,19 @@ def run_local(
             )
             exit_code = cluster.run()
             duration_s = time.monotonic() - started_at
-        display.close()
-        if (error := streams[0].error) is not None:
-            output.say(f"the standard output has not been written to its end: {error.strerror}")
-            exit_code = exit_code or 1
-        return _report(job, folders, cluster, exit_code, duration_s)
-    finally:
-        if chaos is not None:
-            chaos.close()
-        display.close()
-        output.close()
-        shutil.rmtree(folders.certificates, ignore_errors=True)
-        if not _is_kept(job, supervisor):
-            shutil.rmtree(folders.root, ignore_errors=True)
+            display.close()
+            if (error := streams[0].error) is not None:
+                output.say(f"the standard output has not been written to its end: {error.strerror}")
+                exit_code = exit_code or 1
+            return _report(job, folders, cluster, exit_code, duration_s)
+        finally:
+            if chaos is not None:
+                chaos.close()
+            display.close()
+            output.close()
+            shutil.rmtree(folders.certificates, ignore_errors=True)
+            if not _is_kept(job, supervisor):
+                shutil.rmtree(folders.root, ignore_errors=True)
 
 
 def _is_kept(job: LocalJob, supervisor: Supervisor) -> bool:

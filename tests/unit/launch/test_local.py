@@ -18,6 +18,7 @@ import pytest
 
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
+from stratagem.launch import summary
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import Launch, LocalJob
 from stratagem.launch.supervisor import LATE_S
@@ -347,6 +348,25 @@ def test_a_worker_that_stands_still_as_a_ring_with_min_workers_ends_is_killed(ca
     case.programs["worker:1"] = WORKER_DONE + f"import time\ntime.sleep({LATE_S + 1 if is_done else DEADLINE_S})\n"
     assert case.run(num_ps=0, min_workers=1) == 0
     assert case.summary["tasks"]["worker:1"]["exit_codes"] == [0 if is_done else -9]
+
+
+def test_a_signal_as_the_launcher_says_what_came_of_the_job_takes_nothing_of_that(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the launcher before the summary was written, and left the folder of the run."""
+    heard: list[int] = []
+
+    def build_summary(*arguments: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return summary.build_summary(*arguments)
+
+    monkeypatch.setattr("stratagem.launch.local.build_summary", build_summary)
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        assert case.run() == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not heard and case.summary["exit_code"] == 0
 
 
 RUN = """
