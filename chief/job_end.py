@@ -54,8 +54,8 @@ class JobEnd(ChiefPart):
         # Scripts may end before every task of their cluster has started, and a ps may have died a moment ago: who comes
         # late is to hear of the end, and a ps that is back in time is part of the last checkpoint.
         sessions, is_good = self._sessions, stop.exit_code == 0
-        unsaved = self._journal.history.unsaved
-        if not self._journal.history.ending:  # else an earlier incarnation of the chief has come that far
+        unsaved, goes_on = self._journal.history.unsaved, self._journal.history.ending
+        if not goes_on:  # else an earlier incarnation of the chief has come that far
             if stop.exit_code in (0, 143):
                 unsaved = await self._save_last(self._clock() + (self._config.worker_timeout_s if is_good else 0.0))
             self._say_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
@@ -67,7 +67,8 @@ class JobEnd(ChiefPart):
         deadline = self._clock() + (LATE_S if is_good else 0.0)
 
         def all_gone() -> bool:
-            is_late = sessions.absent_servers or sessions.never_came or sessions.evaluator_is_back_soon
+            is_late = sessions.never_came or sessions.evaluator_is_back_soon
+            is_late |= bool(sessions.absent_servers) and not goes_on  # this chief has awaited them before
             return not sessions.anybody_waits and not (is_good and is_late)
 
         await self._until(all_gone, max(deadline, self._clock() + self._config.session_timeout_s))

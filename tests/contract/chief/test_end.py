@@ -108,6 +108,23 @@ async def test_the_next_chief_stays_for_who_does_not_know_that_its_goodbye_was_h
         await until_late(again, again.job.finished.done)
 
 
+async def test_the_next_chief_does_not_wait_twice_for_a_ps_that_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It awaited those whose goodbye the last one had not noted, and then waited for them again, as for a lost ps."""
+    monkeypatch.setattr("stratagem.chief.job_end.LATE_S", 1000.0)
+    options: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path), "session_timeout_s": 0.5}
+    async with chief(**options, heartbeat_interval_s=0.1) as running, ps(running.address, FakePs(0)):
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        worker.goodbye()
+        await until(lambda: running.job.journal.history.ending)
+        await running.kill()
+        await worker.die()
+    async with chief(**options, heartbeat_interval_s=0.1) as again:
+        assert await again.exit_code() == 0
+
+
 class Full(FakePs):
     """Has no room for another checkpoint."""
 
