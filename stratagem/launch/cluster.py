@@ -70,6 +70,7 @@ class LocalCluster:
         self.failure_tail: list[str] = []
         self._processes: dict[TaskId, TaskProcess] = {}
         self._ended_at: dict[TaskId, float] = {}
+        self._seen_off: set[TaskId] = set()
         self._poller: StatusPoller | None = None
         self._exit_code: int | None = None
         self._tick_s = TICK_S
@@ -202,10 +203,11 @@ class LocalCluster:
             self.supervisor.broken()
         if read_report(self.folders.report(task)).get("has_stepped"):  # the chief may know of it by the next batch only
             self.supervisor.stepped([task])
-        if task == self.chief and code == EXIT_DONE and self.supervisor.policy.min_workers:
-            with contextlib.suppress(ConfigurationError):  # its last loss ended the job: no answer has told of that
-                done = replay(self.folders.journal / NAME).done
-                self.supervisor.away([each for each in self._processes if str(each) not in done], now)
+        if task == self.chief and code == EXIT_DONE:
+            self._note_goodbyes(now)
+        elif code == -signal.SIGKILL and task in self._seen_off:
+            code = EXIT_DONE
+            self.output.say(f"{task} was killed after its goodbye to the chief: it had done its work")
         actions = self.supervisor.exited(task, code, now)
         left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
         if self.supervisor.phase is Phase.RENEWING and not was_renewing:
@@ -219,6 +221,16 @@ class LocalCluster:
             self.failure_tail = self.output.tail(self.supervisor.failure.task)
             self.output.say(f"{task} ended ({describe_exit(code)}): {self.supervisor.failure.reason}")
         self._do(actions)
+
+    def _note_goodbyes(self, now: float) -> None:
+        """Who had said goodbye to a chief that has ended the job well, by its journal. A ring with ``min_workers`` has
+        lost the other workers: the chief goes with the last loss, and no answer tells of that."""
+        with contextlib.suppress(ConfigurationError):
+            self._seen_off = set(map(TaskId.parse, replay(self.folders.journal / NAME).done))
+            if self.supervisor.policy.min_workers:
+                self.supervisor.away(
+                    self.supervisor.running.intersection(self.supervisor.workers) - self._seen_off, now
+                )
 
     def _owes_goodbye(self, process: TaskProcess) -> bool:
         """Whether its chief still counts on a worker, which says goodbye when its script is over, whatever the end."""

@@ -350,6 +350,24 @@ def test_a_worker_that_stands_still_as_a_ring_with_min_workers_ends_is_killed(ca
     assert case.summary["tasks"]["worker:1"]["exit_codes"] == [0 if is_done else -9]
 
 
+def test_an_evaluator_that_is_killed_after_its_goodbye_has_not_failed(case: Case) -> None:
+    """The job ended with exit code 1; nothing was lost."""
+    case.programs["chief:0"] = (
+        f"import glob, os\nfrom stratagem.chief.journal.journal import Journal\n{CHIEF}"
+        "journal = Journal(glob.glob(sys.argv[1] + '/state/*/chief')[0])\n"
+        "journal.write('over', task='evaluator:0', incarnation=1, done=True)\n"
+        "open(sys.argv[1] + '/pid', 'w').write(str(os.getpid()))\n"
+    )
+    case.programs["ps:0"] = WORKER_DONE
+    case.programs["evaluator:0"] = (
+        "import os, pathlib, sys, time\npid = pathlib.Path(sys.argv[1], 'pid')\n"
+        "while not pid.exists() or not pid.read_text() or pathlib.Path('/proc', pid.read_text()).exists():\n"
+        "    time.sleep(0.1)\n"
+        "time.sleep(1)\nos.kill(os.getpid(), 9)\n"
+    )
+    assert case.run(evaluator=True) == 0
+
+
 def test_a_signal_as_the_launcher_says_what_came_of_the_job_takes_nothing_of_that(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
