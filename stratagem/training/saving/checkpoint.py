@@ -41,7 +41,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.random_states import all_random_states, set_all_random_states
-from stratagem.training.saving.members import CheckpointMembers
+from stratagem.training.saving.members import CheckpointMembers, FirstLostError
 from stratagem.training.saving.object_states import beyond_variables, kind_of, put_back, states_of_variables, take
 from stratagem.worker import background_writes
 from stratagem.worker.runtime import active_runtime
@@ -119,6 +119,7 @@ class Checkpoint:
         self._servers = chosen.servers
         self._writing: Future[None] | None = None
         self._is_pending = False
+        self._first = ""  # who writes, in a ring that may lose it
         self._stall_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -200,7 +201,7 @@ class Checkpoint:
         if writing is not None:
             background_writes.heard(writing)
         if is_pending:
-            self._members.from_first(lambda: None if writing is None else writing.result())
+            self._members.from_first(lambda: None if writing is None else writing.result(), self._first)
 
     @overload
     def restore(self, path: str | os.PathLike[str], *, random: bool = True) -> Restored: ...
@@ -281,38 +282,46 @@ class Checkpoint:
         step: int | None,
         blocking: bool | None,
         then: Callable[[pathlib.Path], None],
+        is_again: bool = False,
     ) -> str:
         whole_numbers(0, step=step)
         started = time.monotonic()
-        self.wait()
         blocking = not self._asynchronous if blocking is None else blocking
-        writes = self._members.rank == 0
-        generators = self._members.gather(all_random_states(self._strategy))
-        states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
-        if writes:
-            encoded = encode(generators, "random number generators", copy=False)
-            states[RANDOM] = EncodedState({"kind": "random", "state": encoded.tree}, encoded.tensors)
-        chosen = self._members.from_first(lambda: _choose(folder, name, step))
-        target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
-        is_there = self._servers is not None and not self._servers.claim(target)
-        if writes and not is_there:
-            # What goes wrong in the thread is raised by all members; parameter servers' workers are no members.
-            served = None if self._servers is None else _served_draft(folder, self._servers)
-
-            def write() -> None:
-                remove_unfinished(folder)
-                with served or CheckpointDraft(folder) as draft:
-                    self._write(draft, target, number, states)
-                then(target)
-
-            self._writing = _in_thread(write, target)
-        self._is_pending = True
-        if blocking:
+        try:
             self.wait()
+            self._first = self._members.first
+            writes = self._members.rank == 0
+            generators = self._members.gather(all_random_states(self._strategy))
+            states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
+            if writes:
+                encoded = encode(generators, "random number generators", copy=False)
+                states[RANDOM] = EncodedState({"kind": "random", "state": encoded.tree}, encoded.tensors)
+            chosen = self._members.from_first(lambda: _choose(folder, name, step), self._first)
+            target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
+            is_there = self._servers is not None and not self._servers.claim(target)
+            if writes and not is_there:
+                # What goes wrong in the thread is raised by all members; parameter servers' workers are no members.
+                served = None if self._servers is None else _served_draft(folder, self._servers)
+
+                def write() -> None:
+                    remove_unfinished(folder)
+                    with served or CheckpointDraft(folder) as draft:
+                        self._write(draft, target, number, states, is_again)
+                    then(target)
+
+                self._writing = _in_thread(write, target)
+            self._is_pending = True
+            if blocking:
+                self.wait()
+        except FirstLostError:
+            logger.warning("%s is lost, and what it was writing: another worker writes this checkpoint", self._first)
+            return self._save(folder, name, step, blocking, then, is_again=True)
         self._stall_s = time.monotonic() - started
         return str(target)
 
-    def _write(self, draft: CheckpointDraft, target: pathlib.Path, step: int, states: dict[str, EncodedState]) -> None:
+    def _write(
+        self, draft: CheckpointDraft, target: pathlib.Path, step: int, states: dict[str, EncodedState], is_again: bool
+    ) -> None:
         objects = {
             name: {"state": state.tree, "files": add_tensors(draft, name, state.tensors, self._max_file_bytes)}
             for name, state in states.items()
@@ -330,7 +339,7 @@ class Checkpoint:
         }
         is_newest = step >= max(_steps(target.parent), default=0)
         manifest = Manifest(step=step, files=tuple(draft.files), facts=facts)
-        first_wins = self._servers is not None
+        first_wins = self._servers is not None or is_again  # its random numbers were of more workers
         draft.commit(target, manifest, is_newest=is_newest, is_same=lambda at: first_wins or draft.has_files_of(at))
 
 

@@ -10,12 +10,16 @@ import safetensors.torch
 import torch
 
 from stratagem.checkpoint.tree import EncodedState, Json
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, CollectiveError
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.state_broadcast import broadcast_json, broadcast_tensors
 
 BEAT_S = 1.0
 """While rank 0 is busy it says so this often: the others wait in a collective, which has a time-out."""
+
+
+class FirstLostError(CollectiveError):
+    """Rank 0 is lost, and what it was at; those who are left are in a ring of their own."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -38,16 +42,26 @@ class CheckpointMembers:
     def size(self) -> int:
         return 1 if self._ring is None else self._ring.size
 
-    def from_first(self, work: Callable[[], Json]) -> Json:
-        """Runs ``work`` on rank 0 alone; everybody gets what it returns.
+    @property
+    def first(self) -> str:
+        """Rank 0, by name, where it may be lost; else empty."""
+        healing = None if self._communicator is None else self._communicator.healing
+        return "" if healing is None else healing.members[0]
+
+    def from_first(self, work: Callable[[], Json], first: str | None = None) -> Json:
+        """Runs ``work`` on rank 0 alone; everybody gets what it returns. ``first``: rank 0 as it was, if it was to have
+        something ready for that.
 
         Raises:
             CheckpointError: it failed; on rank 0 the error itself.
+            FirstLostError: rank 0 is lost, on all others.
         """
+        first = self.first if first is None else first
+        self._check(first)
         if self._ring is None:
             return work()
         if self._ring.rank:
-            while "busy" in (news := self._tell(self._ring, None)):
+            while "busy" in (news := self._tell(self._ring, first, None)):
                 continue
             if "error" in news:
                 raise CheckpointError(news["error"])
@@ -55,12 +69,12 @@ class CheckpointMembers:
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as executor:
             future = executor.submit(work)
             while not wait([future], BEAT_S).done:
-                self._tell(self._ring, {"busy": True})
+                self._tell(self._ring, first, {"busy": True})
         error = future.exception()
         if error is not None:
-            self._tell(self._ring, {"error": str(error)})
+            self._tell(self._ring, first, {"error": str(error)})
             raise error
-        self._tell(self._ring, {"result": future.result()})
+        self._tell(self._ring, first, {"result": future.result()})
         return future.result()
 
     def states_from_first(self, read: Callable[[], dict[str, EncodedState]]) -> dict[str, EncodedState]:
@@ -86,7 +100,16 @@ class CheckpointMembers:
         everybody = self._ring.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [safetensors.torch.load(other.numpy().tobytes()) for other in everybody]
 
-    def _tell(self, ring: Communicator, news: dict[str, Json] | None) -> dict[str, Json]:
+    def _tell(self, ring: Communicator, first: str, news: dict[str, Json] | None) -> dict[str, Json]:
         """Rank 0's news, on every rank."""
-        heard: dict[str, Json] = broadcast_json(ring, news)
-        return heard
+
+        def tell() -> dict[str, Json]:
+            self._check(first)  # who comes after it has no news
+            heard: dict[str, Json] = broadcast_json(ring, news)
+            return heard
+
+        return ring.atomic(tell)
+
+    def _check(self, first: str) -> None:
+        if self.first != first:
+            raise FirstLostError(f"{first} is lost, and the checkpoint that it was at with it; start the job again")

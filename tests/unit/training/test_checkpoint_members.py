@@ -21,6 +21,7 @@ from stratagem.training.saving.manager import CheckpointManager
 from stratagem.training.saving.members import CheckpointMembers
 from stratagem.worker.reduction.batch_norm import average_by_examples
 from stratagem.worker.ring.communicator import Communicator
+from tests.unit.ring.healing_ranks import Fate, run_mortal
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
 
 
@@ -100,8 +101,8 @@ def test_a_long_write_keeps_the_others_informed(monkeypatch: pytest.MonkeyPatch)
     heard = threading.Event()
 
     class Counting(CheckpointMembers):
-        def _tell(self, ring: Communicator, news: dict[str, Any] | None) -> dict[str, Any]:
-            found = super()._tell(ring, news)
+        def _tell(self, ring: Communicator, first: str, news: dict[str, Any] | None) -> dict[str, Any]:
+            found = super()._tell(ring, first, news)
             if "busy" in found and ring.rank == 1:
                 heard.set()
             return found
@@ -140,3 +141,22 @@ def test_an_asynchronous_save_of_all(tmp_path: Path) -> None:
         return paths[1]
 
     assert run_ranks(2, save) == [str(tmp_path / "step-00000002")] * 2
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dies_at", range(1, 9))
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_ring_that_loses_who_writes_saves_all_the_same(tmp_path: Path, size: int, dies_at: int, late: bool) -> None:
+    """It ended; or, where rank 0 was lost before it began to write, it told of a checkpoint that was none."""
+
+    def save(communicator: Communicator) -> str:
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, 7.0)
+        path = Checkpoint(strategy=InStep(communicator), model=model).write(tmp_path, step=1)
+        communicator.barrier()
+        return path
+
+    results = run_mortal(size, save, rank0=Fate(dies_at=dies_at, late=late))
+    assert results == [str(tmp_path / "step-00000001")] * (size - 1)
+    assert load_checkpoint(tmp_path, "model")["weight"].tolist() == [[7.0, 7.0]]
+    assert not list(tmp_path.glob(".draft-*"))
