@@ -42,7 +42,7 @@ class Draft:
         """Where it is made; parameter servers may write a checkpoint in there, see :meth:`CheckpointDraft.build_on`."""
         self._latest = self.path.with_suffix(".latest")
         parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(f"{self.path}.lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._lock = os.open(_lock_of(self.path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there either
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -62,7 +62,7 @@ class Draft:
         lock, self._lock = self._lock, -1
         if lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)  # committed, it is somewhere else
-            for path in (self._latest, f"{self.path}.lock"):
+            for path in (self._latest, _lock_of(self.path)):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             os.close(lock)
@@ -161,7 +161,8 @@ class CheckpointDraft(Draft):
 
 def remove_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
     """Removes drafts whose writer is dead, and the rest of what somebody died removing; returns the drafts."""
-    for path in directory.glob(f"{REMOVED}*"):
+    unlocked = [path for path in directory.glob(f"{DRAFT}*") if not path.suffix and not _lock_of(path).exists()]
+    for path in (*directory.glob(f"{REMOVED}*"), *unlocked):  # a ps may have written into a draft as that was removed
         shutil.rmtree(path, ignore_errors=True)
     return remove_drafts(directory)
 
@@ -188,6 +189,11 @@ def remove_drafts(directory: pathlib.Path) -> list[pathlib.Path]:
         finally:
             os.close(lock)
     return removed
+
+
+def _lock_of(draft: pathlib.Path) -> pathlib.Path:
+    """There before the draft, and as long as it."""
+    return draft.with_suffix(".lock")
 
 
 def _set_aside_if_damaged(target: pathlib.Path) -> None:

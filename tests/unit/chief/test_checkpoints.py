@@ -153,3 +153,14 @@ def test_a_checkpoint_waits_until_all_of_the_last_one_is_on_some_ps() -> None:
     assert untaken([half, half]) == 0
     assert untaken([half, ServerDescription()]) == 0, "it has gone back to a later one, which had all"
     assert untaken([]) == 0
+
+
+def test_a_draft_that_a_ps_wrote_into_while_it_was_removed_is_swept_too(tmp_path: Path) -> None:
+    """One ps had died, and the chief gave the checkpoint up; the other's file stayed, for good."""
+    given_up = checkpoints.begin(str(tmp_path))
+    given_up.close()
+    given_up.path.mkdir()
+    (given_up.path / "ps-1.json").touch()
+    with checkpoints.begin(str(tmp_path)) as draft:
+        remove_unfinished(tmp_path)
+        assert [path for path in tmp_path.glob(".draft-*") if path.is_dir()] == [draft.path]
