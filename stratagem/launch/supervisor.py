@@ -180,8 +180,8 @@ class Supervisor:
                 self.failure = self.failure or Failure(task, code, "the training goes on without it")
             else:
                 actions = self._fail(Failure(task, code, reason), now)
-        elif self.phase is Phase.DRAINING and task.type in ("ps", "evaluator") and not self._why_not_again(task, code):
-            self.restarts[task] = self.restarts.get(task, 0) + 1  # the chief waits for it with the last checkpoint
+        elif self.phase is Phase.DRAINING and task.type != "worker" and not self._why_not_again(task, code):
+            self.restarts[task] = self.restarts.get(task, 0) + 1  # the last checkpoint needs a ps, and the chief
             return [self._start(task)]
         elif self.phase is Phase.DRAINING and self.failure is None:
             self.failure = Failure(task, code, "it failed after the workers were done")

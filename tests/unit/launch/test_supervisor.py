@@ -195,6 +195,22 @@ def test_a_ps_that_dies_before_the_last_checkpoint_is_started_again() -> None:
     assert supervisor.exited(PS, -9, 7.5) == [Finish(1)], "no chief would answer another life"
 
 
+def test_a_chief_that_dies_with_the_last_checkpoint_to_do_is_started_again() -> None:
+    """The job had failed, and the work since the last checkpoint was lost; the next chief goes on from the journal."""
+    supervisor = _running()
+    for task in (W1, W0):
+        assert supervisor.exited(task, 0, 5.0) == []
+    assert supervisor.exited(CHIEF, -9, 6.0) == [Start(CHIEF)]
+    supervisor.answered(14.0)
+    assert supervisor.exited(PS, 0, 20.0) == []
+    assert supervisor.exited(CHIEF, 0, 21.0) == [Finish(0)] and supervisor.failure is None
+    supervisor = _running()
+    for task in (W1, W0):
+        supervisor.exited(task, 0, 5.0)
+    supervisor.exited(CHIEF, 1, 6.0)
+    assert supervisor.failure is not None and supervisor.failure.task == CHIEF
+
+
 def test_an_evaluator_takes_its_time_for_the_last_checkpoint() -> None:
     supervisor = Supervisor([W0], [CHIEF, PS, EVALUATOR], POLICY)
     supervisor.begin(0.0)
