@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-import yaml
 
 from stratagem.cli.options import Number, pairs_of
 from stratagem.cluster.choice import STRATEGIES
@@ -15,6 +14,7 @@ from stratagem.cluster.spec import refuse_unknown
 from stratagem.launch.machines import TASK_MACHINES, parse_machine
 from stratagem.launch.manifests import jobset, kubernetes, trainjob
 from stratagem.launch.manifests.pod import Object
+from stratagem.launch.manifests.text import to_yaml
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
 
 RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
@@ -73,4 +73,4 @@ def render_command(
     options |= {role: parse_machine(name) for role, name in named.items()}
     told = pairs_of("--env NAME=VALUE", environment)
     workload = Workload(**options, environment=told, labels=pairs_of("--label NAME=VALUE", labels))
-    click.echo(yaml.safe_dump_all(RENDERERS[target](workload), sort_keys=False), nl=False)
+    click.echo(to_yaml(RENDERERS[target](workload)), nl=False)

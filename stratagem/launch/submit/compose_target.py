@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from stratagem.launch.manifests import compose
+from stratagem.launch.manifests.text import to_yaml
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, Record, rank_of
@@ -22,7 +21,7 @@ class ComposeTarget:
 
     def show(self, plan: JobPlan) -> str:
         assert plan.image is not None
-        return _yaml(compose.render(plan.workload(plan.image.name)))
+        return to_yaml([compose.render(plan.workload(plan.image.name))])
 
     def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
         """Builds the image (and pushes it, where a registry is given) and starts the project."""
@@ -31,7 +30,7 @@ class ComposeTarget:
         build(plan.image)
         try:
             image = push(plan.image.name) if plan.image.pushed else plan.image.name
-            (folder / FILE).write_text(_yaml(compose.render(plan.workload(image), cores)))
+            (folder / FILE).write_text(to_yaml([compose.render(plan.workload(image), cores)]))
             record(image, {"project": plan.id})
             _compose(folder, plan.id, ["up", "--detach", "--no-build", "--quiet-pull"], "start the job")
         except BaseException:  # Ctrl-C too
@@ -84,7 +83,3 @@ def _project(folder: Path, job_id: str) -> list[str]:
 
 def _compose(folder: Path, job_id: str, arguments: list[str], what: str) -> str:
     return docker([*_project(folder, job_id), *arguments], what)
-
-
-def _yaml(document: dict[str, Any]) -> str:
-    return yaml.safe_dump(document, sort_keys=False, width=120)

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from stratagem.launch.manifests import kubernetes
+from stratagem.launch.manifests.text import to_yaml
 from stratagem.launch.submit.docker_cli import build, forget, push
 from stratagem.launch.submit.kubernetes_client import Cluster, Object
 from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
@@ -30,7 +31,7 @@ class KubernetesTarget:
     def show(self, plan: JobPlan) -> str:
         """The objects as YAML, as :meth:`submit` creates them."""
         assert plan.image is not None
-        return _yaml(kubernetes.render(plan.workload(plan.image.name)))
+        return to_yaml(kubernetes.render(plan.workload(plan.image.name)))
 
     def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
         """Builds and pushes the image, and creates the objects, all or none; the image is not kept here."""
@@ -40,7 +41,7 @@ class KubernetesTarget:
             try:
                 image = push(plan.image.name)
                 objects = kubernetes.render(plan.workload(image))
-                (folder / FILE).write_text(_yaml(objects))
+                (folder / FILE).write_text(to_yaml(objects))
                 where = {"context": cluster.context, "namespace": cluster.namespace, "kubeconfig": cluster.kubeconfig}
                 record(image, where)
                 cluster.create(objects)
@@ -154,7 +155,3 @@ def _end_of(pods: list[Object]) -> tuple[int | None, str]:
                 why = " (OOMKilled: it needs more memory)" if ended.get("reason") == "OOMKilled" else ""
                 return int(ended["exitCode"]), why
     return None, ""
-
-
-def _yaml(documents: list[Object]) -> str:
-    return yaml.safe_dump_all(documents, sort_keys=False, width=120)

@@ -54,6 +54,13 @@ def test_options_become_a_workload() -> None:
     assert list(yaml.safe_load_all(render("--target", "jobset", *options).output)) == jobset.render(workload)
 
 
+def test_text_that_other_readers_of_yaml_take_for_numbers_is_quoted() -> None:
+    """PyYAML reads these as text with and without quotes, kubectl and compose with quotes alone."""
+    result = render("--label", "commit=12e4567", "--env", "DEBUG=y", "t.py", "--lr", "1e-4", "0o17", "512Mi")
+    lines = {line.strip(" -") for line in result.output.splitlines()}
+    assert {"commit: '12e4567'", "DEBUG: 'y'", "'1e-4'", "'0o17'", "512Mi", "backoffLimit: 20"} <= lines
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
