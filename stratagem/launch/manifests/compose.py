@@ -50,7 +50,7 @@ def _service(workload: Workload, task: TaskId, cluster: ClusterSpec | None, num_
     return {
         "image": workload.image,
         "pull_policy": "missing",
-        "command": [_literal(word) for word in command_of(workload, task.type)],
+        "command": command_of(workload, task.type),
         "environment": {name: _literal(value) for name, value in sorted(settings.items())},
         "labels": labels_of(workload, task.type),
         "volumes": [f"{VOLUME}:{JOB_FOLDER}"],

@@ -48,9 +48,10 @@ def machine_of(workload: Workload, role: str) -> MachineConfig:
 
 
 def command_of(workload: Workload, role: str) -> list[str]:
-    """The command line of a task; all that it needs to know beside its script is in its environment."""
+    """The command line of a task, as compose and Kubernetes take it, which put variables in where they see a dollar
+    sign; all that it needs to know beside its script is in its environment."""
     script = [workload.script, *workload.args] if role in ("worker", "evaluator") else []
-    return ["stratagem", role, *script]
+    return ["stratagem", role, *(word.replace("$", "$$") for word in script)]
 
 
 def settings_of(workload: Workload) -> dict[str, str]:

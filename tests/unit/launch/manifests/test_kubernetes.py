@@ -40,6 +40,11 @@ def test_every_task_is_a_job_with_a_name_of_its_own() -> None:
     assert pods["job-ps-0"]["containers"][0]["command"] == ["stratagem", "ps"]
 
 
+def test_kubernetes_puts_no_variables_into_the_arguments_of_a_script() -> None:
+    pods = pods_of(dataclasses.replace(JOB, args=("$(HOME)", "a$$b")))
+    assert pods["job-worker-1"]["containers"][0]["command"][-2:] == ["$$(HOME)", "a$$$$b"]
+
+
 @pytest.mark.parametrize("role", ["chief", "worker", "ps", "evaluator"])
 def test_a_pod_s_environment_is_the_configuration_of_its_task(role: str) -> None:
     resolved, placement = gather(role, environment_of(JOB, f"job-{role}-0"))
