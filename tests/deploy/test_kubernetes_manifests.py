@@ -37,7 +37,9 @@ DIGITS = Workload(
     num_ps=2,
     checkpoint_every_s=30,
 )
-RING = dataclasses.replace(DIGITS, num_ps=0, num_workers=3, evaluator=True, environment={"A": "1", "HOME": "/work"})
+RING = dataclasses.replace(
+    DIGITS, num_ps=0, num_workers=3, evaluator=True, environment={"HOME": "/work", "OMP_NUM_THREADS": "3"}
+)
 ALONE = dataclasses.replace(DIGITS, num_ps=0, num_workers=1, worker=MachineConfig(8, 30, "nvidia-tesla-t4", 4))
 
 
@@ -117,6 +119,7 @@ def test_gpus(tools: Tools) -> None:
         (
             dataclasses.replace(
                 DIGITS,
+                args=("$(HOME)", "a$$b"),
                 token_secret="t",
                 staleness=0.0,
                 labels={"team": "a"},
@@ -127,6 +130,7 @@ def test_gpus(tools: Tools) -> None:
                 storage_class="fast",
             ),
             {
+                "args": ["$(HOME)", "a$$b"],
                 "tokenSecret": "t",
                 "staleness": 0,
                 "labels": {"team": "a"},
@@ -141,7 +145,7 @@ def test_gpus(tools: Tools) -> None:
                 "ps": {"count": 0},
                 "worker": {"count": 3},
                 "evaluator": True,
-                "environment": {"A": "1", "HOME": "/work"},
+                "environment": {"HOME": "/work", "OMP_NUM_THREADS": "3"},
             },
         ),
         (

@@ -156,7 +156,7 @@ def _container(
         "imagePullPolicy": "IfNotPresent",
         "command": command_of(workload, role),
         "envFrom": [{"configMapRef": {"name": workload.name}}],
-        "env": [*variables, *_run(workload), *_threads(machine_of(workload, role))],
+        "env": [*variables, *_run(workload), *_threads(workload, role)],
         **(_probes(workload, role) if serves else {}),
         "resources": _resources(machine_of(workload, role)),
         "securityContext": {
@@ -198,9 +198,11 @@ def _run(workload: Workload) -> list[Object]:
     return [{"name": "STRATAGEM_RUN_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['controller-uid']"}}}]
 
 
-def _threads(machine: MachineConfig) -> list[Object]:
-    cores = str(max(1, int(machine.cpu_cores)))
-    return [{"name": "OMP_NUM_THREADS", "value": cores}, {"name": "STRATAGEM_NUM_THREADS", "value": cores}]
+def _threads(workload: Workload, role: str) -> list[Object]:
+    """As many as cores; what the user says, the ConfigMap has, and ``env`` would win over it."""
+    cores = str(max(1, int(machine_of(workload, role).cpu_cores)))
+    names = ("OMP_NUM_THREADS", "STRATAGEM_NUM_THREADS")
+    return [{"name": name, "value": cores} for name in names if name not in workload.environment]
 
 
 def _resources(machine: MachineConfig) -> Object:

@@ -165,7 +165,7 @@ spec:
             - {{ .role }}
             {{- if has .role (list "worker" "evaluator") }}
             {{- range prepend $values.args $values.script }}
-            - {{ . | quote }}
+            - {{ . | replace "$" "$$" | quote }}
             {{- end }}
             {{- end }}
           envFrom:
@@ -180,10 +180,12 @@ spec:
                 fieldRef:
                   fieldPath: metadata.labels['controller-uid']
             {{- end }}
-            - name: OMP_NUM_THREADS
+            {{- range list "OMP_NUM_THREADS" "STRATAGEM_NUM_THREADS" }}
+            {{- if not (hasKey $values.environment .) }}
+            - name: {{ . }}
               value: {{ $cores | quote }}
-            - name: STRATAGEM_NUM_THREADS
-              value: {{ $cores | quote }}
+            {{- end }}
+            {{- end }}
           {{- if and (include "stratagem.cluster" .root) (ne .role "evaluator") }}
           ports:
             - name: grpc

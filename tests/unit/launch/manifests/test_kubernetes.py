@@ -103,9 +103,12 @@ def test_a_small_job_fits_on_a_node_of_two_cores() -> None:
 
 def test_the_user_s_environment_and_labels() -> None:
     job = dataclasses.replace(
-        JOB, environment={"STRATAGEM_LOG_FORMAT": "text"}, labels={"team": "a", "app.kubernetes.io/name": "mine"}
+        JOB,
+        environment={"STRATAGEM_LOG_FORMAT": "text", "OMP_NUM_THREADS": "3"},
+        labels={"team": "a", "app.kubernetes.io/name": "mine"},
     )
-    assert environment_of(job, "job-ps-0")["STRATAGEM_LOG_FORMAT"] == "text"
+    told = environment_of(job, "job-ps-0")
+    assert [told[name] for name in (*job.environment, "STRATAGEM_NUM_THREADS")] == ["text", "3", "1"]
     for each in kubernetes.render(job):
         assert each["metadata"]["labels"]["team"] == "a"
         assert each["metadata"]["labels"]["app.kubernetes.io/name"] == "stratagem"
