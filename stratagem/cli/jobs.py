@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from stratagem.cli.options import pairs_of
 from stratagem.launch.submit import submission
 from stratagem.launch.submit.record import JobRecord, JobState, JobStore
 
@@ -30,8 +31,8 @@ def jobs_command() -> None:
 def list_command(as_json: bool, labels: tuple[str, ...]) -> None:
     """Every job, the oldest first: where it runs, how it stands, its exit code."""
     store = JobStore()
-    wanted = set(labels)
-    records = [one for one in store.all() if wanted <= {f"{key}={value}" for key, value in one.labels.items()}]
+    wanted = pairs_of("--label KEY=VALUE", labels).items()
+    records = [one for one in store.all() if wanted <= one.labels.items()]
     found = [(record, submission.state_or_reason(record, store)) for record in records]
     if as_json:
         for record, state in found:

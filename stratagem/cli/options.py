@@ -93,13 +93,15 @@ def pairs_of(form: str, texts: Sequence[str]) -> dict[str, str]:
     """What a repeated option of a ``form`` like "--env NAME=VALUE" says, by name.
 
     Raises:
-        ConfigurationError: a text is no pair.
+        ConfigurationError: a text is no pair, or two have one name.
     """
-    pairs = {}
+    pairs: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise ConfigurationError(f"expected {form}, got {text!r}")
+        if key in pairs:
+            raise ConfigurationError(f"expected {form} once for {key}, got {key}={pairs[key]} and {text}")
         pairs[key] = value
     return pairs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,13 @@ import click
 from stratagem.cli.options import Number, pairs_of
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import refuse_unknown
+from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, parse_machine
 from stratagem.launch.manifests import jobset, kubernetes, trainjob
 from stratagem.launch.manifests.pod import Object
 from stratagem.launch.manifests.text import to_yaml
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
+from stratagem.launch.submit.request import check_labels
 
 RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
     "kubernetes": kubernetes.render,
@@ -72,5 +75,12 @@ def render_command(
     refuse_unknown("role", named, TASK_MACHINES, " in --machine")
     options |= {role: parse_machine(name) for role, name in named.items()}
     told = pairs_of("--env NAME=VALUE", environment)
-    workload = Workload(**options, environment=told, labels=pairs_of("--label NAME=VALUE", labels))
+    for name in told:
+        if not re.fullmatch(r"[-._a-zA-Z][-._a-zA-Z0-9]*", name):
+            raise ConfigurationError(
+                "expected letters, digits, '-', '_' and '.' as the name of a variable, and no digit first, got "
+                f"{name!r}: Kubernetes takes no other"
+            )
+    marks = check_labels(pairs_of("--label NAME=VALUE", labels))
+    workload = Workload(**options, environment=told, labels=marks)
     click.echo(to_yaml(RENDERERS[target](workload)), nl=False)

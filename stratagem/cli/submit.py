@@ -10,7 +10,6 @@ import click
 
 from stratagem.cli.options import pairs_of
 from stratagem.cluster.choice import STRATEGIES
-from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import COMMON_MACHINE_CONFIGS
 from stratagem.launch.manifests.workload import ACCESS_MODES
 from stratagem.launch.submit.api import submit_and_follow
@@ -71,8 +70,6 @@ def submit_command(
     if options["distribution_strategy"] == "none":
         options["distribution_strategy"] = None
     job_labels = pairs_of("--label KEY=VALUE", labels)
-    if len(job_labels) < len(labels):
-        raise ConfigurationError(f"a label was given twice: {', '.join(labels)}")
     request = JobRequest(entry_point_args=args, job_labels=job_labels, **options)
     job, code = submit_and_follow(request, script or ".", stream_logs=stream_logs, dry_run=dry_run)
     if not dry_run and not stream_logs:

@@ -155,6 +155,8 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["scale", "--chief", "127.0.0.1:1", "--ps", "2", "--wait-s", "nan"], "nan is not in the range"),
         (["run", "--workers", "100000", __file__], "are 100000 processes on this host"),
         (["submit", ""], "but there is no file .;"),
+        (["submit", "--label", "a=1", "--label", "a=2", __file__], "--label KEY=VALUE once for a, got a=1 and a=2"),
+        (["jobs", "list", "--label", "team"], "expected --label KEY=VALUE, got 'team'"),
         (["submit", "--workers", "100000", "--dry-run", __file__], "are 100000 processes on this host"),
         (["run", "--ps", "1", "--staleness", "-1", __file__], "staleness from flag --staleness"),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
