@@ -16,6 +16,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
+from stratagem.launch.manifests.workload import check_staleness
 from stratagem.rpc import heap
 from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 
@@ -103,10 +104,7 @@ class LocalJob:
                 "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add --ps, or save in "
                 "the script (sg.CheckpointManager, sg.callbacks.BackupAndRestore)"
             )
-        if not self.num_ps and 0 < self.staleness < math.inf:
-            raise ConfigurationError(
-                f"--staleness {self.staleness:g} is for parameter servers: add --ps; without, workers are in step"
-            )
+        check_staleness(self.staleness, self.num_ps)
         of_ring = [name.replace("_", "-") for name in OF_RING if self.num_ps and name in self.communication]
         if of_ring:
             raise ConfigurationError(

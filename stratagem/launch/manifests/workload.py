@@ -19,6 +19,20 @@ _NAME_CHARACTERS = 40
 _NAME = re.compile(rf"(?=.{{1,{_NAME_CHARACTERS}}}$)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
 
 
+def check_staleness(staleness: float, num_ps: int) -> None:
+    """A bound there can be, and parameter servers whose it is.
+
+    Raises:
+        ConfigurationError: one is missing.
+    """
+    if not (isinstance(staleness, int | float) and staleness >= 0):
+        raise ConfigurationError(f"expected a staleness of at least 0 (math.inf: asynchronous), got {staleness}")
+    if 0 < staleness < math.inf and not num_ps:
+        raise ConfigurationError(
+            f"a staleness of {staleness:g} is for parameter servers: add ps; without, workers are in step"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """What every renderer takes: docker-compose, Kubernetes, JobSet and TrainJob show the same job.
@@ -64,8 +78,9 @@ class Workload:
     """Of the volume; empty: the cluster's default."""
 
     def __post_init__(self) -> None:
-        if not self.staleness >= 0:
-            raise ConfigurationError(f"expected a staleness of at least 0 (inf: asynchronous), got {self.staleness:g}")
+        if not (self.image and self.script):
+            raise ConfigurationError(f"expected an image and a script in it, got {self.image!r} and {self.script!r}")
+        check_staleness(self.staleness, self.num_ps)
         if not _NAME.fullmatch(self.name):
             raise ConfigurationError(
                 f"expected a name of at most {_NAME_CHARACTERS} lower-case letters, digits and '-' that starts with a "

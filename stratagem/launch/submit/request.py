@@ -13,7 +13,7 @@ from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choo
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
-from stratagem.launch.manifests.workload import ACCESS_MODES
+from stratagem.launch.manifests.workload import ACCESS_MODES, check_staleness
 
 TARGETS = ("local", "compose", "kubernetes")
 MAX_LABELS = 64
@@ -62,10 +62,7 @@ class JobRequest:
             )
         whole_number("worker_count", self.worker_count, 0)
         whole_number("ps_count", self.ps_count, 0)
-        if not (isinstance(self.staleness, int | float) and self.staleness >= 0):
-            raise ConfigurationError(
-                f"expected a staleness of at least 0 (math.inf: asynchronous), got {self.staleness}"
-            )
+        check_staleness(self.staleness, self.ps_count)
         self._check_strategy()
         for name in ("chief_config", "worker_config", "ps_config"):
             machine_of(getattr(self, name), name)

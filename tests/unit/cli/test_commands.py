@@ -158,7 +158,11 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["submit", "--label", "a=1", "--label", "a=2", __file__], "--label KEY=VALUE once for a, got a=1 and a=2"),
         (["jobs", "list", "--label", "team"], "expected --label KEY=VALUE, got 'team'"),
         (["submit", "--workers", "100000", "--dry-run", __file__], "are 100000 processes on this host"),
-        (["run", "--ps", "1", "--staleness", "-1", __file__], "staleness from flag --staleness"),
+        (["run", "--ps", "1", "--staleness", "-1", __file__], "expected a staleness of at least 0"),
+        (
+            ["submit", "--workers", "2", "--staleness", "2", __file__],
+            "a staleness of 2 is for parameter servers: add ps",
+        ),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
     ],
 )

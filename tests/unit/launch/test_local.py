@@ -128,7 +128,7 @@ def test_checkpoints_by_the_chief_are_refused_where_it_takes_none(case: Case) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_ps": 0, "staleness": 3.0}, "--staleness 3 is for parameter servers: add --ps"),
+        ({"num_ps": 0, "staleness": 3.0}, "a staleness of 3 is for parameter servers: add ps"),
         ({"communication": {"wire_dtype": "bfloat16"}}, "--wire-dtype is for a ring of workers"),
     ],
 )
