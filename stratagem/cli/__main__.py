@@ -8,6 +8,7 @@ try:
     import contextlib
     import errno
     import importlib
+    import io
     import os
     import signal
     import textwrap
@@ -48,12 +49,15 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-def stratagem() -> None:
+@click.pass_context
+def stratagem(context: click.Context) -> None:
     """tf.distribute for PyTorch: train one script on chief, worker and parameter-server processes.
 
     Exit codes: 0 done; 1 the training script failed; 2 usage or configuration; 42 do not retry;
     143 preempted, checkpoint saved, restart me.
     """
+    if context.invoked_subcommand not in _ROLES and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: we show what others wrote
 
 
 @stratagem.command("version")

@@ -182,6 +182,16 @@ def test_a_job_is_listed_as_it_was_submitted(tmp_path: Path, monkeypatch: pytest
     assert code == 0 and "digits.py [/bold] --names=[red]x :smile:" in out
 
 
+def test_a_terminal_that_is_no_utf_8_is_shown_what_it_can_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    store = JobStore()
+    folder = store.create("digits-1")
+    store.save(JobRecord("digits-1", "local", "digits.py", "one", 0, 0, "2026-11-26", place={"host": "elsewhere"}))
+    (folder / "output.log").write_bytes("caf\u00e9 \u0142".encode() + b" \xff")
+    result = CliRunner(charset="latin-1").invoke(cli.stratagem, ["jobs", "logs", "digits-1"])
+    assert result.stdout == "caf\u00e9 \\u0142 \\ufffd\n"
+
+
 def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stratagem/jobs").mkdir(parents=True)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
