@@ -18,7 +18,7 @@ from stratagem.launch.actions import Action, Finish, Kill, Renew, Signal, Start,
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
-from stratagem.launch.plan import Launch, RunFolders
+from stratagem.launch.plan import Launch, RunFolders, most_processes
 from stratagem.launch.poller import StatusPoller
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
@@ -259,10 +259,12 @@ class LocalCluster:
         absent = [task for task in map(TaskId.parse, away) if task.type == "ps"]  # a worker that is done has done all
         absent += [TaskId.parse(each.task) for each in status.tasks if each.state == "waiting" and each.pid]
         for kind, wanted in (("worker", status.wanted_workers), ("ps", ps)):
-            starting = self.supervisor.want(kind, wanted, absent) if wanted else []
+            most = most_processes()
+            starting = self.supervisor.want(kind, min(wanted, most), absent) if wanted else []
             if starting:
                 names = ", ".join(str(start.task) for start in starting)
-                self.output.say(f"starting {names}: there are to be {wanted}")
+                few = f", and this host bears {most}" if wanted > most else ""
+                self.output.say(f"starting {names}: there are to be {wanted}{few}")
             self._do(starting)
         self.on_status(status, now)
 

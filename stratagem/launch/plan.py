@@ -194,12 +194,16 @@ class LocalJob:
         return self.num_threads or max(1, num_cores // (self.num_workers + self.num_ps))
 
 
+def most_processes(num_cores: int = 0) -> int:
+    """Workers and ps that a host bears. ``num_cores``: 0: those of this host that we may use."""
+    return max(FEWEST, PER_CORE * (num_cores or len(os.sched_getaffinity(0))))
+
+
 def check_size(num_workers: int, num_ps: int, num_threads: int = 0, num_cores: int = 0) -> None:
     """Refuses more processes, or threads of one, than a host bears: on a shared core processes miss heartbeats
-    (``session_timeout_s``), and each has 50 MB of its own before the script makes anything. ``num_cores``: 0: those of
-    this host that we may use."""
+    (``session_timeout_s``), and each has 50 MB of its own before the script makes anything."""
     num_cores = num_cores or len(os.sched_getaffinity(0))
-    most = max(FEWEST, PER_CORE * num_cores)
+    most = most_processes(num_cores)
     if num_workers + num_ps > most:
         raise ConfigurationError(
             f"--workers {num_workers} --ps {num_ps} are {num_workers + num_ps} processes on this host of {num_cores} "

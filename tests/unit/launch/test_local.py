@@ -18,10 +18,12 @@ import pytest
 
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
-from stratagem.launch import summary
+from stratagem.launch import cluster, summary
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import Launch, LocalJob
+from stratagem.launch.poller import StatusPoller
 from stratagem.launch.supervisor import LATE_S
+from stratagem.rpc.status_view import StatusView
 
 # A chief nobody answers at; it ends when every worker has written its "done" file.
 CHIEF = """
@@ -112,6 +114,20 @@ def test_where_nothing_can_be_written_is_said_before_the_job(case: Case, tmp_pat
     with pytest.raises(ConfigurationError, match=f"--{flag}: nothing can be written to the folder {tmp_path}/file"):
         case.run(**{option: place / "summary.json" if option == "summary" else place})
     assert not case.starts
+
+
+def test_no_more_tasks_are_started_than_this_host_bears(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(poller: StatusPoller, _: float) -> bool:
+        poller.latest = StatusView(wanted_workers=4096)
+        return True
+
+    monkeypatch.setattr(StatusPoller, "step", says)
+    monkeypatch.setattr(cluster, "most_processes", lambda: 3)
+    waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '/doneworker:2'): time.sleep(0.01)\n"
+    case.programs |= {"worker:0": waits + WORKER_DONE, "worker:1": waits + WORKER_DONE, "worker:2": WORKER_DONE}
+    assert case.run() == 0
+    assert case.starts.count("worker:2") == 1 and "worker:3" not in case.starts
+    assert "starting worker:2: there are to be 4096, and this host bears 3\n" in case.stderr.getvalue()
 
 
 @pytest.mark.parametrize("option", ["checkpoint_every_s", "shutdown_timeout_s"])
