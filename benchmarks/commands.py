@@ -32,6 +32,7 @@ from benchmarks.peers import MPI, TENSORFLOW
 from benchmarks.training.cases import LANES as TRAIN_LANES
 from benchmarks.training.cases import fit_cases, ps_cases, step_cases, train_cases
 from benchmarks.training.workloads import ALL_REDUCED, CHANNELS_LAST, CLASSIFIERS, ON_SERVERS, TOWERS, WORKLOADS
+from stratagem.cli.options import Number
 
 LINK_SIZES = "4MB,16MB"
 
@@ -248,8 +249,14 @@ def meter_command(pairs: int, blocks: int, as_json: bool) -> None:
 @click.option(
     "--workers", "counts", type=click.IntRange(min=1), multiple=True, default=(10, 100, 1000), show_default=True
 )
-@click.option("--rate", default=20.0, show_default=True, help="Units a second that each worker trains.")
-@click.option("--seconds", default=10.0, show_default=True, help="Length of the window.")
+@click.option(
+    "--rate",
+    type=Number(0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="Units a second that each worker trains.",
+)
+@click.option("--seconds", type=Number(0.1, 240), default=10.0, show_default=True, help="Length of the window.")
 @blocks_option
 @json_option
 def chief_command(counts: tuple[int, ...], rate: float, seconds: float, blocks: int, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -54,7 +55,7 @@ class Peer:
             return None
         if chosen:
             self._probe(chosen)
-            return chosen
+            return os.path.abspath(chosen) if "/" in chosen else chosen  # jobs run in folders of their own
         if find_spec(self.module) is not None:
             return sys.executable
         if required:

@@ -57,6 +57,8 @@ def test_the_table_is_the_result_without_json(monkeypatch: pytest.MonkeyPatch) -
         (["train", "--workers", "3", "--workload", "dense"], "number of workers that divides 8 and 64"),
         (["links", "--lane", "shm"], "shm"),
         (["links", "--rates", "fast"], "100mbit,1gbit"),
+        (["chief", "--rate", "nan"], "nan is not in the range"),
+        (["chief", "--seconds", "0"], "0.0 is not in the range"),
     ],
 )
 def test_usage_errors_end_with_2(arguments: list[str], reason: str) -> None:
@@ -97,6 +99,13 @@ def test_finding_tensorflow(tmp_path: Path) -> None:
     good.write_text("#!/bin/sh\nexit 0\n")
     good.chmod(0o755)
     assert TENSORFLOW.find(str(good), {"STRATAGEM_TF_PYTHON": "/other"}, required=True) == str(good)
+
+
+def test_a_peer_is_found_from_the_folder_of_a_job_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").symlink_to("/bin/true")
+    monkeypatch.chdir(tmp_path)
+    assert TENSORFLOW.find("./python", {}, required=True) == str(tmp_path / "python")
+    assert TENSORFLOW.find("true", {}, required=True) == "true"  # of the PATH
 
 
 def test_finding_a_peer_that_needs_a_program_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
