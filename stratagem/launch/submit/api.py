@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stratagem.arguments import checked
 from stratagem.launch.machines import MachineConfig
 from stratagem.launch.submit import submission
 from stratagem.launch.submit.entry_point import find_entry_point
@@ -19,6 +20,7 @@ from stratagem.launch.submit.record import JobStore
 from stratagem.launch.submit.request import JobRequest
 
 
+@checked
 def run(
     entry_point: str | Path | None = None,
     requirements_txt: str | Path | Sequence[str] | None = None,

@@ -71,6 +71,11 @@ class JobRequest:
                 f"expected requirements_txt to be a file, but there is no {self.requirements_txt}; "
                 f"the working directory is {Path.cwd()}"
             )
+        packages = () if self.requirements_txt is None else self.requirements_txt
+        if not isinstance(packages, str | Path) and not (
+            isinstance(packages, list | tuple) and all(isinstance(one, str) for one in packages)
+        ):
+            raise ConfigurationError(f"expected requirements_txt as a file or a list of texts, got {packages!r}")
         check_labels({} if self.job_labels is None else self.job_labels)
         self._check_image()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,12 @@ def test_the_caller_is_not_part_of_a_job_and_a_task_is(monkeypatch: pytest.Monke
     for name, value in job_variables(Job("id-1", "compose", "image", "/job")).items():
         monkeypatch.setenv(name, value)
     assert sg.run(worker_count=2) == Job("id-1", "compose", "image", "/job")
+
+
+@pytest.mark.parametrize("given", [{"stream_logs": "no"}, {"worker_cont": 2}])
+def test_an_argument_of_another_kind_is_named(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"{next(iter(given))}"):
+        sg.run("train.py", dry_run=True, **given)
 
 
 def test_after_submitting_itself_a_script_ends(

@@ -71,6 +71,8 @@ def test_requirements_that_are_no_text_are_refused(tmp_path: Path) -> None:
         ({"entry_point_args": "--epochs 3"}, "entry_point_args to be a list"),
         ({"entry_point_args": ["--epochs", 3]}, "entry_point_args to be a list"),
         ({"requirements_txt": "nowhere.txt"}, "there is no nowhere.txt"),
+        ({"requirements_txt": 5}, "requirements_txt as a file or a list of texts, got 5"),
+        ({"requirements_txt": ["numpy", 5]}, "a file or a list of texts, got ['numpy', 5]"),
         ({"chief_config": "T4_2X"}, "chief_config: expected a machine like 4:16 (cores, GiB)"),
         ({"worker_config": "cpus"}, "got 'cpus'; did you mean 'CPU'"),
         ({"ps_config": 4}, "expected ps_config to be 'auto', a name"),
