@@ -146,6 +146,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["run", "--replicas", "2", "x.py"], "--replicas 2: say what the replicas are: --workers 2"),
         (["submit", "-m", "a.b", "x.py"], 'a file beside the package, with import runpy; runpy.run_module("a.b"'),
         (["chief", "--num-workers", "0"], "num_workers from flag --num-workers"),
+        (["chief", "--num-workers", "1", "--bind", "127.0.0.1:\u00b2"], "expected host:port to listen on"),
         (["render", "--port", "70000", "x.py"], "70000 is not in the range"),
         (["render", "--ps", "1", "--checkpoint-every-s", "-1", "x.py"], "-1.0 is not in the range"),
         (["render", "--ps", "1", "--staleness", "-1", "x.py"], "expected a staleness of at least 0"),
