@@ -13,9 +13,12 @@ from stratagem.cluster.choice import ONE_PROCESS
 from stratagem.cluster.identity import file_stem
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
+from stratagem.errors import ConfigurationError
 from stratagem.launch.manifests.pod import Object, labels_of, pod_template, selector_of, settings_of, shows_page
 from stratagem.launch.manifests.workload import Workload
 
+_MAX_VARIABLE = (128 << 10) - len("TF_CONFIG=\0")
+"""Of Linux, MAX_ARG_STRLEN."""
 RESTARTS = 20
 """Restarts of one task before its Job has failed: spot nodes go often."""
 
@@ -57,8 +60,18 @@ def tasks_of(cluster: ClusterSpec | None) -> tuple[TaskId, ...]:
 
 
 def cluster_variable(cluster: ClusterSpec) -> str:
-    """TF_CONFIG without a task, as the Helm chart writes it: sorted, without spaces."""
-    return json.dumps({"cluster": cluster.as_dict()}, sort_keys=True, separators=(",", ":"))
+    """TF_CONFIG without a task, as the Helm chart writes it: sorted, without spaces.
+
+    Raises:
+        ConfigurationError: no process could be started with it.
+    """
+    text = json.dumps({"cluster": cluster.as_dict()}, sort_keys=True, separators=(",", ":"))
+    if len(text) > _MAX_VARIABLE:
+        raise ConfigurationError(
+            f"the addresses of all tasks are {len(text):,} characters, and an environment variable (TF_CONFIG) takes "
+            f"{_MAX_VARIABLE:,}: take fewer tasks, or a shorter name"
+        )
+    return text
 
 
 def object_of(workload: Workload, api: str, kind: str, name: str = "", role: str = "", **fields: Any) -> Object:

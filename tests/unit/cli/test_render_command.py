@@ -81,6 +81,7 @@ def test_text_that_other_readers_of_yaml_take_for_numbers_is_quoted() -> None:
         ("--workers 2 --staleness 2 t.py", "a staleness of 2 is for parameter servers: add ps"),
         ("--workers 100000 t.py", "at most 4096 of each, got 100000 workers"),
         ("--machine worker=inf:1 t.py", "a machine like 4:16"),
+        ("--workers 4096 --ps 4096 t.py", "the addresses of all tasks are 186,258 characters"),
         ("--volume-gib 0 t.py", "a volume of at least 1 GiB, got 0"),
         ("--strategy ring --ps 1 t.py", "without parameter servers"),
     ],
