@@ -41,6 +41,7 @@ class StepAgreement:
         Raises:
             ConfigurationError: they are not.
         """
+        self._has_met = False
         if self._communicator is None:
             return
         places = self._communicator.all_gather(torch.tensor([epoch, step, seed % 2**63, num_examples]))
@@ -88,7 +89,7 @@ class StepAgreement:
         return parts, Totals(num_examples, num_empty)
 
     def _meet(self, communicator: Communicator, parts: Parts | None, common: str) -> None:
-        """Before the first step of all: what a batch looks like, and whether all read the same source."""
+        """Before the first step of a pass: what a batch looks like, and whether all read the same."""
         mine = None if parts is None else {"form": form_of(parts.batches[0]), "common": common}
         everybody = gather_json(communicator, mine)
         told = [(rank, one) for rank, one in enumerate(everybody) if one is not None]
@@ -103,7 +104,7 @@ class StepAgreement:
         self._has_met = bool(told)  # else nobody knows what a batch looks like
         if parts is not None:
             self._empty = empty_like(parts.batches[0])
-        elif told:
+        elif told and self._empty is None:
             self._empty = empty_of(told[0][1]["form"])
 
 

@@ -96,7 +96,7 @@ class IndexReader:
 
 class StreamReader:
     """Cuts the global batches of an iterable into the replicas' parts. What all have in common: see
-    :class:`IndexReader`; None: the first global batch."""
+    :class:`IndexReader`; None: the first global batch of each epoch."""
 
     def __init__(self, source: Reopened | ItemBatches, batch_split: BatchSplit, common: str | None = "") -> None:
         self.knows_totals = False
@@ -111,13 +111,14 @@ class StreamReader:
 
     def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
         first_batch, first_step = divmod(first, self._batch_split.steps_per_batch)
+        takes_fingerprint = self._takes_fingerprint
         for batch in self._source.open(epoch, first_batch, seed):
             steps = [
                 Parts(tuple(part_of(batch, rows.start, rows.stop) for rows in step), tuple(map(len, step)))
                 for step in self._batch_split.steps(num_examples(batch))[first_step:]
             ]
-            if self._takes_fingerprint:  # of what can be cut
-                self.common, self._takes_fingerprint = f"first batch {fingerprint(batch):08x}", False
+            if takes_fingerprint:  # of what can be cut
+                self.common, takes_fingerprint = f"first batch {fingerprint(batch):08x}", False
             yield from steps
             first_step = 0
 

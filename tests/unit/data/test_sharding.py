@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -183,6 +183,25 @@ def test_workers_that_read_other_batches_are_told() -> None:
 
     with pytest.raises(ConfigurationError, match=r"workers 0 and 1 must read the same.*first batch.*OFF"):
         on_workers(2, work)
+
+
+def test_workers_that_read_other_batches_from_the_second_epoch_on_are_told() -> None:
+    class Shuffled:
+        """As one that draws from torch's generator, from which the model of one worker drew once more."""
+
+        def __init__(self, worker: int) -> None:
+            self._orders = iter([[0, 1, 2, 3], [worker, 2, 3, 1 - worker]])
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.tensor(next(self._orders)).split(2))
+
+    def work(placement: InputPlacement) -> None:
+        dataset = distribute(Shuffled(placement.worker), placement=placement)
+        assert len(steps_of(dataset)) == 2
+        with pytest.raises(ConfigurationError, match="workers 0 and 1 must read the same, but the first batch"):
+            steps_of(dataset)
+
+    on_workers(2, work)
 
 
 def test_workers_with_other_datasets_are_told() -> None:
