@@ -171,6 +171,9 @@ class Reopened:
         tell_epoch(self._source, epoch)
         if not isinstance(self._source, DataLoader):
             return islice(iter(self._source), first, None)
+        if hasattr(self._source.dataset, "set_epoch"):
+            # Processes that stay (persistent_workers) have copies of the dataset, which would be told no epoch.
+            self._source._iterator = None
         given = self._source.generator
         seed_epoch(self._source, seed, epoch, self._worker)
         try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 
 from stratagem.cluster.units import Plan
 from stratagem.data.batch_split import BatchSplit, cut
@@ -350,8 +350,16 @@ def test_a_stateful_loader_of_torchdata_is_planned_like_torchs(shuffle: bool) ->
     assert plan_of(Loader(), 1, 0).shuffle == (rows != [[0, 1], [2, 3], [4, 5], [6, 7]]) == shuffle
 
 
-def test_a_process_that_stays_hears_of_epochs() -> None:
-    loader = DataLoader(Epochs(1), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+class EpochStream(Epochs, IterableDataset[int]):
+    """The epoch that it is read in."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch])
+
+
+@pytest.mark.parametrize("kind", [Epochs, EpochStream])
+def test_a_process_that_stays_hears_of_epochs(kind: type[Epochs]) -> None:
+    loader = DataLoader(kind(1), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     dataset = distribute(loader, placement=InputPlacement((CPU,)))
     assert [steps_of(dataset) for _ in range(2)] == [[[[0]]], [[[1]]]]
 
