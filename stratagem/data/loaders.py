@@ -68,6 +68,11 @@ def why_not_planned(loader: Any) -> str:
             "distribute_dataset needs a map-style dataset (with __len__ and __getitem__), got an IterableDataset: "
             "its examples cannot be leased by number"
         )
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return (
+            "distribute_dataset plans the batches itself, and the items of a DataLoader with batch_size=None are whole "
+            "ones: give it a dataset of single examples, and the DataLoader batch_size="
+        )
     if loader.batch_size is None:
         return "distribute_dataset plans the batches itself: give the DataLoader batch_size=, not its own batch_sampler"
     if not is_plain(loader.sampler):

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from stratagem.data.distribute import distribute
+from stratagem.data.loaders import why_not_planned
 from stratagem.data.placement import InputPlacement
 from stratagem.errors import ConfigurationError
 from stratagem.training.fit.sources import source_of
-from tests.unit.data.reading import CPU
+from tests.unit.data.reading import CPU, Numbers
 
 
 def test_what_is_a_dataset_by_its_methods_gives_single_examples() -> None:
@@ -35,3 +37,9 @@ def test_what_is_a_dataset_by_its_methods_gives_single_examples() -> None:
     batches = distribute(Rows(), placement=InputPlacement((CPU,)), batch_size=2)
     assert [batch.tolist() for batch in batches] == [[[0], [1]], [[2]]]
     assert len(source_of(Rows(), batch_size=2)) == 2
+
+
+def test_a_loader_whose_items_are_batches_is_not_told_of_a_batch_sampler() -> None:
+    items, sampled = DataLoader(Numbers(4), batch_size=None), DataLoader(Numbers(4), batch_sampler=[[0, 1], [2]])
+    assert "items of a DataLoader with batch_size=None" in why_not_planned(items)
+    assert "not its own batch_sampler" in why_not_planned(sampled)
