@@ -264,6 +264,12 @@ class Servers:
                 "that the chief has counted do not come again",
                 *(held, num_updates),
             )
+        elif num_updates is not None and held < num_updates:
+            logger.info(
+                "the parameter servers had %d updates, what is restored has %d: what was trained of an epoch that is "
+                "not over comes again; it does not where --checkpoint-dir is the folder that the script saves in",
+                *(held, num_updates),
+            )
         elif num_updates is None and held and not any(push.num_pushed for push in self._groups.pushes):
             logger.warning(
                 "the job goes on with %d updates, and what this script loads takes their place; to begin with it and "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +127,16 @@ def test_those_of_the_chief_are_left_out_where_more_is_needed(
     own = served[0].save(by_chief.parent / "step", step=2)
     assert latest_checkpoint(by_chief.parent) == str(by_chief)
     assert manager.restore_or_initialize() == own and more.epoch == 2
+
+
+@pytest.mark.parametrize(("held", "word"), [(8, ""), (2, "comes again"), (9, "do not come again")])
+def test_what_comes_again_is_said(held: int, word: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a restored checkpoint with 8 updates, by how many the parameter servers had."""
+    servers: Any = object.__new__(Servers)
+    servers._groups = SimpleNamespace(num_updates=held)
+    with caplog.at_level(logging.INFO):
+        servers._warn_of_undone(8)
+    assert bool(caplog.messages) == bool(word) and word in caplog.text
 
 
 def test_harm_to_a_servers_part_is_named(by_chief: Path) -> None:
