@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
-from stratagem.chief.checkpointing.saving import Saving, unfinished_units
+from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.leasing.positions import Positions, common, minus, plus
@@ -201,7 +201,10 @@ class PsReturn(ChiefPart):
             return  # it was left out and taken in again meanwhile, say, with what the others began from
         # Staleness > 0: what the ps lacks is lost; the others go on.
         self._lease_book.restores += 1
-        self._note_put_back(server)
+        # Among another number of ps it may have served as one of the last number until now: then what came meanwhile is
+        # in no part of what all of them began from.
+        for each in self._ps_pool.servers if self._journal.history.is_rerouted else [server]:
+            self._note_put_back(each)
         num_lost, step = await self._mark_lost(server, self._lease_book.positions())
         logger.warning(
             "%s restored step %d from %s: %d updates lost", server.incarnation.task, step, restored.path.name, num_lost
@@ -259,11 +262,8 @@ class PsReturn(ChiefPart):
         )
         return True
 
-    async def _mark_lost(
-        self, server: Server, accepted: Positions, unfinished: Positions | None = None
-    ) -> tuple[int, int]:
-        """Counts and closes accepted units of which a ps lacks an update, or all ps do (``unfinished``, which it need
-        not have heard of); their number, and the step of the ps.
+    async def _mark_lost(self, server: Server, accepted: Positions) -> tuple[int, int]:
+        """Counts and closes accepted units of which a ps lacks an update; their number, and the step of the ps.
 
         Of one that no worker has told yet whether it is to hold rows, among another number of ps, this comes later.
         """
@@ -281,7 +281,7 @@ class PsReturn(ChiefPart):
             return 0, described.step  # of no update, and what it has closed says nothing
         # What another ps has closed and no worker has reported is being computed again.
         in_doubt = plus(self._in_doubt[server.incarnation], minus(accepted, self._lease_book.positions()))
-        halves = common([in_doubt, plus(described.halves, unfinished or {})])
+        halves = common([in_doubt, described.halves])
         absent = minus(accepted, minus(described.applied(), halves))
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.
@@ -326,11 +326,7 @@ class PsReturn(ChiefPart):
 
     async def lost_after_restarts(self, units: Positions) -> None:
         """Counts and closes those of the reported units that a ps lacks which was put back alone."""
-        if not (servers := self._put_back_alone()):
-            return
-        described = await self._ps_pool.describe()
-        unfinished = unfinished_units(described.values(), self._lease_book.steps.per_unit)
-        for server in servers:
-            num_lost, _ = await self._mark_lost(server, units, unfinished)
+        for server in self._put_back_alone():
+            num_lost, _ = await self._mark_lost(server, units)
             if num_lost:
                 logger.warning("%s lacks %d more updates reported after its restore", server.incarnation.task, num_lost)

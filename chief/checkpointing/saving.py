@@ -103,7 +103,10 @@ class Saving(ChiefPart):
         self, token: int, directory: str, automatic: bool, complete: bool, replaces: bool
     ) -> CommittedCheckpoint:
         described = await self._described(complete)
-        accepted = self._lease_book.positions()  # all ps have closed these; of later ones a ps may lack some
+        # All ps have closed what is accepted; of later units a ps may lack some. Of one whose first updates are lost
+        # all lack these: they hear of that with its worker's next update.
+        unfinished = unfinished_units(described.values(), self._lease_book.steps.per_unit)
+        accepted = minus(self._lease_book.positions(), unfinished)
         draft = await asyncio.to_thread(checkpoints.begin, directory)
         try:
             saved = await asyncio.gather(
@@ -121,7 +124,7 @@ class Saving(ChiefPart):
                 plans=dict(self._lease_book.plans),
                 accepted=accepted,
                 applied=applied_units(held, accepted),
-                unfinished=unfinished_units(described.values(), self._lease_book.steps.per_unit),
+                unfinished=unfinished,
                 next_step=self._lease_book.steps.next_number,
                 num_groups=content_of(described.values())[1],
                 automatic=automatic,

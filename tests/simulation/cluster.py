@@ -272,19 +272,28 @@ class Cluster:
         self.world.note(f"{process.name} {'is dead' if code is None else f'ends with {code}'}")
         self.network.process_died(process)
         kind, _, index = process.name.partition(":")
+        stopping = None if self.chief_job is None else self.chief_job.sessions.stopping
+        if stopping is not None and stopping.exit_code not in (0, 143):  # of the next job nobody has asked for others
+            self._want_all()
         wanted = self.wanted.get(kind, 1 << 30)
         if kind == "ps" and self.chief_job is not None:  # needed until others have its rows
             wanted = max(wanted, self.chief_job.sessions.num_ps)
         if int(index) >= wanted:
             self.dismissed.add(process.name)
             return
-        if code == 0 and (kind != "ps" or self.chief_job.sessions.stopping is not None):
+        if code == 0 and (kind != "ps" or stopping is not None):
             self.served.add(process.name)
         if process.name == "chief:0" and code is not None and code != 143:
             self.finished = code
         elif code != 0 or process.name.startswith("ps:"):
             again_s = 0.1 + 2 * self.world.random.random() ** 2
             self.world.after(again_s, None, self.start_task, process.name)
+
+    def _want_all(self) -> None:
+        self.wanted = {"ps": self.job.max_ps} if self.job.max_ps else {}
+        for name in sorted(self.dismissed):
+            self.world.after(0.2 * self.world.random.random(), None, self.start_task, name)
+        self.dismissed.clear()
 
     def signal(self, ps: Process) -> None:
         """SIGTERM to a ps."""

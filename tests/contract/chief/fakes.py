@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from stratagem.chief.job import ChiefJob
-from stratagem.chief.leasing.positions import positions_of
+from stratagem.chief.leasing.positions import plus, positions_of
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.chief.web.page_watch import PageWatch
@@ -32,6 +32,9 @@ from stratagem.rpc.units import unit_sets_to_proto, unit_to_proto
 DEADLINE_S = 30.0
 SYNC: dict[str, Any] = {"num_examples": 8, "batch_size": 4, "num_slices": 2, "staleness": 0.0}
 """A dataset whose batches are steps of two workers."""
+
+SAVED_UNITS: dict[bytes, tuple[dict[Update, int], dict[tuple[int, int], UnitBitmap]]] = {}
+"""What a fake ps had applied, by what it wrote into a checkpoint."""
 
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
 grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
@@ -282,6 +285,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         content = repr((self.step, sorted(self.open), self.groups)).encode()  # tensors: units are in another file
         name = f"ps-{self.index}.safetensors"
         Path(request.directory, name).write_bytes(content)
+        SAVED_UNITS[content] = self.open.copy(), self.closed.copy()
         file = ps_pb2.SavedFile(name=name, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
         await self.save_gate.wait()
         return ps_pb2.SaveShardsReply(files=[file], step=self.step)
@@ -296,6 +300,12 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.restored_from, self.num_ps = request.directory, request.num_ps
         self.calls.append("restore")
         self.open, self.closed, self.initialized = {}, {}, True
+        paths = [*Path(request.directory).glob("ps-*.safetensors")]
+        for path in paths:
+            if len(paths) != request.num_ps or path.name == f"ps-{self.index}.safetensors":
+                opened, closed = SAVED_UNITS.get(path.read_bytes(), ({}, {}))
+                self.open.update(opened)
+                self.closed = plus(self.closed, closed)
         return ps_pb2.RestoreShardsReply()
 
     async def MarkLost(self, request: Any, context: Any) -> Any:

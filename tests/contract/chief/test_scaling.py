@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from stratagem.chief import wire
+from stratagem.chief.membership.session import SessionState
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.cluster.units import Unit, UnitBitmap
@@ -171,6 +172,39 @@ async def test_the_chief_dies_before_and_after_the_number_is_in_its_journal(tmp_
                 await task.die()
 
 
+async def test_what_came_between_the_journal_and_a_new_beginning_all_of_another_number_lack(tmp_path: Path) -> None:
+    """The chief was gone, and the hold with it: of what one ps took then, it alone was asked when it had begun anew."""
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**folders(tmp_path)) as running:
+            port = running.address
+            server, newcomer = FakePs(0), FakePs(1)
+            await stack.enter_async_context(ps(port, server))
+            worker = Task(port, "worker:0")
+            stack.push_async_callback(worker.die)
+            await worker.ready()
+            await begun(running, worker, server)
+            [lease] = (await worker.next(held=[0])).leases
+            await stack.enter_async_context(ps(port, newcomer))
+            server.restore_gate.clear()
+            await ask(worker, 2)
+            await until(lambda: running.job.sessions.tasks["ps:1"].state is SessionState.LIVE)
+            assert server.session is not None and newcomer.session is not None
+            numbers = (server.session.incarnation, newcomer.session.incarnation)
+            homes = [running.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
+            await running.kill()
+        server.apply(Unit(1, 0, 1), num_servers=1)
+        server.restore_gate.set()
+        async with chief(bind=port, **folders(tmp_path)) as second:
+            again = Task(port, "worker:0", resume=worker.incarnation, held=[lease])
+            both = [Task(port, f"ps:{index}", homes[index], numbers[index]) for index in range(2)]
+            for task in (again, *both):
+                stack.push_async_callback(task.die)
+            await until(lambda: again.membership.num_ps == 2 and all(task.live for task in again.membership.tasks))
+            assert server.restored_from == newcomer.restored_from
+            await again.next([0, 1], wait=False)
+            await until(lambda: second.job.get_status().updates_lost == 2)
+
+
 async def test_what_one_ps_lacked_all_of_another_number_lack_for_the_next_chief_too(tmp_path: Path) -> None:
     """It was in no journal: what was reported only to that chief was counted on the one alone."""
     async with contextlib.AsyncExitStack() as stack:
@@ -247,13 +281,15 @@ async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows
     async with cluster(**folders(tmp_path)) as (running, [worker], [first]):
         job = running.job
         await begun(running, worker, first)
+        await worker.next(held=[0])
         await ask(worker, 2)
         async with ps(running.address, Told(1)) as dead:
             assert isinstance(dead, Told)
             dead.num_taken = num_taken if was_told else None
             await until(lambda: len(job.sessions.live("ps")) == 2 and not first.token)
             await until(lambda: job.journal.history.is_rerouted is not was_told)
-            await worker.next([0], wait=False)
+            applied([first, dead], 1)
+            await worker.next([0, 1], wait=False)
             assert dead.session is not None
             await dead.session.die()
             await until(lambda: len(job.sessions.servers) == 1)
@@ -289,7 +325,12 @@ async def test_half_a_batch_that_a_ps_lacked_all_of_another_number_lack(tmp_path
             server.apply(Unit(1, 0, 0), 1)
         await until(lambda: not job.journal.history.is_rerouted)
         await worker.next([0], wait=False)
-        assert job.get_status().updates_lost == 1
+        manifest = (await job.saving.save(str(tmp_path / "checkpoints"), automatic=True)).manifest
+        assert not manifest.accepted and manifest.unfinished == {(1, 0): UnitBitmap.of([0])}
+        for server in both:
+            server.per_unit = 2  # its worker has told them
+        await job.recovery.count_lost()
+        assert job.get_status().updates_lost == 2, "one on each"
         assert [server.closed for server in both] == [{(1, 0): UnitBitmap.of([0])}] * 2
 
 
