@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from stratagem.cluster.units import Unit, Update
-from stratagem.errors import LimitError, ProtocolError, StratagemError
+from stratagem.errors import LimitError, ProtocolError
 from stratagem.measuring import measures
 from stratagem.ps.applying import Applying, Turn
 from stratagem.ps.merge import SliceGradient, any_present, merge_slices
@@ -150,7 +150,7 @@ class SyncCommits:
                 return
         try:
             self._apply(key)
-        except StratagemError as error:
+        except Exception as error:  # no memory, say: nobody is to wait for ever
             with state.changed:
                 state.steps.fail(key, error)
                 state.changed.notify_all()

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from stratagem.cluster.units import Unit, Update
-from stratagem.errors import ConfigurationError, ProtocolError, StratagemError
+from stratagem.errors import ConfigurationError, ProtocolError
 from stratagem.ps.merge import coefficients
 from stratagem.ps.requests import GroupCommit, RequestedSlice, Sender, UpdateAction
 from stratagem.ps.shard_group import Parts
@@ -57,7 +57,7 @@ class _Step:
     planned: tuple[Unit, ...]
     contributions: dict[Unit, Contribution] = dataclasses.field(default_factory=dict)
     claimed: bool = False
-    error: StratagemError | None = None
+    error: Exception | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,12 +234,12 @@ class SyncSteps:
             self._forgotten_step = max(self._forgotten_step, oldest[0])
             del self._applied[oldest]
 
-    def fail(self, key: StepKey, error: StratagemError) -> None:
+    def fail(self, key: StepKey, error: Exception) -> None:
         """The step cannot be applied; everybody who waits for it gets the error, and it may be tried again."""
         self._open[key].error = error
         self._open[key].claimed = False
 
-    def error(self, key: StepKey) -> StratagemError | None:
+    def error(self, key: StepKey) -> Exception | None:
         """Why the step could not be applied."""
         return self._open[key].error if key in self._open else None
 

@@ -242,7 +242,7 @@ class Background:
     def _run(self, function: Callable[[], Any]) -> None:
         try:
             self._outcome.append(function())
-        except StratagemError as error:
+        except Exception as error:
             self._outcome.append(error)
 
     @property
@@ -254,7 +254,7 @@ class Background:
         """What it returned; raises what it raised."""
         self._thread.join(timeout_s)
         assert self._outcome, "the call did not return in time"
-        if isinstance(self._outcome[0], StratagemError):
+        if isinstance(self._outcome[0], Exception):
             raise self._outcome[0]
         return self._outcome[0]
 

@@ -10,6 +10,7 @@ import torch
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ConfigurationError, FencedError, ProtocolError
+from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.requests import Merge, RequestedSlice
 from stratagem.ps.store import Store
 from tests.unit.ps.driver import CALL, CHIEF, SKIP, Background, DirectWorker, in_thread, make_spec, poll, weights
@@ -102,6 +103,22 @@ def test_facts_are_those_of_the_merged_gradient_and_scale_is_applied() -> None:
     calls = [in_thread(partial(worker.send, request)) for worker, request in zip((one, two), requests, strict=True)]
     assert all(call.result().applied for call in calls)
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+
+
+def test_a_step_that_there_is_no_memory_for_is_over_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, workers = started(2)
+    units = units_of(1, 2)
+    part = part_of(1, units, 2)
+
+    def scratch(group: LockedGroup) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(LockedGroup, "scratch", scratch)
+    pairs = zip(workers, units, strict=True)
+    calls = [commit(worker, torch.ones(SIZE), unit, part) for worker, unit in pairs]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            call.result(10.0)
 
 
 def test_dead_worker_without_a_commit_is_left_out() -> None:
