@@ -40,7 +40,7 @@ class RowCounts:
     def hottest(self) -> list[tuple[int, float]]:
         """Row numbers and the part of the table's row updates of late that was theirs, 0 to 1, the hottest first; none
         where no row has :data:`WORTH` of them."""
-        now, waiting = time.monotonic(), self._waiting
+        now, waiting = time.monotonic(), [*self._waiting]  # one that comes now may yet be added to the list
         self._waiting = []
         keep = 0.5 ** ((now - self._looked_at) / HALF_LIFE_S)
         self._looked_at = now

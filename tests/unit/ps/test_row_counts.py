@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +56,20 @@ def test_what_was_hot_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     counts.note(rows(2))
     assert counts.hottest() == [(2, 1.0)]
     assert counts.hottest() == []
+
+
+class _Late(list[Any]):
+    """Gets one more whenever somebody has gone through it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.append((np.array([8]), 1))
+
+
+def test_an_update_that_comes_during_a_look_disturbs_nothing() -> None:
+    counts = RowCounts()
+    counts._waiting = _Late([(np.array([7]), 1)])
+    assert counts.hottest() == [(7, 1.0)]
 
 
 def test_nobody_asks_and_memory_does_not_grow() -> None:
