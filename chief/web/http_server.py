@@ -90,7 +90,7 @@ class HttpServer:
         """host:port really bound."""
         self.url = f"{'https' if security.tls is not None else 'http'}://{self.address}"
         self._security = security
-        self._names = None if names is None else {"localhost", *names}
+        self._names = None if names is None else {"localhost", *map(str.lower, names)}
         self._silent: set[Any] = set()
         app = web.Application(middlewares=[self._guard])
         app.add_routes(routes)

@@ -208,7 +208,7 @@ async def test_nothing_can_be_changed_and_a_browser_is_told_what_it_may_do() -> 
     ],
 )
 async def test_a_name_that_somebody_else_chose_is_refused(host: str, status: int) -> None:
-    async with serving(names=("chief.example",)) as server:
+    async with serving(names=("Chief.example",)) as server:
         shown = {"Host": host.format(port=server.address.rpartition(":")[2])}
         found, body = await asyncio.to_thread(get, server.address, None, shown)
         assert found == status
