@@ -83,8 +83,12 @@ class JobPage:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
             await response.prepare(request)
             await response.write(f"retry: {RETRY_MS}\n\n".encode())
-            async for name, data in self._watch.messages():
-                await asyncio.wait_for(response.write(f"event: {name}\ndata: {data}\n\n".encode()), READ_S)
+            try:
+                async for name, data in self._watch.messages():
+                    await asyncio.wait_for(response.write(f"event: {name}\ndata: {data}\n\n".encode()), READ_S)
+            except TimeoutError:  # it sleeps, say; when it wakes it comes back
+                if request.transport is not None:
+                    request.transport.abort()
         return response
 
 

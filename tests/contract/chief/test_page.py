@@ -19,7 +19,8 @@ import pytest
 from stratagem.chief import __main__ as chief_main
 from stratagem.chief.membership.session import StopJob
 from stratagem.chief.monitoring.status import JobStatus
-from stratagem.chief.web import page_watch
+from stratagem.chief.web import page, page_watch
+from stratagem.chief.web.page_watch import PageWatch
 from stratagem.chief.web.serving import serve_page
 from stratagem.cluster.config import ChiefConfig
 from stratagem.errors import ConfigurationError
@@ -193,6 +194,29 @@ async def test_too_many_pages_are_refused_and_told_when_to_come_back(monkeypatch
         async with session.head("/api/live") as answer:
             assert answer.status == 405, "who asks for the head alone would be sent the stream for ever"
         await stream.aclose()
+
+
+async def test_a_page_that_reads_nothing_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def much(watch: PageWatch) -> AsyncIterator[tuple[str, str]]:
+        while True:
+            yield "look", "x" * (8 << 20)
+
+    monkeypatch.setattr(page, "READ_S", 0.3)
+    monkeypatch.setattr(PageWatch, "messages", much)
+    watches = watches_of(monkeypatch)
+    async with chief() as running, page_of(running) as (_, address):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(b"GET /api/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await until(lambda: bool(watches[0]._num_viewers))
+        await until(lambda: not watches[0]._num_viewers)
+        came = b""
+        with contextlib.suppress(ConnectionError):
+            while part := await reader.read(1 << 20):
+                came += part
+        writer.close()
+    assert came.count(b"HTTP/1.1") == 1 and "could not be answered" not in caplog.text
 
 
 async def test_files_are_served_from_the_package_and_nothing_else_is() -> None:
