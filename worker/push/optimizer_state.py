@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
 from stratagem.worker.push.host_tensors import WeightTargets
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.push.variables import RemoteVariables, send_values
@@ -49,6 +49,7 @@ class OptimizerState:
     Args:
         variables: where the rows of its parameters live; variable i is parameter i.
         may_assign: whether this worker's ``load_state_dict`` reaches the ps; others load the same file.
+        reconnect: to the ps, of which one was lost.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class OptimizerState:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.nn.Parameter],
         may_assign: Callable[[], bool],
+        reconnect: Callable[[], None],
     ) -> None:
         self._clients = variables.clients
         self._layout = variables.layout
         self._optimizer = optimizer
         self._parameters = parameters
         self._may_assign = may_assign
+        self._reconnect = reconnect
         self._elsewhere = _Elsewhere()
         optimizer.register_state_dict_pre_hook(lambda _: self._fill())
         optimizer.register_state_dict_post_hook(lambda _, state: self._empty())
@@ -71,6 +74,13 @@ class OptimizerState:
 
     def _fill(self) -> None:
         """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
+        while True:
+            try:
+                return self._fetch()
+            except (PeerUnavailableError, StaleStoreError):
+                self._reconnect()
+
+    def _fetch(self) -> None:
         self._empty()
         for (group, ps), shards in sorted(self._layout.shards.items()):
             client = self._clients[ps]

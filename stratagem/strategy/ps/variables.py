@@ -119,7 +119,8 @@ class VariableGroups:
         self._create(self._placed[num_placed:])
         pushes = []
         for optimizer, parameters, variables, tables in trained:
-            OptimizerState(variables, optimizer, parameters, self._runtime.may_assign).begin(variables.is_given)
+            state = OptimizerState(variables, optimizer, parameters, self._runtime.may_assign, self.reconnect)
+            state.begin(variables.is_given)
             if tables:
                 TableState(optimizer, tables)
             treated = policy, self.closes, self._runtime.meter, self.recover
