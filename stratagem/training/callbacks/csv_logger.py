@@ -58,8 +58,11 @@ class CSVLogger(Callback):
             rows = self._read()
             if self.model.is_resumed:  # what was written after the backup comes again
                 before = [number for number, row in enumerate(rows) if row[:1] == [str(epoch - 1)]]
-                if before and rows[before[-1] + 1 :]:
-                    self._replace(rows[: before[-1] + 1])
+                kept = rows[: before[-1] + 1] if before else rows
+                if not self._append:  # all of the file is of this training, which may go on in its first epoch
+                    kept = [row for row in rows if not "".join(row[:1]).isdecimal() or int(row[0]) < epoch]
+                if len(kept) < len(rows):
+                    self._replace(kept)
             if rows and rows[0]:
                 return rows[0]
         with self._path.open("w", newline="") as file:

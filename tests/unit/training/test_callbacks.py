@@ -344,6 +344,17 @@ def test_a_worker_that_becomes_the_lead_goes_on_with_the_csv(tmp_path: Path) -> 
     assert [row.partition(",")[0] for row in path.read_text().splitlines()] == ["epoch", "0", "1", "2"]
 
 
+def test_csv_has_the_first_epoch_once_when_it_is_gone_on_with(tmp_path: Path) -> None:
+    path, strategy = tmp_path / "log.csv", SimpleNamespace(is_lead=True)
+    for is_resumed in (False, True):
+        logger = CSVLogger(path)
+        logger.set_model(SimpleNamespace(strategy=strategy, is_resumed=is_resumed))  # type: ignore[arg-type]
+        logger.on_train_begin()
+        for epoch in range(1 + is_resumed):
+            logger.on_epoch_end(epoch, {"loss": 1.0})
+    assert [row.partition(",")[0] for row in path.read_text().splitlines()] == ["epoch", "0", "1"]
+
+
 def test_csv_has_the_values_of_a_validation_that_comes_later(tmp_path: Path) -> None:
     path, data = tmp_path / "log.csv", (X, Y)
     model = make_model()
