@@ -103,9 +103,10 @@ class Operations:
                 _gathering(flat(part), [flat(room) for room in rooms])(group, tag)
                 joined.append(torch.cat(rooms))
             indices, values = joined
+            values = reduction.wide(values)
             total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True).coalesce()
             reduction.finish(total, self.size)
-            made.values.append(total)
+            made.values.append(total.to(tensor.dtype))
 
         what = told(tensor, f"all_reduce {reduction.name} of sparse ")
         made.steps.append((f"lengths of an {what}", _gathering(torch.tensor([own.values().shape[0]]), counts)))

@@ -26,6 +26,8 @@ _BITWISE: Mapping[str, Callable[..., torch.Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 """Those that no group knows: every rank gets all values and combines them."""
+_WIDE = dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32), torch.int64) | {torch.float16: torch.float32}
+"""In what a mean is formed of values whose sum may be too large for their dtype."""
 
 
 Run = Callable[[Group, Tag], None]
@@ -51,9 +53,11 @@ class RankReduction:
         def run(group: Group, tag: Tag) -> None:
             if self.op is None:
                 out.copy_(self._combined(source, group, tag))
-            else:
-                group.all_reduce(self._scaled(source), self._real(out), self.op, tag)
-            self.finish(out, group.size)
+                return
+            result = self.wide(out)
+            group.all_reduce(self._scaled(source), self._real(result), self.op, tag)
+            self.finish(result, group.size)
+            out.copy_(result)
 
         return run
 
@@ -63,14 +67,16 @@ class RankReduction:
         def run(group: Group, tag: Tag) -> None:
             if self.op is None:
                 out.copy_(self._combined(source, group, tag).view(group.size, -1)[group.rank])
-            else:
-                group.reduce_scatter(self._scaled(source), self._real(out), self.op, tag)
-            self.finish(out, group.size)
+                return
+            result = self.wide(out)
+            group.reduce_scatter(self._scaled(source), self._real(result), self.op, tag)
+            self.finish(result, group.size)
+            out.copy_(result)
 
         return run
 
     def _scaled(self, source: torch.Tensor) -> torch.Tensor:
-        return self._real(source if self.factor is None else source * self.factor)
+        return self._real(self.wide(source) if self.factor is None else source * self.factor)
 
     def _real(self, values: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(values).view(-1) if self.is_of_pairs else values
@@ -79,6 +85,10 @@ class RankReduction:
         every = [torch.empty_like(source) for _ in range(group.size)]
         group.all_gather(source, every, tag)
         return functools.reduce(_BITWISE[self.name], every)
+
+    def wide(self, values: torch.Tensor) -> torch.Tensor:
+        """In the dtype in which they are reduced."""
+        return values.to(_WIDE.get(values.dtype, values.dtype)) if self.name == "AVG" else values
 
     def finish(self, out: torch.Tensor, size: int) -> None:
         """Makes what a group has reduced over ``size`` ranks what was asked for, in place."""
@@ -127,7 +137,8 @@ def _number(op: Any) -> int:
 @functools.lru_cache(4096)
 def _plan(number: int, dtype: torch.dtype, shape: torch.Size) -> AllReducePlan | None:
     reduction = _reduction(number, dtype)
-    if reduction.op is None or reduction.is_of_pairs or reduction.name == "PREMUL_SUM":
+    is_wider = reduction.name == "AVG" and dtype in _WIDE
+    if reduction.op is None or reduction.is_of_pairs or reduction.name == "PREMUL_SUM" or is_wider:
         return None
     return AllReducePlan(words(dtype, shape, f"all_reduce {reduction.name} of "), reduction.op, reduction)
 

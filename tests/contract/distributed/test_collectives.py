@@ -133,6 +133,24 @@ def test_every_reduction_of_every_dtype(groups: Groups, dtype: torch.dtype, is_a
             )
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 4e4), (torch.int32, 2**30), (torch.uint8, 200)], ids=str)
+def test_a_mean_is_right_where_the_sum_is_too_large(groups: Groups, dtype: torch.dtype, value: float) -> None:
+    def run(group: LaneProcessGroup) -> list[torch.Tensor]:
+        dense = torch.full((len(groups),), value, dtype=dtype)
+        sparse = torch.full((2,), value, dtype=dtype).to_sparse()
+        part = torch.empty(1, dtype=dtype)
+        group.allreduce([dense], reducing(dist.ReduceOp.AVG)).wait()
+        group.allreduce([sparse], reducing(dist.ReduceOp.AVG)).wait()
+        options = ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+        group._reduce_scatter_base(part, dense, options).wait()
+        return [dense, sparse.to_dense(), part]
+
+    for results in on_every_rank(groups, run):
+        for result in results:
+            assert result.dtype is dtype and result.tolist() == [value] * len(result)
+
+
 def test_bfloat16_is_summed_in_float32(groups: Groups) -> None:
     """1 and many halves of its last place: added in bfloat16 one after the other they would all be lost."""
 
