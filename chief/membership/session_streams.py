@@ -180,6 +180,8 @@ class SessionStreams(ChiefPart):
         try:
             async for request in requests:
                 self._check_here()
+                if self._sessions.tasks[task].stream != stream:
+                    break  # another one carries the session
                 if isinstance(request, Heartbeat):
                     num_bytes = len(request.progress) + len(request.measures)
                     if num_bytes > MAX_PROGRESS_BYTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import grpc.aio
 import pytest
 
 from stratagem.chief import wire
+from stratagem.chief.events import Heartbeat, Join, Request, Welcome
 from stratagem.chief.membership import session_streams
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
@@ -271,6 +273,32 @@ async def test_status_shows_what_every_task_does() -> None:
         assert (status.tasks[1].state, status.tasks[1].units_held, status.tasks[1].pid) == ("live", 3, 7)
         assert (status.units_accepted, status.units_planned, status.examples) == (1, 4, 2)
         assert (status.ready, status.lead, list(status.waiting_for)) == (True, "worker:0", [])
+
+
+async def test_what_a_process_says_whose_place_another_has_is_not_shown() -> None:
+    async with chief() as running:
+        streams, has_successor, is_said = running.job.streams, asyncio.Event(), asyncio.Event()
+
+        async def first() -> AsyncIterator[Request]:
+            yield Join("worker:0", "127.0.0.1:1")
+            await has_successor.wait()
+            is_said.set()
+            yield Heartbeat(progress=b"first")
+
+        async def second() -> AsyncIterator[Request]:
+            yield Join("worker:0", "127.0.0.1:2")
+            yield Heartbeat(progress=b"second")
+            await asyncio.Event().wait()
+
+        one, other = streams.attend(first()), streams.attend(second())
+        assert isinstance(await anext(one), Welcome)
+        assert isinstance(await anext(other), Welcome)
+        await until(lambda: streams.progress)
+        has_successor.set()
+        await is_said.wait()
+        assert streams.progress == {"worker:0": b"second"}
+        for stream in (one, other):
+            await stream.aclose()  # type: ignore[attr-defined]
 
 
 async def test_at_staleness_0_status_names_who_keeps_the_others_waiting() -> None:
