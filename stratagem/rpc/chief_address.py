@@ -11,6 +11,8 @@ FILE_NAME = "chief.address"
 """In the chief's state_dir: where the one that serves does."""
 NOWHERE = "127.0.0.1:0"
 """Nobody ever answers there."""
+MAX_CHARACTERS = 1024
+"""Of such a file: any other, which may be long, is none."""
 
 
 class ChiefAddress:
@@ -37,7 +39,8 @@ class ChiefAddress:
         if self._file is None:
             return self._addresses
         try:
-            address = self._file.read_text().strip()
+            with self._file.open() as file:
+                address = file.read(MAX_CHARACTERS).strip()
             split_address(address)
         except (OSError, ValueError):
             address = NOWHERE

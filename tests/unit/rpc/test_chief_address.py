@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ def test_a_file_is_read_each_time(tmp_path: Path) -> None:
         write_chief_address(str(tmp_path), address)
         where.turn()
         assert where.candidates == [where.current] == [address]
+
+
+def test_a_long_file_which_may_have_no_end_is_not_read_to_it() -> None:
+    reads, writes = os.pipe()
+    os.write(writes, b"\0" * 60_000)
+    os.close(writes)
+    assert ChiefAddress(f"file:/dev/fd/{reads}").current == NOWHERE
+    assert os.read(reads, 1)
+    os.close(reads)
 
 
 @pytest.mark.parametrize("said", ["", "a", "a:1,", "a:b", "a:1;b:2"])
