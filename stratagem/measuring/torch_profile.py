@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
 import torch
 
 from stratagem.measuring.flight import MAX_SPANS, TracedSpan
+
+logger = logging.getLogger(__name__)
 
 WAIT_S = 8.0
 """Seconds that the end of a trace waits for the end of a step."""
@@ -32,8 +35,10 @@ class TorchProfile:
             if self._profile is not None:
                 self._profile.stop()
                 self._collect(self._profile)
+            else:
+                logger.warning("A trace has no operators: no step began, or the script's own torch.profiler recorded")
             self._has_stopped.set()
-        elif self._profile is None:
+        elif self._profile is None and not torch._C._autograd._profiler_enabled():  # a script's own would find nothing
             self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             self._profile.start()
             self._offset_ns = time.time_ns() - time.perf_counter_ns()

@@ -94,3 +94,15 @@ def test_a_trace_that_nobody_ends_takes_no_more_memory(monkeypatch: pytest.Monke
         recorder.span("wait_s", 0, 1)
     traced = recorder.stop_trace()
     assert (len(traced.spans), traced.num_dropped) == (3, 2)
+
+
+def test_a_trace_leaves_the_scripts_own_profiler_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """That ended with no operators at all, without a word."""
+    trace = TorchProfile()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+        trace.at_step()
+        torch.ones(3).add(1)
+        trace._is_over.set()
+        trace.at_step()
+    assert trace.end() == ([], 0) and "the script's own torch.profiler" in caplog.text
+    assert "aten::add" in {event.name for event in own.events()}
