@@ -46,16 +46,17 @@ class ProcessUse:
             measures.CPU: time.process_time(),
             measures.CORES: float(len(os.sched_getaffinity(0))),
         }
-        for number, (ran, waited) in _threads().items():
+        threads = _threads()
+        for number, (ran, waited) in threads.items():
             before = self._ran.get(number, (0, 0))
             self._starved_ns += max(0, waited - before[1])
             if number == os.getpid():
                 self._starved_main_ns += max(0, waited - before[1])
-            self._ran[number] = ran, waited
             name = names.get(number, "")
             if name and ran > WORTH_NS and not name.startswith(OURS) and not name.endswith(OF_GRPC):
                 key = labelled(measures.THREAD_CPU, name)
                 found[key] = found.get(key, 0.0) + ran / 1e9
+        self._ran = threads
         found[measures.STARVED] = self._starved_ns / 1e9
         found[measures.STARVED_MAIN] = self._starved_main_ns / 1e9
         found[measures.GIL_WAIT], found[measures.GIL_PROBES] = self._gil_wait_s, float(self._probes)
