@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from stratagem.cli.options import Folder
 from stratagem.cluster.identity import OPERATOR, check_identity, file_stem
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.tls_files import AUTHORITY_FILE
 
 AUTHORITY_DAYS, TASK_DAYS = 3650, 365
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FOLDER = Folder()
 _DAYS = click.IntRange(min=1, max=36_500)
 
 

@@ -33,6 +33,18 @@ class Number(click.FloatRange):
         return number
 
 
+class Folder(click.Path):
+    """One, by its name: an empty one (of a variable that is not set, "$UNSET") is not the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("expected the name of a folder, and it is empty ('.' is the current one).", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 SECONDS = Number(0, 86400, min_open=True)
 """How long to wait for an answer; a call of gRPC takes neither 0 nor inf."""
 _TYPES: dict[Any, Any] = {str: click.STRING, int: click.INT, float: click.FLOAT}

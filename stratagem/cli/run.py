@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from stratagem.cli import roles
-from stratagem.cli.options import field_options, script_arguments
+from stratagem.cli.options import Folder, field_options, script_arguments
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
@@ -30,7 +30,6 @@ COMMUNICATION = (
     "devices",
 )
 """Fields of a worker's configuration that `stratagem run` takes as flags too."""
-_DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
 def _current_folder() -> str:
@@ -114,14 +113,14 @@ def _check_tasks(job: LocalJob) -> None:
 )
 @click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring: as a whole).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
-@click.option("--log-dir", type=_DIRECTORY, help="Where each task's output is kept as <type>-<index>.log.")
+@click.option("--log-dir", type=Folder(), help="Where each task's output is kept as <type>-<index>.log.")
 @click.option("--summary", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
 @click.option(
-    "--state-dir", type=_DIRECTORY, help="Where the run's folder is made and kept (journal, checkpoints, logs)."
+    "--state-dir", type=Folder(), help="Where the run's folder is made and kept (journal, checkpoints, logs)."
 )
 @click.option(
     "--checkpoint-dir",
-    type=_DIRECTORY,
+    type=Folder(),
     envvar="STRATAGEM_CHECKPOINT_DIR",
     help="Where checkpoints are committed; a folder of the run if not given.",
 )

@@ -16,7 +16,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
-from stratagem.launch.manifests.workload import check_staleness
+from stratagem.launch.manifests.workload import check_checkpoint_every, check_staleness
 from stratagem.rpc import heap
 from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 
@@ -99,11 +99,7 @@ class LocalJob:
                 f"expected seconds of at least 0, got --checkpoint-every-s {self.checkpoint_every_s:g} "
                 f"--shutdown-timeout {self.shutdown_timeout_s:g}"
             )
-        if self.checkpoint_every_s and not self.num_ps:
-            raise ConfigurationError(
-                "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add --ps, or save in "
-                "the script (sg.CheckpointManager, sg.callbacks.BackupAndRestore)"
-            )
+        check_checkpoint_every(self.checkpoint_every_s, self.num_ps)
         check_staleness(self.staleness, self.num_ps)
         of_ring = [name.replace("_", "-") for name in OF_RING if self.num_ps and name in self.communication]
         if of_ring:

@@ -38,9 +38,16 @@ DIGITS = Workload(
     checkpoint_every_s=30,
 )
 RING = dataclasses.replace(
-    DIGITS, num_ps=0, num_workers=3, evaluator=True, environment={"HOME": "/work", "OMP_NUM_THREADS": "3"}
+    DIGITS,
+    num_ps=0,
+    num_workers=3,
+    evaluator=True,
+    checkpoint_every_s=0.0,
+    environment={"HOME": "/work", "OMP_NUM_THREADS": "3"},
 )
-ALONE = dataclasses.replace(DIGITS, num_ps=0, num_workers=1, worker=MachineConfig(8, 30, "nvidia-tesla-t4", 4))
+ALONE = dataclasses.replace(
+    DIGITS, num_ps=0, num_workers=1, checkpoint_every_s=0.0, worker=MachineConfig(8, 30, "nvidia-tesla-t4", 4)
+)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +150,7 @@ def test_gpus(tools: Tools) -> None:
             RING,
             {
                 "ps": {"count": 0},
+                "checkpointEveryS": 0,
                 "worker": {"count": 3},
                 "evaluator": True,
                 "environment": {"HOME": "/work", "OMP_NUM_THREADS": "3"},
@@ -152,6 +160,7 @@ def test_gpus(tools: Tools) -> None:
             ALONE,
             {
                 "ps": {"count": 0},
+                "checkpointEveryS": 0,
                 "worker": {
                     "count": 1,
                     "cpuCores": 8,

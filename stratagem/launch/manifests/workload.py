@@ -33,6 +33,19 @@ def check_staleness(staleness: float, num_ps: int) -> None:
         )
 
 
+def check_checkpoint_every(seconds: float, num_ps: int) -> None:
+    """The chief saves what ps hold, and nothing else.
+
+    Raises:
+        ConfigurationError: there are none.
+    """
+    if seconds and not num_ps:
+        raise ConfigurationError(
+            "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add --ps, or save in "
+            "the script (sg.CheckpointManager, sg.callbacks.BackupAndRestore)"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """What every renderer takes: docker-compose, Kubernetes, JobSet and TrainJob show the same job.
@@ -81,6 +94,7 @@ class Workload:
         if not (self.image and self.script):
             raise ConfigurationError(f"expected an image and a script in it, got {self.image!r} and {self.script!r}")
         check_staleness(self.staleness, self.num_ps)
+        check_checkpoint_every(self.checkpoint_every_s, self.num_ps)
         if not _NAME.fullmatch(self.name):
             raise ConfigurationError(
                 f"expected a name of at most {_NAME_CHARACTERS} lower-case letters, digits and '-' that starts with a "

@@ -164,6 +164,8 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
             ["submit", "--workers", "2", "--staleness", "2", __file__],
             "a staleness of 2 is for parameter servers: add ps",
         ),
+        (["run", "--ps", "1", "--checkpoint-dir", "", __file__], "'--checkpoint-dir': expected the name of a folder"),
+        (["certs", "init", "--dir", ""], "'--dir': expected the name of a folder, and it is empty"),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
     ],
 )
