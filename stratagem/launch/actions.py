@@ -29,6 +29,13 @@ class Kill:
 
 
 @dataclasses.dataclass(frozen=True)
+class Say:
+    """Tell the user, once."""
+
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Renew:
     """No process runs, and a new life of the whole job begins: what its chief knew of the last one counts no more."""
 
@@ -40,7 +47,7 @@ class Finish:
     exit_code: int
 
 
-Action = Start | Signal | Kill | Renew | Finish
+Action = Start | Signal | Kill | Say | Renew | Finish
 
 
 @dataclasses.dataclass(frozen=True)

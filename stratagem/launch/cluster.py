@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from stratagem.chief.journal.journal import NAME, replay
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
-from stratagem.launch.actions import Action, Finish, Kill, Renew, Signal, Start, describe_exit
+from stratagem.launch.actions import Action, Finish, Kill, Renew, Say, Signal, Start, describe_exit
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
@@ -71,6 +71,7 @@ class LocalCluster:
         self._processes: dict[TaskId, TaskProcess] = {}
         self._ended_at: dict[TaskId, float] = {}
         self._seen_off: set[TaskId] = set()
+        self._said: set[str] = set()
         self._poller: StatusPoller | None = None
         self._exit_code: int | None = None
         self._tick_s = TICK_S
@@ -281,6 +282,10 @@ class LocalCluster:
                     if reason:
                         self.output.say(f"{task} {reason}")
                     self._processes[task].kill()
+                case Say(line):
+                    if line not in self._said:
+                        self._said.add(line)
+                        self.output.say(line)
                 case Renew():
                     self._renew()
                 case Finish(exit_code):

@@ -19,7 +19,7 @@ import signal
 from collections.abc import Collection, Iterable
 
 from stratagem.cluster.task import TaskId
-from stratagem.launch.actions import Action, Failure, Finish, Kill, Renew, Signal, Start
+from stratagem.launch.actions import Action, Failure, Finish, Kill, Renew, Say, Signal, Start
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NO_RETRY, EXIT_PREEMPTED = 0, 1, 2, 42, 143
 _NEVER_RETRIED = (EXIT_USAGE, EXIT_NO_RETRY)
@@ -232,9 +232,9 @@ class Supervisor:
         if self.phase is Phase.STARTING:
             reason = f"it did not say where it listens within {self.policy.start_timeout_s:.0f} s"
             return self._fail(Failure(self.servers[0], EXIT_FAILED, reason), now)
-        if self.phase is Phase.DRAINING and any(task.type == "evaluator" for task in self.running):
+        if self.phase is Phase.DRAINING and (late := [task for task in self._in_order() if task.type == "evaluator"]):
             self._deadline = now + self.policy.shutdown_timeout_s
-            return []
+            return [Say(f"{task} still runs, and is waited for: Ctrl-C ends it") for task in late]
         if self.phase is Phase.DRAINING and self._chief_is_done and all(task.type == "chief" for task in self.running):
             self._deadline = None  # it came to stand by when there was nobody any more to stand by for
             return [Kill(task) for task in self._in_order()]

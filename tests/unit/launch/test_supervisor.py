@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stratagem.cluster.task import TaskId
-from stratagem.launch.actions import Action, Finish, Kill, Renew, Signal, Start, describe_exit
+from stratagem.launch.actions import Action, Finish, Kill, Renew, Say, Signal, Start, describe_exit
 from stratagem.launch.supervisor import LATE_S, Phase, Policy, Supervisor
 
 CHIEF, STANDBY, PS, W0, W1 = (
@@ -217,7 +217,7 @@ def test_an_evaluator_takes_its_time_for_the_last_checkpoint() -> None:
     assert supervisor.listening(CHIEF) == [Start(PS), Start(EVALUATOR), Start(W0)]
     assert supervisor.exited(W0, 0, 5.0) == []
     for now in (15.0, 25.0, 35.0):
-        assert supervisor.ticked(now) == []
+        assert supervisor.ticked(now) == [Say("evaluator:0 still runs, and is waited for: Ctrl-C ends it")]
         assert _deadline(supervisor) == now + 10.0
     assert supervisor.exited(EVALUATOR, 0, 36.0) == []
     # The others do not: they have until the deadline.
