@@ -105,9 +105,13 @@ class PeerStore:
             left = flat.numel()
             while left:
                 frame = self._next(WEIGHTS)
-                if frame.group != group or frame.tensor.dtype != flat.dtype or frame.tensor.numel() > left:
-                    raise FrameError(f"expected a piece of group {group}, got one of group {frame.group}")
-                flat[frame.offset : frame.offset + frame.tensor.numel()] = frame.tensor
+                place = group, flat.numel() - left
+                if (frame.group, frame.offset) != place or frame.tensor.dtype != flat.dtype or len(frame.tensor) > left:
+                    raise FrameError(
+                        f"expected the piece of group {group} at {place[1]} from {self._task}, got one of group "
+                        f"{frame.group} at {frame.offset}"
+                    )
+                flat[frame.offset : frame.offset + len(frame.tensor)] = frame.tensor
                 left -= frame.tensor.numel()
         return image
 

@@ -16,6 +16,7 @@ import torch
 from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import JobStoppedError, PeerUnavailableError, ProtocolError, StratagemError
+from stratagem.ps import copies
 from stratagem.ps.backup import Backup
 from stratagem.ps.copies import StoreCopy, StoreImage, tensors_of
 from stratagem.ps.following import RETRY_S, Following
@@ -332,6 +333,18 @@ def test_a_copy_is_made_also_after_a_failure_that_nobody_thought_of(
     poll(lambda: "ps:0" in holder.store.copies.kept and holder.store.copies.kept["ps:0"].is_whole)
     assert "No copy of another ps for now: can't allocate memory" in caplog.text
     assert following._retry_s == RETRY_S
+
+
+def test_an_image_with_a_gap_is_no_copy(
+    start: Start, connect: Connect, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as whole, with whatever was in that memory."""
+    monkeypatch.setattr(copies, "cut_pieces", lambda flat: [(0, flat[:4]), (0, flat[4:])])
+    primary, holder = start(), start("ps:1", BACKUP.incarnation)
+    connect(primary).create(torch.zeros(SIZE), "Adam")
+    follower = follow(primary, holder)
+    poll(lambda: follower.error is not None or follower.whole.is_set())
+    assert "the piece of group 1 at 4 from ps:0, got one of group 1 at 0" in str(follower.error)
 
 
 def test_a_synchronous_step_is_refused(start: Start, connect: Connect) -> None:
