@@ -10,6 +10,7 @@ every peer before it shuts the sockets, so that all ranks name the same culprit.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -140,7 +141,9 @@ class Signals:
             if self._failure is not None:
                 raise self._error()
             for peer in cells.tell(message):
-                self._send(peer, _BELL)
+                # A full socket has enough to wake its other end; who has shut it saw the cell, or is missed below.
+                with contextlib.suppress(OSError):
+                    self._links[peer].send(_BELL, socket.MSG_DONTWAIT)
         same = True
         theirs: bytes | memoryview
         for peer in self._links:
@@ -212,12 +215,10 @@ class Signals:
     # -- waiting for one peer ---------------------------------------------------------------------------------
 
     def _send(self, peer: int, message: bytes) -> None:
-        """A signal, or a bell: of these a full socket has enough to wake its other end."""
         try:
-            self._links[peer].send(message, socket.MSG_DONTWAIT if message is _BELL else 0)
+            self._links[peer].send(message)
         except OSError as error:
-            if message is not _BELL or not isinstance(error, BlockingIOError):
-                raise self._lost(peer, error) from None
+            raise self._lost(peer, error) from None
 
     def _receive(self, peer: int, more: bool) -> bytes:
         """A signal on a socket, which may be torn."""

@@ -572,13 +572,13 @@ class FarRank:
 
     def __init__(self, signals: Signals, link: socket.socket, cells: Cells | None) -> None:
         self.link = link
-        self._signals, self._cells = signals, cells
+        self._signals, self.cells = signals, cells
 
     def tell(self, message: bytes) -> None:
         """Gives rank 2 a signal."""
-        if self._cells is None:
+        if self.cells is None:
             self.link.send(message)
-        elif self._cells.tell(message):
+        elif self.cells.tell(message):
             self.link.send(host_signals._BELL)
 
     def hear(self) -> bytes:
@@ -677,6 +677,18 @@ def test_a_peer_may_end_in_peace_when_it_was_heard_and_another_is_awaited(wires:
     far[1].tell(signal_of(9))
     waiting.join(DEADLINE_S)
     assert results == [True]
+
+
+@pytest.mark.parametrize("wires", ["cells"], indirect=True)
+def test_a_peer_may_end_in_peace_before_its_bell(wires: Wires) -> None:
+    """It saw the cell just before it would have slept, and made the last collective of its group."""
+    signals, far = wires
+    assert far[0].cells is not None
+    far[0].cells.sleep_for(2)
+    for rank in far.values():
+        rank.tell(signal_of(9))
+    far[0].link.close()
+    assert exchanged(signals, False)
 
 
 @pytest.mark.parametrize("more", [True, False])
