@@ -45,10 +45,11 @@ class CommMemory:
         self._used.add(address)
         # A tensor of a buffer keeps the buffer's object, which says when the last view has gone.
         buffer = (ctypes.c_char * num_bytes).from_address(address)
-        weakref.finalize(buffer, self._free, address, blocks[turn]).atexit = False
+        weakref.finalize(buffer, _free, self._used, address, blocks[turn]).atexit = False
         with torch.inference_mode(False):
             return torch.frombuffer(buffer, dtype=dtype)
 
-    def _free(self, address: int, _: torch.Tensor) -> None:
-        """The memory itself is mapped until now."""
-        self._used.discard(address)
+
+def _free(used: set[int], address: int, _: torch.Tensor) -> None:
+    """The memory itself is mapped until now. All else of the group may go before: its error may hold the buffer."""
+    used.discard(address)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -20,6 +22,7 @@ from torch._C._distributed_c10d import (
 )
 
 from stratagem.distributed import work as handles
+from stratagem.distributed.comm_memory import MIN_BYTES, CommMemory
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.errors import CollectiveError, ConfigurationError
 from tests.contract.distributed.ranks import on_every_rank, process_groups
@@ -545,6 +548,16 @@ def test_memory_of_the_group(groups: Groups) -> None:
         assert group.allocate_tensor(3, dtype=torch.bfloat16, device=device).shape == (3,)
 
     on_every_rank(groups, run)
+
+
+def test_memory_goes_with_its_group_though_that_holds_some_of_it() -> None:
+    """As it does by the error of an operation, whose traceback has the tensors."""
+    memory = CommMemory(lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
+    vars(memory)["error"] = memory.allocate(MIN_BYTES, torch.uint8)
+    gone = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "waits"])
