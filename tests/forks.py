@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import io
 import json
 import os
 import runpy
@@ -241,6 +242,8 @@ def _become(command: Sequence[str], environ: Mapping[str, str], cwd: str, new_se
     os.environ.clear()
     os.environ.update(environ)
     fork_server.forget()
+    # The one that came along knows of the server's file whether it can be sought.
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
     if program != sys.executable:
         arguments = [str(_STRATAGEM), *arguments]
     first, *rest = arguments
