@@ -209,7 +209,7 @@ async def test_a_page_that_reads_nothing_is_let_go(
     async with chief() as running, page_of(running) as (_, address):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(b"GET /api/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await until(lambda: bool(watches[0]._num_viewers))
+        await until(lambda: watches and watches[0]._num_viewers)
         await until(lambda: not watches[0]._num_viewers)
         came = b""
         with contextlib.suppress(ConnectionError):
