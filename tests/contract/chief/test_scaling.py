@@ -38,6 +38,15 @@ async def begun(running: Chief, worker: Task, server: FakePs) -> None:
     server.open = {update: 1 for update in server.open}
 
 
+async def without_newcomer(stack: contextlib.AsyncExitStack, running: Chief) -> tuple[FakePs, FakePs, Task]:
+    """A ps, one that is yet to come, and a worker; as :func:`begun`."""
+    server = await stack.enter_async_context(ps(running.address, FakePs(0)))
+    worker = Task(running.address, "worker:0")
+    await worker.ready()
+    await begun(running, worker, server)
+    return server, FakePs(1), worker
+
+
 def ask(worker: Task, num_ps: int) -> Any:
     return worker.stub.Scale(chief_pb2.ScaleRequest(num_ps=num_ps))
 
@@ -123,11 +132,7 @@ async def test_the_chief_dies_before_and_after_the_number_is_in_its_journal(tmp_
     async with contextlib.AsyncExitStack() as stack:
         async with chief(**folders(tmp_path)) as running:
             port = running.address
-            server, newcomer = FakePs(0), FakePs(1)
-            await stack.enter_async_context(ps(port, server))
-            worker = Task(port, "worker:0")
-            await worker.ready()
-            await begun(running, worker, server)
+            server, newcomer, worker = await without_newcomer(stack, running)
             newcomer.restore_gate.clear()
             await stack.enter_async_context(ps(port, newcomer))
             server.calls.clear()
@@ -177,12 +182,8 @@ async def test_what_came_between_the_journal_and_a_new_beginning_all_of_another_
     async with contextlib.AsyncExitStack() as stack:
         async with chief(**folders(tmp_path)) as running:
             port = running.address
-            server, newcomer = FakePs(0), FakePs(1)
-            await stack.enter_async_context(ps(port, server))
-            worker = Task(port, "worker:0")
+            server, newcomer, worker = await without_newcomer(stack, running)
             stack.push_async_callback(worker.die)
-            await worker.ready()
-            await begun(running, worker, server)
             [lease] = (await worker.next(held=[0])).leases
             await stack.enter_async_context(ps(port, newcomer))
             server.restore_gate.clear()
