@@ -157,7 +157,7 @@ class Cluster:
         """Starts a task that is wanted, unless its work is done."""
         name = f"{kind}:{index}"
         ended = name in self.tasks and self.tasks[name].exit_code == 0
-        if index < self.wanted[kind] and not (ended and name not in self.dismissed):
+        if index < self.wanted.get(kind, 0) and not (ended and name not in self.dismissed):
             self.dismissed.discard(name)
             self.start_task(name)
 
