@@ -28,7 +28,7 @@ from stratagem.rpc.segment import receive_descriptor_into
 from stratagem.rpc.shm_message import BORROWED, FRAME, INLINE, INLINE_BYTES, MESSAGE, RELEASE, SEGMENT, WANT
 from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool, slot_bytes
-from stratagem.rpc.socket_lane import TwoSocketLane, wake_reads
+from stratagem.rpc.socket_lane import MAX_VIEWS, TwoSocketLane, wake_reads
 
 _WORDS_BYTES = 4096
 _COUNT = struct.Struct("=i")
@@ -148,7 +148,7 @@ class ShmSender(Corkable):
         self._send(views, num_bytes)
 
     def _send(self, views: Sequence[memoryview], num_bytes: int) -> None:
-        num_sent = self._sock.sendmsg(views)
+        num_sent = self._sock.sendmsg(views if len(views) <= MAX_VIEWS else [b"".join(views)])
         if num_sent < num_bytes:  # a signal came in between
             self._sock.sendall(b"".join(views)[num_sent:])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import select
 import socket
 import struct
@@ -25,6 +26,8 @@ POLL_S = 0.5
 """How often a waiting read looks at its deadline."""
 AHEAD_BYTES = 8 << 10
 """Read together with a header, at most: what of a large frame comes with it is copied once more."""
+MAX_VIEWS = os.sysconf("SC_IOV_MAX")
+"""What one ``sendmsg`` takes."""
 
 Receive = Callable[[memoryview, bool, int, float], int]
 """One read into memory: whether to wait until it is full, for which transfer, until when. Gives at least a byte."""

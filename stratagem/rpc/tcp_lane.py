@@ -26,7 +26,7 @@ from stratagem.rpc.frame_memory import FrameMemory, fresh
 from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
 from stratagem.rpc.lane import Corkable, LentPiece, LentPieces, Payload, Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.socket_lane import POLL_S, SocketReceiver, TwoSocketLane, wake_reads
+from stratagem.rpc.socket_lane import MAX_VIEWS, POLL_S, SocketReceiver, TwoSocketLane, wake_reads
 from stratagem.rpc.spin import Spin
 
 _HEADER = struct.Struct("<4sBB2xIQQQ")  # magic, kind, dtype, group, transfer, offset, elements
@@ -144,7 +144,7 @@ class TcpSender(Corkable):
     def _send_now(self, views: list[memoryview]) -> int:
         """Hands the kernel what it takes at once; returns the number of bytes."""
         try:
-            num_sent = self._sock.sendmsg(views, (), socket.MSG_DONTWAIT)
+            num_sent = self._sock.sendmsg(views[:MAX_VIEWS], (), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -182,7 +182,7 @@ class TcpSender(Corkable):
             return
         left = [view for view in views if view.nbytes]
         while left:
-            left = _after(left, self._sock.sendmsg(left))
+            left = _after(left, self._sock.sendmsg(left[:MAX_VIEWS]))
 
     def _send_lent(self, item: _Unread, piece: LentPiece) -> None:
         """Waits for the peer without the guard, and looks each time where the elements are now."""

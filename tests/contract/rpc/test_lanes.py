@@ -172,8 +172,10 @@ def test_many_frames_keep_their_order(pair: Pair) -> None:
     sending.join()
 
 
-def test_several_pieces_are_one_payload(pair: Pair) -> None:
-    pieces = [torch.arange(5.0), torch.arange(100_000.0), torch.arange(1.0)]
+@pytest.mark.parametrize("sizes", [(5, 100_000, 1), (3,) * 2_000, (50, 300_000, *(2,) * 3_000)], ids=len)
+def test_several_pieces_are_one_payload(pair: Pair, sizes: tuple[int, ...]) -> None:
+    """Also more than one call of the kernel takes."""
+    pieces = [torch.arange(float(size)) for size in sizes]
     pair.sender.send(KIND, 1, 0, 0, lambda: pieces, sum(piece.numel() for piece in pieces))
     assert torch.equal(pair.receiver.receive(1, soon()).tensor, torch.cat(pieces))
 
