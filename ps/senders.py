@@ -54,7 +54,7 @@ class Senders:
         self._inherited = {key: kept for key, kept in self._inherited.items() if not _covers(task, incarnation, key)}
         self.tokens = {group: key for group, key in self.tokens.items() if not _covers(task, incarnation, key)}
 
-    def hello(self, sender: Sender, next_sequence: int) -> int:
+    def hello(self, sender: Sender, next_sequence: int, abandoned: Iterable[int] = ()) -> int:
         """Introduces a sender. Returns the number expected next: the remembered one, else ``next_sequence``.
 
         Raises:
@@ -75,6 +75,7 @@ class Senders:
             window = self._windows[sender.key] = SequenceWindow(
                 max(1, next_sequence), self._inherited.pop(sender.key, ())
             )
+        window.abandon(abandoned)
         return window.next_sequence
 
     def window(self, sender: Sender) -> SequenceWindow:

@@ -104,6 +104,12 @@ class SequenceWindow:
         self._failed.add(sequence)
         self._advance(sequence)
 
+    def abandon(self, sequences: Iterable[int]) -> None:
+        """Requests that are not sent again: those that have not come are none that later ones wait for."""
+        for sequence in sequences:
+            if self._mark <= sequence < self._mark + WINDOW and sequence not in {*self._running, *self._results}:
+                self.fail(sequence)
+
     def _advance(self, newest: int) -> None:
         before = self._mark
         while self._mark in self._results or self._mark in self._failed:

@@ -41,7 +41,7 @@ class ParameterServerServicer:
         self.PullWeights = functools.partial(lane_requests.pull_weights, store)
 
     def Hello(self, request: ps_pb2.HelloRequest, context: grpc.ServicerContext) -> ps_pb2.HelloReply:
-        greeting = self._store.hello(wire.sender_from(request.sender), request.next_sequence)
+        greeting = self._store.hello(wire.sender_from(request.sender), request.next_sequence, request.abandoned)
         return to_message(
             ps_pb2.HelloReply,
             greeting,

@@ -6,6 +6,7 @@ Knows neither protobuf nor grpc; safe to call from many threads.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
@@ -67,8 +68,9 @@ class Store:
         self.checkpoints = Checkpointing(self.state, index, folders)
         self.copies = StoreCopies(task, self.state, self.checkpoints, lambda: self.incarnation)
 
-    def hello(self, sender: Sender, next_sequence: int) -> Greeting:
-        """Introduces a sender. It comes after a loss: what it staged is dropped, its lane closed.
+    def hello(self, sender: Sender, next_sequence: int, abandoned: Iterable[int] = ()) -> Greeting:
+        """Introduces a sender. It comes after a loss: what it staged is dropped, its lane closed, and requests that it
+        has abandoned are not waited for.
 
         Raises:
             FencedError: the incarnation was declared dead.
@@ -78,7 +80,7 @@ class Store:
             if sender.task.startswith("ps:"):  # of a backup there is one process
                 state.senders.fence(sender.task, sender.incarnation - 1)
             state.senders.check(sender)
-            expected = state.senders.hello(sender, next_sequence)
+            expected = state.senders.hello(sender, next_sequence, abandoned)
             state.staging.drop_all(sender)
             lane = state.senders.lanes.get(sender.key)
             if lane is not None:

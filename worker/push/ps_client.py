@@ -127,6 +127,8 @@ class PsClient:
         self._next_sequence = 1
         self._transfers = itertools.count(1)
         self._known_from = 1
+        self._abandoned: set[int] = set()
+        """Numbers of calls that were not answered: whoever repeats one takes another."""
         self._served_by = (0, 0)
         """Incarnation of the ps, and the routing epoch, that the connection is of."""
         self._control: grpc.Channel | None = None
@@ -193,9 +195,13 @@ class PsClient:
         if self._control is None:
             raise PeerUnavailableError(f"there is no connection to {self.task}")
         future = getattr(self._stub, method).future(request)
+        if sequenced:
+            self._abandoned.add(request.sender.sequence)
         while True:
             try:
-                return future.result(timeout=POLL_S)
+                reply = future.result(timeout=POLL_S)
+                self._abandoned.discard(request.sender.sequence)
+                return reply
             except grpc.FutureTimeoutError:
                 try:
                     self.session.raise_if_stopped()
@@ -234,11 +240,12 @@ class PsClient:
     def _open(self, info: Member) -> None:
         self._control = channels.connect(info.address, self.task, self.session.security)
         self._stub = ps_pb2_grpc.ParameterServerStub(self._control)
-        hello = ps_pb2.HelloRequest(sender=self._sender(), next_sequence=self._next_sequence)
+        hello = ps_pb2.HelloRequest(sender=self._sender(), next_sequence=self._next_sequence, abandoned=self._abandoned)
         try:
             reply: ps_pb2.HelloReply = self._stub.Hello(hello, timeout=5.0)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.task) from None
+        self._abandoned.clear()
         if self._config.frame_bytes + FRAME_OVERHEAD_BYTES > reply.max_message_bytes:
             raise ConfigurationError(
                 f"{self.task} takes messages of {reply.max_message_bytes} bytes, but this worker sends frames of "

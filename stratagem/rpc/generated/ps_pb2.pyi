@@ -72,19 +72,25 @@ class HelloRequest(_message.Message):
 
     SENDER_FIELD_NUMBER: _builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     next_sequence: _builtins.int
     """The next sequence number the sender will use if the server has no memory of it."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
+    @_builtins.property
+    def abandoned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Earlier numbers whose requests were not answered and will not be sent again: later ones do not wait for them."""
+
     def __init__(
         self,
         *,
         sender: _common_pb2.Sender | None = ...,
         next_sequence: _builtins.int = ...,
+        abandoned: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_sequence", b"next_sequence", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "next_sequence", b"next_sequence", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

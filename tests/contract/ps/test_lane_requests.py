@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -14,12 +15,13 @@ from stratagem.cluster.communication import Transport
 from stratagem.cluster.config import ServerConfig, WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import JobStoppedError, LimitError, PeerUnavailableError, ProtocolError, SequenceError
+from stratagem.ps.sequences import WINDOW
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import Frame
-from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
+from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
@@ -118,6 +120,17 @@ def test_an_update_is_applied_once_and_brings_the_weights(worker: Worker) -> Non
     want = ps_pb2.PullWeightsRequest.Want(group=1, have=reply.versions[0].version)
     pull = ps_pb2.PullWeightsRequest(groups=[want], reply_transfer=worker.client.new_transfer())
     assert worker.client.start("PullWeights", pull).result().versions[0].num_frames == 0
+
+
+def test_a_call_that_never_came_keeps_no_later_ones_out(worker: Worker) -> None:
+    client = worker.client
+    there, client._stub = client._stub, ps_pb2_grpc.ParameterServerStub(grpc.insecure_channel("unix:nobody"))
+    with pytest.raises(PeerUnavailableError):
+        client.call("AssignValues", ps_pb2.AssignValuesRequest(groups=[1]), sequenced=True)
+    client._stub = there
+    client.connect()
+    for index in range(WINDOW + 1):
+        assert client.start("CommitUpdate", worker.request(index), sequenced=True).result().applied
 
 
 def test_facts_of_a_gradient(worker: Worker) -> None:

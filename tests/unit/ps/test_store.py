@@ -256,6 +256,16 @@ def test_requests_out_of_order_within_the_window() -> None:
     assert store.state.step == 2
 
 
+def test_requests_that_never_came_are_not_waited_for_once_their_sender_says_so() -> None:
+    """The first values of a model, say, whose connection broke: 64 updates later the worker was refused."""
+    store, (worker,) = started()
+    worker.sequence += 2
+    lost = [worker.sequence - 1, worker.sequence]
+    assert worker.send(worker.request(worker.stage(torch.ones(10)), [])).applied
+    greeting = store.hello(worker.sender, worker.sequence + 1, [*lost, worker.sequence, worker.sequence + 1_000])
+    assert greeting.next_sequence == worker.sequence + 1
+
+
 def test_a_failed_request_may_be_tried_again_under_its_number() -> None:
     store, (worker,) = started()
     store.state.frames_timeout_s = 0.01
