@@ -230,6 +230,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
         self.num_early = len(backward.launched)
         for bucket in backward.waiting:
             self._launch(backward, bucket)
+        backward.num_before_status = len(backward.launched)
         with self._meter.exposed("the gradients of the other ranks"):
             try:
                 merged, sparse = self._communicator.atomic(
@@ -264,6 +265,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
         if backward.generation != self._communicator.generation:
             self._drain()
             backward.generation = self._communicator.generation
+            del backward.launched[backward.num_before_status :]  # who missed the status has none of them
             for bucket in backward.launched:
                 self._submit(bucket, any(slot.stash is not None for slot in bucket.slots))
         backward.status, backward.total = self._submit_status(backward)
@@ -331,6 +333,8 @@ class _Backward(Backward):
     waiting: list[PlacedBucket] = dataclasses.field(default_factory=list)
     """Buckets that leave before the status, and have not yet."""
     launched: list[PlacedBucket] = dataclasses.field(default_factory=list)
+    num_before_status: int = 0
+    """How many of them left before it."""
     generation: int = 0
     """Of the communicator, when the buckets were reduced."""
     looked: tuple[int, int] | None = None

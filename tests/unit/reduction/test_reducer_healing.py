@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,13 +44,13 @@ def alone(examples: Sequence[int], seed: int = 0, build_model: Callable[[], Any]
 WITH, WITHOUT = range(6), [0, 1, 2, 4, 5]
 
 
-def work(communicator: Communicator) -> list[Gradients]:
+def work(communicator: Communicator, early: bool = True) -> list[Gradients]:
     """Two backwards, and one after the step in which the ring has healed."""
     rank, found = communicator.rank, []
     model = build()
     parameters = list(model.parameters())
     same_bits = SameBits(parameters, ["weight"] * len(parameters), f"worker:{rank}")
-    with reducing(model, communicator, weight_of(rank), keep_sources=True, same_bits=same_bits):
+    with reducing(model, communicator, weight_of(rank), keep_sources=True, same_bits=same_bits, early=early):
         for seed in range(2):
             communicator.step += 1
             for parameter in model.parameters():
@@ -98,3 +99,12 @@ def test_a_second_break_in_the_next_step_finds_the_ranks_a_step_apart(dies_at: i
     """They lay the memory of their gradients out anew in the same step, of whichever group each has heard by then."""
     results = run_mortal(3, work, rank0=Fate(misses_at=dies_at + later), rank1=Fate(dies_at))
     assert_bit_identical([result[0] + result[1] for result in results])
+
+
+@pytest.mark.parametrize("misses_at", [5, 6])
+def test_buckets_that_leave_after_the_status_do_so_again(misses_at: int) -> None:
+    """Where a rank misses the status, the others have had it, and have sent these buckets."""
+    results = run_mortal(3, functools.partial(work, early=False), rank1=Fate(misses_at=misses_at))
+    assert_bit_identical([result[0] + result[1] for result in results])
+    for seed, found in enumerate(results[0]):
+        assert_same(found, alone(WITH, seed))
