@@ -208,13 +208,16 @@ class GradientReducer(BackwardReducer["_Backward"]):
     def _launch(self, backward: _Backward, bucket: PlacedBucket) -> None:
         for slot in bucket.slots:
             slot.fill()
-        again = any(slot.stash is not None for slot in bucket.slots)
         bucket.area.seal()
         backward.launched.append(bucket)
         if backward.generation == self._communicator.generation:  # else all are reduced once more, at the end
-            self._submit(bucket, again)
+            self._submit(bucket)
 
-    def _submit(self, bucket: PlacedBucket, again: bool) -> None:
+    def _submit(self, bucket: PlacedBucket) -> None:
+        again = self._compression is not None and any(
+            slot.stash is not None and bool(slot.stash.any())  # zeroed: nothing is added to
+            for slot in bucket.slots
+        )
         self._futures.append(self._communicator.submit(functools.partial(self._reduce, bucket, again)))
 
     def _reduce(self, bucket: PlacedBucket, again: bool) -> None:
@@ -267,7 +270,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
             backward.generation = self._communicator.generation
             del backward.launched[backward.num_before_status :]  # who missed the status has none of them
             for bucket in backward.launched:
-                self._submit(bucket, any(slot.stash is not None for slot in bucket.slots))
+                self._submit(bucket)
         backward.status, backward.total = self._submit_status(backward)
         self._futures[-1].result()
         merged = backward.status.decode(backward.total, self._communicator.size)

@@ -282,6 +282,19 @@ def test_a_step_of_one_optimizer_commits_its_own_buckets() -> None:
     run_ranks(2, work)
 
 
+@pytest.mark.parametrize("name", MAKE)
+def test_a_skipped_update_leaves_nothing_behind_where_gradients_are_zeroed_in_place(name: str) -> None:
+    def work(communicator: Communicator) -> None:
+        model = build()
+        with reducing(model, communicator, weight_of([2, 2], communicator.rank), compression=new(name)):
+            for factor in (float("inf"), 1.0):
+                model.zero_grad(set_to_none=False)
+                (mean_loss(model, *share_of(batch(0), [2, 2], communicator.rank)) * factor).backward()
+            assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+    run_ranks(2, work)
+
+
 def test_other_dtypes_travel_as_they_are() -> None:
     def work(communicator: Communicator) -> torch.Tensor:
         parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
