@@ -126,11 +126,14 @@ class Communicator:
             CollectiveError: a rank is gone, stands still, or is somewhere else; see :class:`Position`.
         """
         op = ReduceOp(op)
-        if op is ReduceOp.MEAN and not tensor.is_floating_point():
+        if op is ReduceOp.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigurationError(f"the mean of {tensor.dtype} is not of that dtype: reduce with SUM and divide")
         if op is ReduceOp.MEAN and tensor.itemsize < 4:  # a sum of halves may be Inf where their mean is none
             wide = self.all_reduce(tensor.float(), op)
             return wide.to(tensor.dtype) if out is None else out.copy_(wide)
+        if tensor.is_complex() and op in (ReduceOp.SUM, ReduceOp.MEAN):  # by its parts: lanes know real numbers
+            total = torch.view_as_complex(self.all_reduce(torch.view_as_real(tensor.detach().resolve_conj()), op))
+            return total if out is None else out.copy_(total)
         flat = self._flat(tensor)
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
         if result.shape != tensor.shape or result.dtype != tensor.dtype:
@@ -162,24 +165,25 @@ class Communicator:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order; the first dimension may differ between ranks, 0 included."""
-        flat = self._flat(tensor)
+        flat = _bytes(self._flat(tensor))
         mine = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int64)
         rest = tensor.shape[1:]
+        row_bytes = math.prod(rest) * tensor.itemsize
         what = f"all_gather of {name_of(tensor.dtype)} rows of {list(rest)}"
 
         def gather() -> list[torch.Tensor]:
             rows = [torch.empty_like(mine) for _ in range(self.size)]
             self.collective(f"lengths for {what}", lambda tag: self.group.all_gather(mine, rows, tag))
-            outs = [flat.new_empty(int(count) * math.prod(rest)) for count in rows]
+            outs = [flat.new_empty(int(count) * row_bytes) for count in rows]
             self.collective(what, lambda tag: self.group.all_gather(flat, outs, tag))
             return outs
 
         def take_over(kept: Kept) -> list[torch.Tensor]:
-            return list(kept.data.clone().view(flat.dtype).to(flat.device).split(kept.lengths))
+            return list(kept.data.clone().to(flat.device).split(kept.lengths))
 
         outs = self.atomic(gather, _kept, take_over)
-        shapes = [(out.numel() // max(1, math.prod(rest)), *rest) if tensor.dim() else () for out in outs]
-        return [out.view(shape).to(tensor.device) for out, shape in zip(outs, shapes, strict=True)]
+        shapes = [(out.numel() // max(1, row_bytes), *rest) if tensor.dim() else () for out in outs]
+        return [out.view(tensor.dtype).view(shape).to(tensor.device) for out, shape in zip(outs, shapes, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Gives every rank the values of ``root``'s tensor, in place."""
@@ -190,7 +194,7 @@ class Communicator:
 
         def send() -> None:
             place = root if self.healing is None else self.healing.rank_of(sender)
-            self.collective(what, lambda tag: self.group.broadcast(buffer, place, tag))
+            self.collective(what, lambda tag: self.group.broadcast(_bytes(buffer), place, tag))
 
         self.atomic(send)
         if buffer.data_ptr() != tensor.data_ptr():
@@ -309,7 +313,7 @@ class Communicator:
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements, flat and contiguous, where the group takes them; no copy of what is."""
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         return (tensor if tensor.device == self.device else tensor.cpu()).contiguous().view(-1)
 
     def _is_in_own_thread(self) -> bool:
@@ -332,7 +336,8 @@ def _kept(parts: Sequence[torch.Tensor]) -> Kept | None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view(-1) leaves a single element any stride
+    return flat.view(torch.uint8)
 
 
 def _not_packed(_: Kept) -> NoReturn:
