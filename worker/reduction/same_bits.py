@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.agreement import without_addresses
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.state_broadcast import gather_json
 
@@ -53,7 +54,7 @@ class SameBits:
         self._num_looks += 1
         values = [_settings(optimizer, group) for optimizer in self._optimizers() for group in optimizer.param_groups]
         if values != self._settings[0]:
-            self._settings = values, zlib.crc32(repr(values).encode()) + 1
+            self._settings = values, zlib.crc32(without_addresses(repr(values)).encode()) + 1
         is_cuda = bool(self._parameters) and self._parameters[0].device.type == "cuda"
         return self._settings[1], 0 if is_cuda and self._num_looks % CUDA_EVERY else self._next_window()
 
@@ -68,7 +69,8 @@ class SameBits:
             for optimizer in self._optimizers()
             for group in optimizer.param_groups
         ]
-        labels, *rest = itertools.zip_longest(*gather_json(communicator, [self._label, *settings]), fillvalue="")
+        every = gather_json(communicator, [self._label, *map(without_addresses, settings)])
+        labels, *rest = itertools.zip_longest(*every, fillvalue="")
         sums = communicator.all_gather(torch.tensor([sum_of_bits(_flat(parameter)) for parameter in self._parameters]))
         for line in rest:
             if (odd := _odd([part for part in line if part])) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -46,6 +47,11 @@ def same_everywhere(communicator: Communicator, models: Iterable[torch.nn.Module
     return not _others(communicator, digest.digest())
 
 
+def without_addresses(settings: str) -> str:
+    """Settings in words, without where functions and objects lie: each process has its own."""
+    return re.sub(r" at 0x[0-9a-f]+", "", settings)
+
+
 def _others(communicator: Communicator, digest: bytes) -> list[int]:
     """Ranks that have another digest than rank 0."""
     digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
@@ -61,5 +67,5 @@ def _describe(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.opti
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             settings = {name: value for name, value in group.items() if name != "params"}
-            lines.append(f"{type(optimizer).__name__} of {len(group['params'])} tensors, {settings}")
+            lines.append(without_addresses(f"{type(optimizer).__name__} of {len(group['params'])} tensors, {settings}"))
     return lines

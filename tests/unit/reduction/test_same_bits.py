@@ -9,6 +9,7 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.same_bits import MAX_PIECES, WINDOW, SameBits
+from stratagem.worker.ring.agreement import agree
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import batch, build, mean_loss, reducing, share_of, weight_of
 from tests.unit.ring.thread_group import run_ranks
@@ -57,6 +58,21 @@ def test_other_settings_are_refused_before_they_are_used() -> None:
         assert step == 2
         assert "the settings of an optimizer differ, and the replicas would part: worker:0 has Adam(lr=0.00081" in text
         assert "worker:1 has Adam(lr=0.002, betas=(0.9, 0.999)" in text
+
+
+def test_a_function_among_the_settings_is_the_same_wherever_it_lies() -> None:
+    def spoil(rank: int, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.defaults["decay"] = None
+        optimizer.param_groups[0] |= {"decay": lambda: rank, "lr": 1.0 if (rank, step) == (1, 2) else 0.1}
+
+    def work(communicator: Communicator) -> tuple[int, str]:
+        model = build()
+        optimizer = torch.optim.Adam([{"params": list(model.parameters()), "decay": lambda: None}])
+        agree(communicator, [model], [optimizer])
+        return train(communicator, 4, spoil)
+
+    for step, text in run_ranks(3, work):
+        assert step == 2 and "worker:1 has Adam(lr=1.0" in text
 
 
 def flip(model: Any, position: int) -> None:
