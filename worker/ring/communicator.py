@@ -106,11 +106,15 @@ class Communicator:
         """Memory in which :meth:`all_reduce` copies nothing, kept until the end of the job; where there is not enough
         shared memory, memory of this process, and reducing it costs copies. ``in_place``: the source is the result."""
         what = f"arena of {num_bytes:,} bytes{', in place' * in_place}"
-        try:
-            return self.atomic(lambda: self.collective(what, lambda tag: self.group.arena(num_bytes, tag, in_place)))
-        except SegmentError as error:  # on every rank alike
-            logger.warning("reducing with copies: %s", error)
-            return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
+
+        def make() -> Arena:
+            try:
+                return self.collective(what, lambda tag: self.group.arena(num_bytes, tag, in_place))
+            except SegmentError as error:  # on every rank of a host alike; other hosts go on, as after an arena
+                logger.warning("reducing with copies: %s", error)
+                return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
+
+        return self.atomic(make)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM, out: torch.Tensor | None = None

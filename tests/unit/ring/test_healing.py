@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratagem.errors import CollectiveError
+from stratagem.errors import CollectiveError, SegmentError
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.healing import KEPT_BYTES, LostMembers
-from tests.unit.ring.healing_ranks import Fate, run_mortal
+from tests.unit.ring.healing_ranks import Fate, MortalGroup, run_mortal
 
 LARGE = KEPT_BYTES // 4 + 1
 NUM_PARTS = 14
@@ -150,3 +151,22 @@ def test_newcomers_without_anybody_who_has_the_state_say_so() -> None:
     assert run_mortal(2, work, num_newcomers=1, rank0=Fate(3)) == [
         "no worker is left that has the state of the training; start the job again"
     ]
+
+
+def test_a_host_without_memory_to_share_meets_the_others_behind_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = MortalGroup.arena
+
+    def arena(self: MortalGroup, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
+        made = has(self, num_bytes, tag, in_place)
+        if self.rank == 1:
+            raise SegmentError("no shared memory: none is left")
+        return made
+
+    monkeypatch.setattr(MortalGroup, "arena", arena)
+
+    def work(communicator: Communicator) -> float:
+        arena = communicator.arena(64)
+        arena.source.fill_(communicator.rank + 1)
+        return float(communicator.all_reduce(arena.source, out=arena.result)[0])
+
+    assert run_mortal(3, work) == [6.0] * 3
