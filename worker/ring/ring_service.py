@@ -122,9 +122,10 @@ class RingService:
         Raises:
             PeerUnavailableError: not all came for now; ask again.
         """
-        members = members_of(self._membership())
+        membership = self._membership()
+        members = members_of(membership)
         self._check(caller)
-        if self._membership().generation not in (0, generation):
+        if membership.generation not in (0, generation):
             raise PeerUnavailableError(f"generation {generation} is not known here; ask again")
         rank = members.rank_of(caller.task)
         said = self._room.meet(generation, meeting, len(members.ranks), rank, info, PATIENCE_S)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
 
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ConfigurationError, PeerUnavailableError
+from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.worker.ring import ring_service
+from stratagem.worker.ring.lane_plan import RankInfo
 from stratagem.worker.ring.members import members_of
 from stratagem.worker.ring.ring_service import MeetingRoom
 from tests.unit.ps.driver import poll
@@ -81,3 +86,18 @@ def test_ranks_follow_the_indices_and_the_newest_incarnation_is_the_generation()
     assert (members.ranks[0].live, members.ranks[1].host) == (False, "h7")
     assert members.lost(now) == [0]
     assert members.lost(membership(("worker:0", 1, True), ("worker:2", 8, True), ("worker:10", 5, True))) == [1]
+
+
+def test_who_calls_while_the_members_change_has_one_place_and_not_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_service, "PATIENCE_S", 0.01)
+    workers = [Member(f"worker:{index}", "127.0.0.1:1", index + 1, True) for index in range(3)]
+    before = Membership(True, tuple(workers), min_workers=1, generation=12)
+    after = Membership(True, (workers[0], workers[2]), min_workers=1, generation=13)
+    heard = itertools.chain([before], itertools.repeat(after))
+    service = ring_service.RingService("127.0.0.1", lambda: next(heard), BytesMeter())
+    for _ in range(2):
+        with pytest.raises(PeerUnavailableError, match=r"ask again|worker:0 to come"):
+            service.meet(Incarnation("worker:2", 3), 13, 1, RankInfo("worker:2"))
+    said = service.meet(Incarnation("worker:0", 1), 13, 1, RankInfo("worker:0"))
+    assert [one.task for one in said] == ["worker:0", "worker:2"]
+    service.close()
