@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class GradientPush:
         on_backward: called in each backward that reaches a parameter.
         closes: closed units to report with the commit.
         recover: connects to a ps that was lost.
+        turn: see :attr:`stratagem.worker.push.remote_table.TableLink.turn`.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class GradientPush:
         closes: CloseReports,
         meter: StepMeter,
         recover: Callable[[PsClient], None],
+        turn: threading.RLock,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = list(parameters)
         self.tables = list(tables)
         self.staging = GradientStaging(variables, parameters, on_backward, tables)
         self._reconnect = recover
+        self._turn = turn
         self._variables = variables
         self._clients: Sequence[PsClient] = variables.clients
         self._layout = variables.layout
@@ -151,7 +155,8 @@ class GradientPush:
         while True:
             self._is_rerouted, self._num_answered = False, 0
             try:
-                self._push(update, given, gradients)
+                with self._turn:
+                    self._push(update, given, gradients)
                 return True
             except Rerouted:
                 if not update.units:

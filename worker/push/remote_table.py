@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -45,6 +46,9 @@ class TableLink:
     """Called whenever a gradient was accumulated."""
     recover: Callable[[PsClient], None]
     """Connects anew to a ps whose lane has broken."""
+    turn: threading.RLock
+    """Of the thread that asks ps for something, until the answers are here: a script may read tables in one while it
+    trains in another, and what comes over a lane is for one that waits."""
 
 
 class RemoteTable:
@@ -131,7 +135,7 @@ class RemoteTable:
         link = self.link
         out = torch.empty(len(numbers), self.width, dtype=self.dtype, device="cpu")
         at_once = max(1, PULL_BYTES // self._row_bytes)
-        with link.runtime.meter.exposed(f"rows of {link.name}", phase=measures.ROWS_WAIT):
+        with link.turn, link.runtime.meter.exposed(f"rows of {link.name}", phase=measures.ROWS_WAIT):
             if len(numbers) <= at_once:
                 self._pull(numbers, out)
             else:

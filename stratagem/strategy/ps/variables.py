@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -56,6 +57,7 @@ class VariableGroups:
         """That no optimizer changes, and got gradients since somebody looked."""
         self._num_models = 0
         self._next_group = 0
+        self._turn = threading.RLock()
 
     @property
     def num_updates(self) -> int:
@@ -123,7 +125,7 @@ class VariableGroups:
             state.begin(variables.is_given)
             if tables:
                 TableState(optimizer, tables)
-            treated = policy, self.closes, self._runtime.meter, self.recover
+            treated = policy, self.closes, self._runtime.meter, self.recover, self._turn
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
         self.pushes += pushes
         return pushes
@@ -177,10 +179,11 @@ class VariableGroups:
         Raises:
             ConfigurationError: the copies here were changed by somebody else meanwhile.
         """
-        for variables in self._all:
-            if variables.optimizer:
-                variables.copies.check()
-                variables.pull()
+        with self._turn:
+            for variables in self._all:
+                if variables.optimizer:
+                    variables.copies.check()
+                    variables.pull()
 
     def refresh(self, attach: Callable[[], None] | None = None) -> None:
         """As :meth:`pull`, of ps that come back as well; ``attach`` sees to these, else :meth:`reconnect`, and the next
@@ -205,8 +208,9 @@ class VariableGroups:
             PeerUnavailableError: it does not come back in time.
             ClusterTimeoutError: another worker is to give it values, and does not.
         """
-        logger.warning("lost the connection to %s; waiting for it", client.task)
-        self._connect(client)
+        with self._turn:
+            logger.warning("lost the connection to %s; waiting for it", client.task)
+            self._connect(client)
 
     def reconnect(self, only_replaced: bool = False) -> None:
         """To every ps; or to those that came back since, and may wait for values that this worker has."""
@@ -220,11 +224,12 @@ class VariableGroups:
             push.staging.reset()
         for table in self._tables:
             table.pending.clear()
-        for client in self._runtime.clients:
-            self._connect(client)
-        for variables in self._all:
-            variables.copies.forget()
-        self.refresh()
+        with self._turn:
+            for client in self._runtime.clients:
+                self._connect(client)
+            for variables in self._all:
+                variables.copies.forget()
+            self.refresh()
         for push in self.pushes:
             push.reattached()
 
@@ -318,6 +323,7 @@ class VariableGroups:
             param_group=param_group,
             on_backward=on_backward,
             recover=self.recover,
+            turn=self._turn,
         )
         self._next_group += 1
         table.link_to(link)

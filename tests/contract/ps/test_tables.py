@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from stratagem.errors import (
     NonFiniteGradientError,
     PeerUnavailableError,
     StaleStoreError,
+    StratagemError,
     UnsupportedOptimizerError,
     VariableError,
 )
@@ -245,6 +247,37 @@ def test_training_equals_one_process(start: Callable[..., Job], transport: Trans
         job.step()
     check_equal(model, train_alone(optimizer, 5, backwards=2))
     assert job.num_updates() == {5}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_thread_reads_a_table_while_another_trains(start: Callable[..., Job], transport: Transport) -> None:
+    """Each waited for frames that the other had taken from the lane, until the lane was given up."""
+    job = start(transport)
+    model, optimizers = build("Adagrad", Remote())
+    job.prepare(model, *optimizers)
+    is_over, failed = threading.Event(), []
+
+    def read() -> None:
+        try:
+            while not is_over.is_set():
+                with torch.no_grad():
+                    model.table(torch.arange(ROWS - 1))
+        except StratagemError as error:
+            failed.append(error)
+
+    readers = [threading.Thread(target=read, daemon=True) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for step in range(10):
+        backward(model, 10 * step)
+        job.step()
+        for one in optimizers:
+            one.zero_grad()
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    check_equal(model, train_alone("Adagrad", 10))
+    assert not failed
 
 
 def test_a_ps_is_complete_only_with_all_that_is_prepared_together(start: Callable[..., Job]) -> None:
