@@ -63,10 +63,11 @@ class Embedding(TableLayer, nn.Embedding):
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
-        padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype, sparse)
+        num_embeddings, embedding_dim, padding_idx = sizes = checked_sizes(
+            num_embeddings, embedding_dim, padding_idx, dtype, sparse
+        )
         initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
         if isinstance(self, RemoteRows):
-            sizes = num_embeddings, embedding_dim, padding_idx
             self.build(sizes, initial, dtype, max_norm, norm_type, scale_grad_by_freq, _freeze)
             return
         super().__init__(
@@ -124,8 +125,8 @@ class RemoteEmbedding(RemoteRows, Embedding):
 
 def checked_sizes(
     num_embeddings: int, embedding_dim: int, padding_idx: int | None, dtype: torch.dtype | None, sparse: bool
-) -> int | None:
-    """``padding_idx`` counted from the beginning.
+) -> tuple[int, int, int | None]:
+    """The sizes, and ``padding_idx`` counted from the beginning, as numbers of Python, which have no largest one.
 
     Raises:
         ConfigurationError: sizes below 1, more than torch can describe, a padding that is no row, or dense gradients.
@@ -139,6 +140,7 @@ def checked_sizes(
         raise ConfigurationError(
             f"expected a table of at least one row and element, got {num_embeddings} x {embedding_dim}"
         )
+    num_embeddings, embedding_dim = int(num_embeddings), int(embedding_dim)
     row_bytes = embedding_dim * (dtype or torch.get_default_dtype()).itemsize
     if num_embeddings * row_bytes >= 1 << 63:
         raise ConfigurationError(
@@ -146,10 +148,10 @@ def checked_sizes(
             f"{((1 << 63) - 1) // row_bytes} of this width, and no more than memory holds; hash ids to fewer rows"
         )
     if padding_idx is None:
-        return None
+        return num_embeddings, embedding_dim, None
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ConfigurationError(f"expected a padding_idx within {num_embeddings} rows, got {padding_idx}")
-    return padding_idx % num_embeddings
+    return num_embeddings, embedding_dim, int(padding_idx) % num_embeddings
 
 
 def with_sparse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

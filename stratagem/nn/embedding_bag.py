@@ -58,14 +58,15 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
-        padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype, sparse)
+        num_embeddings, embedding_dim, padding_idx = sizes = checked_sizes(
+            num_embeddings, embedding_dim, padding_idx, dtype, sparse
+        )
         if mode not in ("sum", "mean"):
             raise ConfigurationError(
                 f"expected mode 'sum' or 'mean' (torch has no sparse gradient of 'max'), got {mode!r}"
             )
         initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
         if isinstance(self, RemoteRows):
-            sizes = num_embeddings, embedding_dim, padding_idx
             self.build(sizes, initial, dtype, max_norm, norm_type, scale_grad_by_freq)
             self.mode, self.include_last_offset = mode, include_last_offset
             return

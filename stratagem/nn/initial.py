@@ -51,7 +51,7 @@ def initial_rows(
     Raises:
         ConfigurationError: no distribution of this module, bounds in the wrong order, a seed out of range.
     """
-    drawn = int(torch.randint(1 << 62, (), device="cpu", generator=generator).item()) if seed is None else seed
+    drawn = int(torch.randint(1 << 62, (), device="cpu", generator=generator).item()) if seed is None else int(seed)
     if not 0 <= drawn < 1 << 64:
         raise ConfigurationError(f"expected a seed of at least 0 and below 2**64, got {drawn}")
     if isinstance(init, Normal) and math.isfinite(init.mean) and 0 <= init.std < math.inf:

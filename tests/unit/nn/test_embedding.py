@@ -76,6 +76,18 @@ def test_init_and_dtype() -> None:
 
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("is_remote", [False, True])
+def test_numbers_may_be_tensors(build: Callable[..., Layer], is_remote: bool) -> None:
+    """Against 2**63 and 2**64 a tensor compares as if they were 0, or raises."""
+    given = {"num_embeddings": 20, "embedding_dim": 4, "padding_idx": -1, "seed": 3}
+    with (Remote() if is_remote else DefaultStrategy()).scope():
+        layer: Any = build(**{name: torch.tensor(number) for name, number in given.items()})
+    assert [type(one) for one in (layer.num_embeddings, layer.embedding_dim, layer.padding_idx)] == [int] * 3
+    if not is_remote:
+        assert torch.equal(layer.weight, build(**given).weight)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("is_remote", [False, True])
 def test_refuses_what_cannot_be(build: Callable[..., Layer], is_remote: bool) -> None:
     strategy = Remote() if is_remote else DefaultStrategy()
     wrong: list[dict[str, Any]] = [
