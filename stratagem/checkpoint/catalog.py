@@ -57,8 +57,7 @@ def incomplete(directory: pathlib.Path) -> list[pathlib.Path]:
 
 def named(directory: pathlib.Path, name: str) -> list[pathlib.Path]:
     """Complete checkpoints ``<name>-00000012`` in a directory, oldest first; others may keep theirs beside them."""
-    pattern = re.compile(rf"{re.escape(name)}-\d{{8,}}")
-    return [path for path in scan(directory) if path.parent == directory and pattern.fullmatch(path.name)]
+    return [path for path in scan(directory) if path.parent == directory and _is_named(path, name)]
 
 
 def newest(directory: pathlib.Path, name: str = "") -> pathlib.Path | None:
@@ -69,12 +68,14 @@ def newest(directory: pathlib.Path, name: str = "") -> pathlib.Path | None:
 def newest_undamaged(
     directory: pathlib.Path, name: str, fits: Callable[[pathlib.Path], bool] = lambda path: True
 ) -> pathlib.Path | None:
-    """The newest of :func:`named` that ``fits`` and whose checksums are right; damaged ones are named in the log.
+    """The newest of :func:`named` that ``fits`` and whose checksums are right; the log names damaged ones, also those
+    that have lost a file or a part of one.
 
     Raises:
         CheckpointError: there are some, and every one is damaged.
     """
-    found = [path for path in named(directory, name) if fits(path)]
+    cut = [path for path in incomplete(directory) if _is_named(path, name)]
+    found = [path for path in (*named(directory, name), *cut) if fits(path)]
     for path in reversed(found):
         damage = find_damage(path)
         if not damage:
@@ -83,13 +84,19 @@ def newest_undamaged(
             return newest_undamaged(directory, name, fits)  # a job that runs removed it, and has newer ones
         logger.warning("Left out the checkpoint %s: %s", path, "; ".join(damage))
     if found:
-        raise CheckpointError(f"every checkpoint in {directory} is damaged; see the log for the files")
+        raise CheckpointError(
+            f"every checkpoint in {directory} is damaged; see the log for the files, and remove them to begin anew"
+        )
     return None
 
 
 def next_number(directory: str | os.PathLike[str], at_least: int) -> int:
     """``at_least``, or one more than the highest in a directory: no checkpoint is written over another."""
     return max([at_least, *((read_step(path) or 0) + 1 for path in scan(pathlib.Path(directory)))])
+
+
+def _is_named(path: pathlib.Path, name: str) -> bool:
+    return re.fullmatch(rf"{re.escape(name)}-\d{{8,}}", path.name) is not None
 
 
 def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int, str, int], pathlib.Path]]:

@@ -8,13 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from stratagem.arguments import checked, whole_number
-from stratagem.checkpoint.catalog import scan
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
 from stratagem.worker import interrupts
 from stratagem.worker.preemption_request import preemption
 
@@ -104,11 +102,10 @@ class BackupAndRestore(Callback):
             )
             return
         say_it_resumes()
-        is_there, workers = torch.tensor(int(bool(scan(self._folder)))), self.model.strategy.communicator
-        if is_there if workers is None else workers.broadcast(is_there):  # what rank 0 has counts
-            found = self._checkpoint().restore(self._folder)
+        path = CheckpointManager(self._checkpoint(), self._folder).restore_or_initialize()
+        if path is not None:
             position = self.model.position
-            logger.info("Going on at epoch %d, step %d, from %s", position.epoch + 1, position.step, found.path)
+            logger.info("Going on at epoch %d, step %d, from %s", position.epoch + 1, position.step, path)
 
     def _save(self) -> str:
         return "" if self.model.has_servers else self._checkpoint().write(self._folder)

@@ -21,7 +21,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.checkpoint.reading import latest_checkpoint
-from stratagem.errors import ConfigurationError
+from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.training import progress
 from stratagem.training.callbacks import (
     BackupAndRestore,
@@ -468,6 +468,14 @@ def test_a_model_whose_training_was_over_is_saved(tmp_path: Path) -> None:
     fit(model, [BackupAndRestore(tmp_path / "backup")], epochs=1)
     model.save(tmp_path / "export")
     torch.testing.assert_close(sg.load_model(tmp_path / "export")(X), model.predict(X))
+
+
+def test_a_backup_that_has_lost_a_part_is_not_passed_over_without_a_word(tmp_path: Path) -> None:
+    fit(make_model(), [BackupAndRestore(tmp_path, delete_checkpoint=False)], epochs=1)
+    (weights,) = tmp_path.glob("*/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"is damaged.*remove them to begin anew"):
+        fit(make_model(), [BackupAndRestore(tmp_path)], epochs=2)
 
 
 def test_inputs_that_no_checkpoint_can_hold_stop_none() -> None:
