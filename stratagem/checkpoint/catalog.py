@@ -105,7 +105,7 @@ def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int,
     except OSError:
         return
     for path in children:
-        if (path / MANIFEST).exists():
+        if os.path.exists(path / MANIFEST):  # False of a folder that may not be looked into, as lost+found
             manifest = Manifest.read(path)
             if manifest is not None and is_complete(path):
                 try:

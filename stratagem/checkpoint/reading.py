@@ -61,11 +61,11 @@ def find(path: str | os.PathLike[str]) -> pathlib.Path:
         CheckpointError: there is none.
     """
     folder = pathlib.Path(path)
-    if (folder / MANIFEST).exists():
+    if os.path.exists(folder / MANIFEST):
         return folder
     found = newest(folder)
     if found is None:
-        what = "is not a complete checkpoint" if folder.is_dir() else "does not exist"
+        what = "is not a complete checkpoint" if os.path.exists(folder) else "does not exist"
         raise CheckpointError(f"{folder} {what}, and there is none in it. {offer(folder)}")
     return found
 

@@ -97,6 +97,19 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_folder_that_may_not_be_looked_into_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lost+found").mkdir()
+    stat = Path.stat
+
+    def refused(path: Path, **options: Any) -> os.stat_result:
+        if path.parent.name == "lost+found":
+            raise PermissionError
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert Script().checkpoint.save(tmp_path / "step") == latest_checkpoint(tmp_path)
+
+
 def test_write_keeps_the_folder_to_one_checkpoint(tmp_path: Path) -> None:
     script = Script()
     first = script.checkpoint.write(tmp_path / "best")
