@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from stratagem.checkpoint.durable import hash_file
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
@@ -23,6 +24,7 @@ from stratagem.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 HOST = "host"
+_NUMBERED = re.compile(r"^[^.].*-(\d{8,})$")
 REMOVED = ".removed-"
 """How the name begins of one that is being removed."""
 
@@ -93,6 +95,29 @@ def newest_undamaged(
 def next_number(directory: str | os.PathLike[str], at_least: int) -> int:
     """``at_least``, or one more than the highest in a directory: no checkpoint is written over another."""
     return max([at_least, *((read_step(path) or 0) + 1 for path in scan(pathlib.Path(directory)))])
+
+
+def steps(directory: pathlib.Path) -> list[int]:
+    """The numbers of the complete checkpoints in a directory."""
+    return [read_step(path) or 0 for path in scan(directory)]
+
+
+def choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
+    """Path and number of the next checkpoint in a folder; ``step``: its number, if the script says that.
+
+    Raises:
+        CheckpointError: nobody would look for one there, or under that name.
+    """
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(
+            f"{folder} is a checkpoint itself, in which nobody looks for another: save in {folder.parent}"
+        )
+    if name.startswith("."):
+        raise CheckpointError(f"expected a name without a dot in front, which nobody looks for, got {name!r}")
+    if step is None:
+        names = [_NUMBERED.match(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+        step = max([*(int(name[1]) for name in names if name), *steps(folder)], default=0) + 1
+    return {"path": str(folder / f"{name}-{step:08d}"), "step": step}
 
 
 def _is_named(path: pathlib.Path, name: str) -> bool:

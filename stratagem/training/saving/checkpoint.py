@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any, overload
 import torch
 
 from stratagem.arguments import checked, whole_numbers
-from stratagem.checkpoint.catalog import check, offer, read_step, remove, scan
+from stratagem.checkpoint.catalog import check, choose, offer, remove, scan, steps
 from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
 from stratagem.checkpoint.durable import write_durably
 from stratagem.checkpoint.manifest import Manifest
@@ -51,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 2 << 30
 RANDOM = "_random"
-_NAME = re.compile(r"^[^.].*-(\d{8,})$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +294,7 @@ class Checkpoint:
             if writes:
                 encoded = encode(generators, "random number generators", copy=False)
                 states[RANDOM] = EncodedState({"kind": "random", "state": encoded.tree}, encoded.tensors)
-            chosen = self._members.from_first(lambda: _choose(folder, name, step), self._first)
+            chosen = self._members.from_first(lambda: choose(folder, name, step), self._first)
             target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
             is_there = self._servers is not None and not self._servers.claim(target)
             if writes and not is_there:
@@ -337,7 +335,7 @@ class Checkpoint:
             "torch": str(torch.__version__),
             **self._strategy.wire,
         }
-        is_newest = step >= max(_steps(target.parent), default=0)
+        is_newest = step >= max(steps(target.parent), default=0)
         manifest = Manifest(step=step, files=tuple(draft.files), facts=facts)
         first_wins = self._servers is not None or is_again  # its random numbers were of more workers
         draft.commit(target, manifest, is_newest=is_newest, is_same=lambda at: first_wins or draft.has_files_of(at))
@@ -367,18 +365,6 @@ def _in_thread(write: Callable[[], None], path: pathlib.Path) -> Future[None]:
 
     threading.Thread(target=run, name="checkpoint writer").start()
     return future
-
-
-def _choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
-    """Path and number of the next checkpoint in a folder."""
-    if step is None:
-        names = [_NAME.match(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-        step = max([*(int(name[1]) for name in names if name), *_steps(folder)], default=0) + 1
-    return {"path": str(folder / f"{name}-{step:08d}"), "step": step}
-
-
-def _steps(folder: pathlib.Path) -> list[int]:
-    return [read_step(path) or 0 for path in scan(folder)]
 
 
 def _served_draft(folder: pathlib.Path, servers: Servers) -> CheckpointDraft:

@@ -97,6 +97,19 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_nothing_is_saved_where_nobody_looks_for_it(tmp_path: Path) -> None:
+    script = Script()
+    path = script.checkpoint.save(tmp_path / "step")
+    for save in (script.checkpoint.save, script.checkpoint.write):
+        with pytest.raises(CheckpointError, match=f"is a checkpoint itself.*: save in {tmp_path}$"):
+            save(path)
+    with pytest.raises(CheckpointError, match="without a dot in front"):
+        script.checkpoint.save(tmp_path / ".step")
+    (tmp_path / "weights.pt").touch()
+    with pytest.raises(CheckpointError, match=r"weights\.pt is not a complete checkpoint"):
+        script.checkpoint.restore(tmp_path / "weights.pt")
+
+
 def test_a_folder_that_may_not_be_looked_into_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lost+found").mkdir()
     stat = Path.stat
