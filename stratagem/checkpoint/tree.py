@@ -103,7 +103,7 @@ class _Encoder:
 
     def _from_array(self, value: np.ndarray[Any, Any], path: tuple[str, ...]) -> torch.Tensor:
         try:
-            return torch.from_numpy(np.ascontiguousarray(value))
+            return torch.from_numpy(np.asarray(value, value.dtype.newbyteorder("="), order="C"))
         except TypeError:
             raise ConfigurationError(
                 f"the state of {self._name} holds an array of {value.dtype} at {'/'.join(path)}; expected numbers"

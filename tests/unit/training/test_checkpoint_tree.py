@@ -66,6 +66,12 @@ def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> No
     assert torch.equal(found.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
 
 
+@pytest.mark.parametrize("array", [np.array(3.0), np.arange(3, dtype=">f4"), np.arange(6.0).reshape(2, 3).T[::-1]])
+def test_an_array_keeps_its_shape(array: np.ndarray[Any, Any]) -> None:
+    found = again(array)
+    assert found.shape == array.shape and np.array_equal(found, array)
+
+
 def test_module_metadata_and_variables_of_servers() -> None:
     state: Any = torch.nn.BatchNorm1d(2).state_dict()
     state["weight"] = StateOnServers("w")
