@@ -138,7 +138,9 @@ def source_of(
 def validation_source(data: Any, batch_size: int | None, default: int | None) -> Any:
     """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``. ``default``
     is the ``batch_size``, where there is none, of what takes one."""
-    if isinstance(data, tuple | list) and len(data) in (2, 3) and is_rows(leaves(data[1])[0]):
+    are_batches = isinstance(data, list) and all(isinstance(item, tuple | list | Mapping) for item in data)
+    is_pair = isinstance(data, tuple | list) and len(data) in (2, 3) and not are_batches
+    if is_pair and (is_rows(data[0]) or is_rows(leaves(data[1])[0])):
         return source_of(*data, batch_size=batch_size or default)
     return source_of(data, batch_size=batch_size or default if is_dataset(data) else batch_size)
 
@@ -259,6 +261,8 @@ def _with_tensors(batch: Any) -> Any:
 def _tensor(leaf: Any) -> torch.Tensor:
     """Floats of numpy are float64 unless somebody says otherwise, parameters are not."""
     try:
+        if isinstance(leaf, np.ndarray):  # torch takes no other byte order, and no array that runs backwards
+            leaf = leaf.astype(leaf.dtype.newbyteorder("="), copy=min(leaf.strides, default=0) < 0)
         tensor = torch.as_tensor(leaf)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigurationError(

@@ -54,11 +54,23 @@ def arrays() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         {"epochs": np.int64(1)},
         {"x": arrays(), "y": None},
         {"x": [(X, Y)], "y": None},
+        {"x": X[::-1].copy()[::-1], "y": Y[::-1].copy()[::-1]},
+        {"x": X.astype(X.dtype.newbyteorder())},
     ],
     ids=lambda same: ", ".join(same),
 )
 def test_forms_that_mean_the_same(same: dict[str, Any]) -> None:
     assert fit(**same) == fit()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [[(X, Y)] * 2, [(X, Y)] * 3, [X, Y], (X, Y.tolist()), ((X,), Y)],
+    ids=["two batches", "three batches", "a list", "a list of numbers", "a tuple of inputs"],
+)
+def test_forms_of_validation_data(data: Any) -> None:
+    logs = fit(validation_data=data)
+    assert logs["val_loss"] == pytest.approx(fit(validation_data=(X, Y))["val_loss"])
 
 
 @pytest.mark.parametrize(
