@@ -22,15 +22,17 @@ class History(Callback):
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         self.epoch.append(epoch)
-        for name, value in (logs or {}).items():
+        logs = {} if logs is None else logs
+        for name, value in logs.items():
             try:
-                float(value)
-            except (TypeError, ValueError, RuntimeError):
+                number = float(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
                 raise ConfigurationError(
                     f"logs[{name!r}] is a {type(value).__name__}, put there by a callback, and logs hold one number by "
                     "each name: keep anything else in the callback itself"
                 ) from None
-            self.history.setdefault(name, []).append(value)
+            logs[name] = number  # what shows it can read tensors and truth values by this alone
+            self.history.setdefault(name, []).append(number)
 
     on_epoch_missed = on_epoch_end
 

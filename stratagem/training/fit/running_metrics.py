@@ -107,7 +107,10 @@ class RunningMetrics:
         for name, metric in self._counts[0].metrics.items():
             own = [_of(part, f"{name}/") for part in parts]
             if not all(own):
-                raise ConfigurationError(f"another worker does not count {name!r}: compile every worker's model alike")
+                raise ConfigurationError(
+                    f"another worker, or this epoch before an interruption, does not count {name!r}: compile every "
+                    "worker's model alike, and as it was until the epoch is over"
+                )
             found.update((name + suffix, value) for suffix, value in metric.compute(own).items())
         return found
 

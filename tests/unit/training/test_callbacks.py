@@ -279,7 +279,14 @@ def test_a_value_that_is_not_there_is_warned_of_once(caplog: pytest.LogCaptureFi
     ]
 
 
-@pytest.mark.parametrize("value", ["warm", None, np.ones((2, 2))], ids=str)
+@pytest.mark.parametrize("value", [True, np.True_, torch.ones(1), np.float32(1)], ids=repr)
+def test_a_number_of_any_kind_in_the_logs_is_shown(value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(own=value))
+    history = make_model().fit(X, Y, verbose=2, callbacks=callback).history
+    assert repr(history["own"]) == "[1.0]" and "own 1 " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["warm", None, np.ones((2, 2)), 10**400], ids=lambda value: type(value).__name__)
 def test_what_a_callback_puts_into_the_logs_is_a_number(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"logs\['phase'\] is a \w+, put there by a callback"):
         fit(make_model(), [LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(phase=value))], epochs=1)
@@ -476,6 +483,15 @@ def test_a_backup_that_has_lost_a_part_is_not_passed_over_without_a_word(tmp_pat
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"is damaged.*remove them to begin anew"):
         fit(make_model(), [BackupAndRestore(tmp_path)], epochs=2)
+
+
+def test_an_epoch_is_gone_on_with_by_the_metrics_that_it_began_with(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), [BackupAndRestore(tmp_path, save_freq=1), Crash(2)])
+    model = make_model()
+    model.compile("adam", "mse", ["mae", "mse"])
+    with pytest.raises(ConfigurationError, match="this epoch before an interruption, does not count 'mse'"):
+        fit(model, [BackupAndRestore(tmp_path)])
 
 
 def test_inputs_that_no_checkpoint_can_hold_stop_none() -> None:
