@@ -43,6 +43,7 @@ class RestoredObjects:
         self._function = function
         self._mode = mode
         self._first: EstimatorSpec | None = None
+        self._loaded: Path | None = None
 
     def build(self, batch: Any) -> EstimatorSpec:
         """Creates the objects with a small batch, if that has not been done; the answer to the first one."""
@@ -74,7 +75,7 @@ class RestoredObjects:
             for name, state in states.items():
                 self.objects.in_use[name].load_state_dict(kind_and_state(state)[1])
             step = saved.step
-        self.objects.global_step = step
+        self.objects.global_step, self._loaded = step, path
         return step
 
     def call(self, batch: Any) -> EstimatorSpec:
@@ -82,11 +83,15 @@ class RestoredObjects:
         features, labels = split(batch)
         return self._function(features, None if self._mode is ModeKeys.PREDICT else labels, self._mode)
 
-    def results(self, step: Any, dataset: Iterable[Any], num_batches: int | None) -> Iterator[tuple[Any, ...]]:
-        """What ``step(batch)`` returns on each local replica, batch by batch."""
+    def results(
+        self, step: Any, dataset: Iterable[Any], num_batches: int | None, path: Path | None
+    ) -> Iterator[tuple[Any, ...]]:
+        """What ``step(batch)`` returns on each local replica, batch by batch, with the weights of the checkpoint."""
         self.objects.train(False)
         with contextlib.closing(first_batches(dataset, num_batches)) as batches:
             for _, batch in batches:
+                if self._loaded != path:  # of another prediction that is gone through meanwhile
+                    self.load(path)
                 with giving(self.objects), torch.no_grad():
                     result = self.strategy.run(step, args=(batch,))
                 yield self.strategy.local_results(result)
@@ -117,7 +122,7 @@ def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_bat
         weight = float(size) if spec.weight is None else spec.weight
         return StepResult(size, dict(spec.metrics), None, spec.loss, weight)
 
-    for results in restored.results(count, for_evaluation(strategy, source, device), num_batches):
+    for results in restored.results(count, for_evaluation(strategy, source, device), num_batches, path):
         running.add(results)
     return {**running.result(), "global_step": step}
 
@@ -133,7 +138,7 @@ def predict(restored: RestoredObjects, given: Input, path: Path | None) -> Itera
         return size, map_leaves(restored.call(batch).predictions, on_cpu) if size else None
 
     dataset = for_prediction(restored.strategy, source, restored.device)
-    for results in restored.results(answer, dataset, None):
+    for results in restored.results(answer, dataset, None, path):
         for size, predictions in results:
             for row in range(size):
                 yield map_leaves(predictions, functools.partial(_row, row))

@@ -341,6 +341,15 @@ def test_predictions_come_one_by_one_in_order(tmp_path: Path) -> None:
     assert len(only_features) == 2
 
 
+def test_predictions_of_two_checkpoints_are_gone_through_side_by_side(tmp_path: Path) -> None:
+    estimator = make(tmp_path)
+    paths = [estimator.train(loader, steps=1).latest_checkpoint() for _ in range(2)]
+    one, other = ([row["logits"] for row in estimator.predict(loader, path)] for path in paths)
+    pairs = zip(estimator.predict(loader, paths[0]), estimator.predict(loader, paths[1]), strict=True)
+    for (a, b), first, second in zip(pairs, one, other, strict=True):
+        assert torch.equal(a["logits"], first) and torch.equal(b["logits"], second)
+
+
 def test_an_export_predicts_without_stratagem(tmp_path: Path) -> None:
     estimator = make(tmp_path, dropout=0.5).train(loader, max_steps=3)
     with pytest.raises(ConfigurationError, match="example_inputs"):
