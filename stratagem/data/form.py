@@ -68,10 +68,12 @@ def fingerprint(batch: Any) -> int:
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
             data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        elif isinstance(leaf, np.ndarray):
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             data = leaf.tobytes()
-        else:
-            data = repr(leaf).encode() if isinstance(leaf, str | int | float | list | tuple) else b""
+        else:  # of other objects each process has its own
+            values = leaf.ravel().tolist() if isinstance(leaf, np.ndarray) else leaf
+            values = values if isinstance(values, list | tuple) else [values]
+            data = repr([value for value in values if isinstance(value, str | int | float)]).encode()
         crc = zlib.crc32(data, crc)
     return crc
 

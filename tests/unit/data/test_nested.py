@@ -147,6 +147,13 @@ def test_fingerprints_differ_with_values_and_forms() -> None:
     assert fingerprint(torch.zeros(2, dtype=torch.bfloat16)) != fingerprint(torch.zeros(2))
 
 
+def test_fingerprints_are_those_of_another_process() -> None:
+    batches = [(np.array([f"text {number}" for number in range(3)], object), [object()]) for _ in range(2)]
+    assert fingerprint(batches[0]) == fingerprint(batches[1])
+    batches[0][0][2] = "another"
+    assert fingerprint(batches[0]) != fingerprint(batches[1])
+
+
 def test_what_is_copied_as_a_dict_is_one() -> None:
     class Upper(CopiedAsDict):
         def __getitem__(self, name: str) -> str:
