@@ -29,8 +29,15 @@ class LearningRateScheduler(Callback):
         self._schedule = schedule
         self._verbose = verbose
         self._takes_rate = _takes_two(schedule)
+        self._epoch = -1
+
+    def on_train_begin(self, logs: LogsArgument = None) -> None:
+        self._epoch = -1
 
     def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
+        if epoch == self._epoch:  # that is gone on with in its middle
+            return
+        self._epoch = epoch
         rate = self._schedule(epoch, self.model.learning_rate) if self._takes_rate else self._schedule(epoch)
         try:
             self.model.learning_rate = float(rate)
@@ -44,6 +51,12 @@ class LearningRateScheduler(Callback):
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         if logs is not None:
             logs["learning_rate"] = self.model.learning_rate
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._epoch = state.get("epoch", -1)
 
 
 @checked

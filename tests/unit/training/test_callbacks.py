@@ -426,7 +426,7 @@ def test_a_killed_fit_goes_on_where_it_was(tmp_path: Path, crash_after: int) -> 
     folder = tmp_path / "backup"
 
     def others() -> list[Callback]:
-        return [LearningRateScheduler(lambda epoch: 0.05 / (epoch + 1)), CSVLogger(tmp_path / "log.csv")]
+        return [LearningRateScheduler(lambda epoch, rate: rate * 0.7), CSVLogger(tmp_path / "log.csv")]
 
     whole = make_model()
     expected = fit(whole, others(), epochs=4)
