@@ -98,7 +98,7 @@ def length_of(source: Any) -> int | None:
     """How much a source says that it gives; None where it does not say, as a BatchSampler over a sampler without."""
     try:
         return len(source)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.data.distribute import distribute
 from stratagem.data.loaders import why_not_planned
@@ -37,6 +37,18 @@ def test_what_is_a_dataset_by_its_methods_gives_single_examples() -> None:
     batches = distribute(Rows(), placement=InputPlacement((CPU,)), batch_size=2)
     assert [batch.tolist() for batch in batches] == [[[0], [1]], [[2]]]
     assert len(source_of(Rows(), batch_size=2)) == 2
+
+
+def test_a_length_that_is_not_implemented_is_not_known() -> None:
+    class Stream(IterableDataset[int]):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    source = source_of(DataLoader(Stream(), batch_size=2))
+    assert [batch.tolist() for batch in distribute(source, placement=InputPlacement((CPU,)))] == [[0, 1], [2]]
 
 
 def test_a_loader_whose_items_are_batches_is_not_told_of_a_batch_sampler() -> None:
