@@ -342,7 +342,7 @@ class Checkpoint:
 
 
 def _check_name(name: str, item: Any) -> None:
-    if name.startswith("_") or hasattr(Checkpoint, name):
+    if name.startswith("_") or "/" in name or hasattr(Checkpoint, name):
         raise ConfigurationError(f"{name!r} cannot name an object of a checkpoint; choose another name")
     kind_of(name, item)
 

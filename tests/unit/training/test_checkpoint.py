@@ -222,7 +222,10 @@ def test_a_variable(tmp_path: Path) -> None:
         assert variable.value().tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("name", "item"), [("save", 1), ("_x", 1), ("thing", object()), ("numbers", [1, 2])])
+NOT_SAVED = [("save", 1), ("_x", 1), ("x/y", 1), ("thing", object()), ("numbers", [1, 2])]
+
+
+@pytest.mark.parametrize(("name", "item"), NOT_SAVED)
 def test_what_cannot_be_saved_is_refused(name: str, item: object) -> None:
     with pytest.raises(ConfigurationError, match=name):
         Checkpoint(**{name: item})  # type: ignore[arg-type]
