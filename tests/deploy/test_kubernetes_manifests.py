@@ -204,6 +204,8 @@ def test_every_pod_is_restricted(tools: Tools) -> None:
                 "capabilities": {"drop": ["ALL"]},
             }
             assert container["livenessProbe"]["exec"] != container["readinessProbe"]["exec"]
+            for probe in (container[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")):
+                assert probe["exec"]["command"][:2] == ["timeout", str(probe["timeoutSeconds"])]
             assert pod["terminationGracePeriodSeconds"] >= 30  # a worker gives itself 20 s to save, see preemption.md
 
 

@@ -188,7 +188,8 @@ def _probes(workload: Workload, role: str) -> Object:
 
 
 def _ask(*flags: str) -> Object:
-    return {"exec": {"command": ["stratagem", "health", *flags]}}
+    """``timeout``: kubelets over Docker leave a probe that is too slow running, and begin the next beside it."""
+    return {"exec": {"command": ["timeout", "15", "stratagem", "health", *flags]}}
 
 
 def _run(workload: Workload) -> list[Object]:

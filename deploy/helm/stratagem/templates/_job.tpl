@@ -68,7 +68,7 @@ app.kubernetes.io/component: {{ . }}
 
 {{- define "stratagem.ask" -}}
 exec:
-  command: [stratagem, health{{ range . }}, {{ . }}{{ end }}]
+  command: [timeout, "15", stratagem, health{{ range . }}, {{ . }}{{ end }}]
 {{- end }}
 
 {{/* The Job of one task. Takes root, role, index and machine. Its pod cannot be changed, which Helm would notice halfway. */}}
