@@ -89,6 +89,13 @@ def test_tls(tools: Tools) -> None:
     assert "STRATAGEM_INSECURE" not in rendered["ConfigMap/digits"]["data"]
 
 
+def test_names_that_yaml_takes_for_something_else(tools: Tools) -> None:
+    workload = dataclasses.replace(DIGITS, name="on", tls_secret="no", storage_class="off")
+    values = {"tlsSecret": "no", "volume": {"storageClassName": "off"}}
+    assert by_name(tools.template("on", **values)) == by_name(kubernetes.render(workload))
+    assert "ServiceAccount/on" in by_name(tools.template("on", **values, kubernetes126=True))
+
+
 @pytest.mark.parametrize("secret", ["", "digits-tls"])
 def test_the_page_stays_in_the_pod_where_it_is_not_encrypted(tools: Tools, secret: str) -> None:
     workload = dataclasses.replace(DIGITS, web=8080, tls_secret=secret, token_secret="t")

@@ -54,7 +54,7 @@
 {{/* Labels by which the job finds its pods. Takes root and role. */}}
 {{- define "stratagem.selector" -}}
 app.kubernetes.io/name: stratagem
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .role }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
@@ -128,8 +128,8 @@ spec:
       labels: {{- include "stratagem.labels" (dict "root" .root "role" .role) | nindent 8 }}
     spec:
       hostname: {{ $stem }}
-      subdomain: {{ $name }}
-      serviceAccountName: {{ $name }}
+      subdomain: {{ $name | quote }}
+      serviceAccountName: {{ $name | quote }}
       automountServiceAccountToken: false
       enableServiceLinks: false
       restartPolicy: {{ ternary "Never" "OnFailure" $values.kubernetes126 }}
@@ -170,7 +170,7 @@ spec:
             {{- end }}
           envFrom:
             - configMapRef:
-                name: {{ $name }}
+                name: {{ $name | quote }}
           env:
             - name: STRATAGEM_TASK
               value: "{{ .role }}:{{ .index }}"
@@ -243,7 +243,7 @@ spec:
       volumes:
         - name: job
           persistentVolumeClaim:
-            claimName: {{ $name }}
+            claimName: {{ $name | quote }}
         - name: tmp
           emptyDir: {}
         - name: shm
@@ -252,7 +252,7 @@ spec:
         {{- with $values.tlsSecret }}
         - name: tls
           secret:
-            secretName: {{ . }}
+            secretName: {{ . | quote }}
             defaultMode: 288 # octal 440
             items: # no other task's key
               {{- range list "ca.crt" (printf "%s.crt" $stem) (printf "%s.key" $stem) }}
@@ -263,7 +263,7 @@ spec:
         {{- with $values.tokenSecret }}
         - name: token
           secret:
-            secretName: {{ . }}
+            secretName: {{ . | quote }}
             defaultMode: 288
         {{- end }}
 {{- end }}
