@@ -171,7 +171,6 @@ class _Spare:
             os.dup2(null.fileno(), 1)
         os.environ.clear()
         os.environ.update(environ)
-        sys.path.insert(0, os.getcwd())
         setproctitle(f"{sys.executable} -m stratagem.launch.fork_server {link}")
         fork_server.serve(socket.socket(fileno=link))
 

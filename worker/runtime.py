@@ -68,7 +68,8 @@ class ChiefProcess:
     """
 
     def __init__(self, config: ChiefConfig) -> None:
-        command = [sys.executable, "-m", "stratagem.chief", "--config-json", config.model_dump_json(), "--until-eof"]
+        python = (sys.executable, "-P", "-m", "stratagem.chief")
+        command = [*python, "--config-json", config.model_dump_json(), "--until-eof"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
         logger.info("the cluster names no chief: started one at %s (pid %d)", config.bind, self._process.pid)
 

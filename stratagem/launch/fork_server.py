@@ -31,8 +31,8 @@ PRELOADED = (
     *("torch", "torch._dynamo", "numpy", "click", "pydantic", "asyncio", "stratagem.cluster.config"),
     *("stratagem.cli.options", "stratagem.data.distribute", "stratagem.checkpoint.reading", "stratagem.rpc.shm_lane"),
 )
-COMMAND_PREFIX = (sys.executable, "-m", "stratagem.cli")
-"""What a command must begin with to be run in a fork."""
+COMMAND_PREFIX = (sys.executable, "-P", "-m", "stratagem.cli")
+"""What a command must begin with to be run in a fork; -P: modules of the current folder are none of the script's."""
 _PR_SET_PDEATHSIG = 1
 
 

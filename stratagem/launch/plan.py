@@ -344,4 +344,4 @@ def _command(
     if task.type in ("chief", "ps"):
         script = ()
     texts = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())
-    return (sys.executable, "-m", "stratagem.cli", task.type, *texts, *script)
+    return (sys.executable, "-P", "-m", "stratagem.cli", task.type, *texts, *script)

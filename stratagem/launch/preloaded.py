@@ -23,7 +23,7 @@ ANSWER_S = 30.0
 def start_server(environ: Mapping[str, str], link: socket.socket) -> subprocess.Popen[bytes]:
     """Starts a fork server that is told what to do through ``link``."""
     return subprocess.Popen(
-        guarded((sys.executable, "-m", "stratagem.launch.fork_server", str(link.fileno()))),
+        guarded((sys.executable, "-P", "-m", "stratagem.launch.fork_server", str(link.fileno()))),
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

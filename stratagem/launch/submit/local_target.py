@@ -49,7 +49,7 @@ class LocalTarget:
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         (folder / OUTPUT).touch(mode=0o600)
         record("", {"host": os.uname().nodename})
-        command = [sys.executable, "-m", "stratagem.launch.submit.background", str(folder)]
+        command = [sys.executable, "-P", "-m", "stratagem.launch.submit.background", str(folder)]
         if code := subprocess.run(command, env=environ, cwd=plan.root, stdin=subprocess.DEVNULL).returncode:
             raise SubmitError(f"the process of the job did not start (exit code {code}); what it said stands above")
 

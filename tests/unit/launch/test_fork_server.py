@@ -136,6 +136,23 @@ def test_a_fork_is_what_a_python_of_its_own_is(server: ForkServer, tasks: Tasks)
     assert not parents  # all reaped
 
 
+@pytest.mark.parametrize("starts", ["a fork", "a Python of its own"])
+def test_the_current_folder_is_no_place_of_modules(
+    starts: str, tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not the one of Python')")
+    tasks.folder = tmp_path / "scripts"
+    tasks.folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    server = loaded() if starts == "a fork" else None
+    try:
+        out, err = tasks.output(tasks.start("import queue; print('done')", server.start if server else OwnChild))
+    finally:
+        if server is not None:
+            server.close()
+    assert out == ["done"], err
+
+
 def test_words_that_are_not_utf8_reach_the_script(server: ForkServer, tasks: Tasks) -> None:
     tasks.folder = Path(f"{tasks.folder}/lat\udce9n")
     tasks.folder.mkdir()

@@ -213,7 +213,7 @@ def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
     environ = {"PATH": "p", "RANK": "9", "TF_CONFIG": "old", "STRATAGEM_TASK": "x", "STRATAGEM_PEER_TIMEOUT_S": "5"}
     folders = RunFolders(tmp_path)
     chief = plan_launch(job, TaskId("chief", 0), folders, environ, 8)
-    assert chief.command[1:4] == ("-m", "stratagem.cli", "chief")
+    assert chief.command[1:5] == ("-P", "-m", "stratagem.cli", "chief")
     assert {"--num-workers=2", "--num-ps=1", "--bind=127.0.0.1:0", f"--state-dir={folders.journal}"} <= set(
         chief.command
     )
