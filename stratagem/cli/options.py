@@ -36,13 +36,21 @@ class Number(click.FloatRange):
 class Folder(click.Path):
     """One, by its name: an empty one (of a variable that is not set, "$UNSET") is not the current folder."""
 
+    what, is_current = "folder", " ('.' is the current one)"
+
     def __init__(self) -> None:
-        super().__init__(file_okay=False, path_type=Path)
+        super().__init__(file_okay=self.what == "file", dir_okay=self.what == "folder", path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value):
-            self.fail("expected the name of a folder, and it is empty ('.' is the current one).", param, ctx)
+            self.fail(f"expected the name of a {self.what}, and it is empty{self.is_current}.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class File(Folder):
+    """To be written, by its name."""
+
+    what, is_current = "file", ""
 
 
 SECONDS = Number(0, 86400, min_open=True)

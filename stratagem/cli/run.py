@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from stratagem.cli import roles
-from stratagem.cli.options import Folder, field_options, script_arguments
+from stratagem.cli.options import File, Folder, field_options, script_arguments
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
@@ -114,7 +114,7 @@ def _check_tasks(job: LocalJob) -> None:
 @click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring: as a whole).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
 @click.option("--log-dir", type=Folder(), help="Where each task's output is kept as <type>-<index>.log.")
-@click.option("--summary", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
+@click.option("--summary", type=File(), help="Write the result as JSON.")
 @click.option(
     "--state-dir", type=Folder(), help="Where the run's folder is made and kept (journal, checkpoints, logs)."
 )

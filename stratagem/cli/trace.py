@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from stratagem.cli.asking import Asking, asking_options
+from stratagem.cli.options import File
 from stratagem.errors import ConfigurationError
 from stratagem.launch.trace import events, record
 from stratagem.measuring import measures
@@ -21,7 +22,7 @@ from stratagem.measuring import measures
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=File(),
     default=Path("trace.json"),
     show_default=True,
     help="File for ui.perfetto.dev or chrome://tracing.",

@@ -140,11 +140,14 @@ def failure_words(failure: Failure, tail: list[str]) -> str:
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Writes the summary in one piece.
+    """Writes the summary in one piece; what is there and no file (a pipe, /dev/stdout) stays, and is written to.
 
     Raises:
         OSError: it cannot be written; nothing is left of it.
     """
+    if path.exists() and not path.is_file():
+        path.write_text(to_json(summary, indent=2) + "\n")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:

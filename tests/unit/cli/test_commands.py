@@ -174,6 +174,8 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
     assert code == 2
     assert words in " ".join(err.split())
     assert out == "" and "Traceback" not in err
+        (["run", "--summary", "", "x.py"], "'--summary': expected the name of a file, and it is empty."),
+        (["trace", "--output", ""], "'--output': expected the name of a file, and it is empty."),
 
 
 def test_a_job_is_listed_as_it_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,6 +340,16 @@ def test_a_summary_is_json_whatever_the_loss_is(tmp_path: Path) -> None:
     assert found == {"loss": "nan", "metrics": {"best": "-inf"}, "steps": 3}
 
 
+def test_a_summary_takes_no_place_of_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_summary(tmp_path / "pipe", {"steps": 3})
+        assert json.loads(os.read(reading, 100)) == {"steps": 3}
+    finally:
+        os.close(reading)
+
+
 def test_a_full_disk_costs_the_summary_and_is_said(tmp_path: Path) -> None:
     (tmp_path / "s.json.partial").symlink_to("/dev/full")
     job, shown = _job(tmp_path, summary=tmp_path / "s.json"), io.StringIO()
