@@ -318,7 +318,7 @@ def _command(
 ) -> tuple[str, ...]:
     checkpoints = str(job.checkpoint_dir or folders.checkpoints)
     flags: dict[str, object] = {"task": task, "log-format": job.log_format, "num-threads": num_threads}
-    script = ("-m",) * job.module + (str(job.script), *job.args)
+    script = ("-m",) * job.module + ("--", str(job.script), *job.args)
     if task.type == "chief":
         # Both are the one chief of the cluster; the first one to come does not wait for another.
         flags |= {"task": CHIEF, "bind": _LOCAL if job.num_chiefs > 1 else chief_address}

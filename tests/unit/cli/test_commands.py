@@ -88,7 +88,15 @@ def test_an_interrupt_while_the_command_loads_is_130_without_a_word(tmp_path: Pa
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_run_in_a_folder_that_has_been_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_whose_name_begins_as_an_option_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run_local", lambda job: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-train.py").touch()
+    assert invoke("run", "./-train.py", "--lr", "1") == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_a_folder_that_has_been_removed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
