@@ -16,7 +16,7 @@ from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError
 from stratagem.launch.local import run_local
-from stratagem.launch.plan import AUTO, LocalJob, RunFolders, check_size, plan_launch
+from stratagem.launch.plan import AUTO, LocalJob, RunFolders, check_size, current_folder, plan_launch
 from stratagem.rpc.security import security_of
 
 COMMUNICATION = (
@@ -30,13 +30,6 @@ COMMUNICATION = (
     "devices",
 )
 """Fields of a worker's configuration that `stratagem run` takes as flags too."""
-
-
-def _current_folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise click.UsageError("the current folder has been removed: change to one that is there") from None
 
 
 def _refuse_replicas(_: click.Context, __: click.Parameter, count: str | None) -> None:
@@ -126,7 +119,7 @@ def _check_tasks(job: LocalJob) -> None:
 )
 @click.option(
     "--checkpoint-roots",
-    default=_current_folder,
+    default=current_folder,
     show_default="the current folder",
     envvar="STRATAGEM_CHECKPOINT_ROOTS",
     help="Folders (with : between them) below which SCRIPT may have ps write its own checkpoints.",

@@ -35,6 +35,18 @@ OF_ONE_TASK = (
 _OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "TLS", "TOKEN_FILE"))
 
 
+def current_folder() -> str:
+    """Where the job is started.
+
+    Raises:
+        ConfigurationError: it has been removed.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigurationError("the current folder has been removed: change to one that is there") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalJob:
     """What `stratagem run` was asked for."""
@@ -63,7 +75,7 @@ class LocalJob:
     checkpoint_every_s: float = 0.0
     checkpoint_dir: Path | None = None
     """None: a folder of the run directory."""
-    checkpoint_roots: str = dataclasses.field(default_factory=os.getcwd)
+    checkpoint_roots: str = dataclasses.field(default_factory=current_folder)
     """Folders, with ":" between them, below which the script may have parameter servers write checkpoints."""
     state_dir: Path | None = None
     """Where the run directory is made; None: the system's temporary directory, and it is removed on success."""

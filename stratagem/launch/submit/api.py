@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stratagem.arguments import checked
 from stratagem.launch.machines import MachineConfig
+from stratagem.launch.plan import current_folder
 from stratagem.launch.submit import submission
 from stratagem.launch.submit.entry_point import find_entry_point
 from stratagem.launch.submit.environment import Job, own_job, runs_in_job
@@ -112,7 +113,8 @@ def submit_and_follow(
 ) -> tuple[Job, int]:
     """What `run()` and `stratagem submit` have in common. ``entry_point``: as the user wrote it; empty: whoever calls.
     Gives the job, and an exit code: the job's under ``stream_logs``, else 0."""
-    plan = make_plan(request, find_entry_point(entry_point or None), Path.cwd())
+    root = Path(current_folder())
+    plan = make_plan(request, find_entry_point(entry_point or None), root)
     about_context = plan.image.context.warning() if plan.image is not None else ""
     for note in filter(None, (plan.entry_point.note, request.warning(), about_context)):
         print(f"stratagem: {note}", file=sys.stderr)

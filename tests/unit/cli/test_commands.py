@@ -100,7 +100,7 @@ def test_a_folder_that_has_been_removed(command: str, tmp_path: Path, monkeypatc
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    code, _, err = invoke("run", __file__)
+    code, _, err = invoke(command, __file__)
     assert code == 2 and "the current folder has been removed" in err
 
 
