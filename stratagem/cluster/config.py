@@ -5,6 +5,7 @@ The order of sources is flag > environment > YAML > default; :mod:`stratagem.clu
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import pydantic
@@ -46,6 +47,12 @@ class RoleConfig(pydantic.BaseModel):
     run_id: str = ""
     """What supervises this task calls its run, for example the uid of a Kubernetes Job. A task that has ended well in
     one, and is started in it again (its pod was deleted while it ended), ends at once. Needs checkpoint_dir."""
+
+    @pydantic.field_validator("checkpoint_dir", "tls", "token_file")
+    @classmethod
+    def _from_here(cls, path: str) -> str:
+        """Also when the script has changed the current folder."""
+        return os.path.abspath(path) if path else path
 
 
 class ServerConfig(RoleConfig):

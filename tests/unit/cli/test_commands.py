@@ -174,6 +174,8 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         ),
         (["run", "--ps", "1", "--checkpoint-dir", "", __file__], "'--checkpoint-dir': expected the name of a folder"),
         (["certs", "init", "--dir", ""], "'--dir': expected the name of a folder, and it is empty"),
+        (["run", "--summary", "", "x.py"], "'--summary': expected the name of a file, and it is empty."),
+        (["trace", "--output", ""], "'--output': expected the name of a file, and it is empty."),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
     ],
 )
@@ -182,8 +184,6 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
     assert code == 2
     assert words in " ".join(err.split())
     assert out == "" and "Traceback" not in err
-        (["run", "--summary", "", "x.py"], "'--summary': expected the name of a file, and it is empty."),
-        (["trace", "--output", ""], "'--output': expected the name of a file, and it is empty."),
 
 
 def test_a_job_is_listed_as_it_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def test_status_is_told_who_the_operator_is(tmp_path: Path, monkeypatch: pytest.
         for name, value in (("TLS", "certs"), ("TOKEN_FILE", "token"), ("INSECURE", "true")):
             monkeypatch.setenv(f"STRATAGEM_{name}", value)
     assert invoke("status", "--cluster", str(file), *flags)[0] == 2
-    assert told == [("certs", "token", True)]
+    assert told == [(os.path.abspath("certs"), os.path.abspath("token"), True)]
 
 
 def test_run_takes_a_script_for_no_folder(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,13 @@ def test_environment_is_read_as_the_field_s_type() -> None:
     config = resolve(WorkerConfig, [environment_layer(WorkerConfig, environ)]).config
     assert math.isinf(config.staleness)
     assert config.insecure is True
+
+
+def test_folders_are_those_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    layers = [environment_layer(WorkerConfig, {"STRATAGEM_CHECKPOINT_DIR": "ck", "STRATAGEM_TASK": "worker:0"})]
+    config = resolve(WorkerConfig, layers).config
+    assert (config.checkpoint_dir, config.tls) == (str(tmp_path / "ck"), "")
 
 
 @pytest.mark.parametrize("role", ROLES)
