@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from stratagem.chief.journal.journal import NAME, replay
 from stratagem.cluster.task import TaskId
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch.actions import Action, Finish, Kill, Renew, Say, Signal, Start, describe_exit
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
@@ -273,7 +273,13 @@ class LocalCluster:
         for action in actions:
             match action:
                 case Start(task):
-                    self._start(task)
+                    try:
+                        self._start(task)
+                    except OSError as error:  # no memory, too many processes or open files
+                        words = (
+                            f"{task} cannot be started: {error.strerror}; `ulimit -a` shows the limits of this shell"
+                        )
+                        raise StratagemError(words) from None
                 case Signal(task, signum):
                     if task.type == "chief":  # SIGTERM tells it to leave a job that goes on, or while it loads to end
                         signum = signal.SIGTERM if self._poller is None else signal.SIGINT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from stratagem.cluster.task import TaskId
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch import cluster, summary
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import Launch, LocalJob
@@ -36,6 +37,16 @@ while len([name for name in os.listdir(sys.argv[1]) if name.startswith("done")])
 WORKER_DONE = "import sys, os; open(os.path.join(sys.argv[1], 'done' + sys.argv[3]), 'w').close()\n"
 WAIT = "import time\nwhile True: time.sleep(0.01)\n"
 DEADLINE_S = 60.0
+
+
+def test_a_task_that_cannot_be_started_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(cluster, "TaskProcess", refused)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(StratagemError, match="worker:0 cannot be started: Too many open files; `ulimit -a`"):
+        run_local(LocalJob(script=tmp_path / "train.py"), stdout=io.StringIO(), stderr=io.StringIO())
 
 
 def until(condition: Callable[[], Any]) -> Any:
