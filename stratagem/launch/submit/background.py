@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 ALIVE, EXIT_CODE, OUTPUT, ORDER = "alive", "exit_code", "output.log", "order.json"
+PARTIAL = f"{EXIT_CODE}.partial"
 
 
 def main(folder: Path) -> int:
@@ -27,9 +28,8 @@ def main(folder: Path) -> int:
     os.write(lock, str(os.getpid()).encode())
     _redirect(folder / OUTPUT)
     code = _run(json.loads((folder / ORDER).read_text()))
-    partial = folder / f"{EXIT_CODE}.partial"
-    partial.write_text(str(code))
-    os.replace(partial, folder / EXIT_CODE)
+    (folder / PARTIAL).write_text(str(code))
+    os.replace(folder / PARTIAL, folder / EXIT_CODE)
     return code
 
 

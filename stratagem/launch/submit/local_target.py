@@ -19,7 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.plan import check_size
-from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
+from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT, PARTIAL
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, Record
 
@@ -65,7 +65,9 @@ class LocalTarget:
             return JobState("cancelled")
         if not (folder / ALIVE).exists():
             return JobState("pending", detail="not started; if who submitted it was killed, it never will be")
-        return JobState("failed", None, "its launcher was killed")
+        unwritten = (folder / PARTIAL).exists()
+        words = "it has ended, and its exit code could not be written" if unwritten else "its launcher was killed"
+        return JobState("failed", None, words)
 
     def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
         with (folder / OUTPUT).open(encoding="utf-8", errors="replace") as log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import errno
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -76,7 +77,7 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
     """Makes the image, writes the job's record and starts it.
 
     Raises:
-        SubmitError: the target refused, or the record cannot be written; nothing is left.
+        SubmitError: the target refused, or the disk is full; nothing is left.
     """
     request = plan.request
     record = JobRecord(
@@ -94,19 +95,18 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
     def save(image: str, place: Mapping[str, str]) -> None:
         nonlocal record
         record = dataclasses.replace(record, image=image, place=place)
-        try:
-            store.save(record)
-        except OSError as error:
-            raise SubmitError(
-                f"the job was not started: its record cannot be written in {store.root} ({error.strerror}). Make room "
-                "there, or name another folder as XDG_STATE_HOME"
-            ) from None
+        store.save(record)
 
     folder = store.create(plan.id)
     try:
         target_of(request.target).submit(plan, folder, save)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SubmitError(
+                f"the job was not started: it cannot be written in {store.root} ({error.strerror}). Make room there, "
+                "or name another folder as XDG_STATE_HOME"
+            ) from None
         raise
     return record
 

@@ -15,7 +15,7 @@ import pytest
 
 from stratagem.errors import SubmitError
 from stratagem.launch.submit import local_target, submission
-from stratagem.launch.submit.background import EXIT_CODE, ORDER, OUTPUT
+from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
 from stratagem.launch.submit.entry_point import EntryPoint
 from stratagem.launch.submit.local_target import LocalTarget
 from stratagem.launch.submit.plan import JobPlan, make_plan
@@ -80,6 +80,25 @@ def test_a_job_whose_record_cannot_be_written_does_not_run(plan: JobPlan, monkey
     with pytest.raises(SubmitError, match=r"No space left on device.*Make room there"):
         submission.submit(plan, "train.py", store)
     assert not list(store.root.iterdir())
+
+
+def test_a_job_that_cannot_be_written_does_not_run(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(local_target, "_arguments", full)
+    with pytest.raises(SubmitError, match=r"No space left on device.*Make room there"):
+        submission.submit(plan, "train.py", JobStore())
+    assert not list(JobStore().root.iterdir())
+
+
+@pytest.mark.parametrize(("left", "words"), [("exit_code.partial", "could not be written"), ("other", "was killed")])
+def test_a_job_without_an_exit_code_says_why(left: str, words: str, tmp_path: Path) -> None:
+    for name in (ALIVE, left):
+        (tmp_path / name).touch()
+    record = JobRecord("j", "local", "t.py", "one", 1, 0, "2026-01-01", place={"host": os.uname().nodename})
+    state = LocalTarget().state(record, tmp_path)
+    assert (state.phase, state.exit_code) == ("failed", None) and words in state.detail
 
 
 def test_a_job_is_known_before_it_runs(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:
