@@ -130,6 +130,8 @@ class ChiefJob(ChiefState):
     async def run(self) -> int:
         """Keeps time until the job is over, or this chief is not its chief any more; returns the exit code."""
         try:
+            if self.journal.history.ending:  # whoever was started again meanwhile has nothing to do any more
+                self.stop(0, self.journal.history.ending)
             while not self.finished.done():
                 self.journal.check()
                 self.streams.tick()

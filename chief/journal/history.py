@@ -83,8 +83,8 @@ class JobHistory:
     """Path of the checkpoint that the job started from."""
     updates_undone: int = 0
     """Updates of newer checkpoints that were not whole: they are computed again."""
-    ending: bool = False
-    """The work is done and its last checkpoint written; tasks may not have heard of it yet."""
+    ending: str = ""
+    """Why the job ends, once its work is done and its last checkpoint written; tasks may not have heard of it yet."""
     unsaved: str = ""
     """Why that one could not be written."""
     stopped: str | None = None
@@ -263,7 +263,7 @@ class JobHistory:
         self.restored, self.updates_undone = record["path"], self.updates_undone + record["undone"]
 
     def _on_ending(self, record: Mapping[str, Any]) -> None:
-        self.ending, self.unsaved = True, record.get("unsaved", "")
+        self.ending, self.unsaved = record["reason"], record.get("unsaved", "")
 
     def _on_stopped(self, record: Mapping[str, Any]) -> None:
         self.stopped, self.exit_code = record["reason"], record.get("exit_code", int(not self.ending))

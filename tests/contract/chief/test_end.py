@@ -440,6 +440,29 @@ async def test_a_goodbye_after_the_stop_is_heard_however_late_it_comes() -> None
         assert running.job.sessions.tasks["ps:0"].state is SessionState.DONE
 
 
+async def test_a_worker_that_was_started_again_after_its_goodbye_does_not_begin_a_job_that_is_over_anew(
+    tmp_path: Path,
+) -> None:
+    """It gave a ps without memory first values, and these became the newest checkpoint."""
+    folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+
+    async with chief(**folders, num_workers=1, num_ps=1) as first:
+        async with ps(first.address, FakePs(0)):
+            worker = Task(first.address, "worker:0")
+            await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
+            worker.goodbye()
+            await until(lambda: first.job.journal.history.ending)
+            again = Task(first.address, "worker:0")
+            await again.welcomed()
+            await first.kill()
+    async with chief(bind=first.address, **folders, num_workers=1, num_ps=1) as second:
+        late = Task(second.address, "worker:0", resume=again.incarnation)
+        assert (await until(functools.partial(late.ended, "stop"))).exit_code == 0
+        late.goodbye()
+        assert await second.exit_code() == 0
+
+
 async def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path: Path) -> None:
     """At staleness 0 a ps that was started again took the memory of the others with it, after the last checkpoint."""
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
