@@ -261,6 +261,7 @@ def _binary(outputs: torch.Tensor, targets: torch.Tensor, positive: _Positive) -
 
 def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int, ignore_index: int) -> _Counted:
     targets, counted = _class_numbers(outputs, targets, ignore_index)
+    number = min(number, outputs.shape[1])  # of fewer classes each is among them, as in Keras
     return (outputs.topk(number, dim=1).indices == targets.unsqueeze(1)).any(1), counted
 
 

@@ -39,6 +39,7 @@ def one() -> sg.Strategy:
         ("categorical_accuracy", [[1, 3, 2], [4, 0, 1]], [[0, 1, 0], [0, 0, 1]], 0.5),
         ("sparse_top_k_categorical_accuracy", [[6, 5, 4, 3, 2, 1]] * 2, [4, 5], 0.5),
         ("top_k_categorical_accuracy", [[6, 5, 4, 3, 2, 1]], [[0, 0, 0, 0, 0, 1]], 0.0),
+        ("top_5_accuracy", [[3, 2, 1]], [2], 1.0),
         ("root_mean_squared_error", [[3.0], [0.0]], [[0.0], [4.0]], math.sqrt(12.5)),
         ("mean_absolute_percentage_error", [[3.0], [1.0]], [[2.0], [1.0]], 25.0),
         ("msle", [[math.e - 1]], [[0.0]], 1.0),
