@@ -49,7 +49,8 @@ INSTEAD: Mapping[str, Foreign] = {
     "train_on_batch": {"reset_metrics": ("what it returns is of this batch alone", (True,))},
     "test_on_batch": {"reset_metrics": ("what it returns is of this batch alone", (True,))},
     **dict.fromkeys(("train", "TrainSpec", "EvalSpec"), _HOOKS),
-    **dict.fromkeys(("save", "save_weights"), _OVERWRITE),
+    "save": {**_OVERWRITE, "checkpoint_number": ("its name is step", ())},
+    "save_weights": _OVERWRITE,
     "load_weights": {"by_name": (_FITTING, (False,)), "skip_mismatch": (_FITTING, (False,))},
     "load_model": {
         "custom_objects": ("a program needs none of its classes", _NONE),
@@ -103,11 +104,17 @@ INSTEAD: Mapping[str, Foreign] = {
         "experimental_fetch_to_device": ("batches go to the devices of the replicas", (True, None)),
         "experimental_per_replica_buffer_size": ("its name is prefetch", ()),
     },
-    "PreemptionCheckpointHandler": {"termination_config": ("grace_s= says how long an end may take", _NONE)},
+    "PreemptionCheckpointHandler": {
+        "cluster_resolver": ("leave it out: the strategy of the checkpoint knows the cluster", _NONE),
+        "checkpoint_or_checkpoint_manager": ("its name is checkpoint_or_manager", ()),
+        "termination_config": ("grace_s= says how long an end may take", _NONE),
+    },
     "MinSizePartitioner": {"bytes_per_string": ("no variable here has strings", (16,))},
     "CheckpointManager": {
         "keep_checkpoint_every_n_hours": ("max_to_keep=None keeps all", _NONE),
         "step_counter": ("save(step) says the step", _NONE),
+        "checkpoint_interval": ("call save() where there is to be a checkpoint", _NONE),
+        "init_fn": ("call it where restore_or_initialize() gives None", _NONE),
     },
 }
 """By the name of what is called."""
@@ -127,7 +134,18 @@ _GENERATOR = "{} takes generators too"
 _WEIGHTS = "state_dict() and load_state_dict() have the weights, by name"
 _PARAMETERS = "model.module has parameters(), children() and all that an nn.Module has"
 
+_RESTORED = "leave it out: restore() raises where an object finds no state, and state without an object is left alone"
+_PLACE = "sg.is_lead() says whether this process saves, sg.TFConfigClusterResolver() what its cluster and its task are"
+
 _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "Restored": dict.fromkeys(
+        ("expect_partial", "assert_consumed", "assert_existing_objects_matched", "assert_nontrivial_match"), _RESTORED
+    ),
+    "RunConfig": {
+        **dict.fromkeys(("is_chief", "cluster_spec", "task_type", "task_id", "master", "evaluation_master"), _PLACE),
+        **dict.fromkeys(("num_worker_replicas", "num_ps_replicas", "global_id_in_cluster"), _PLACE),
+        "replace": "dataclasses.replace(config, seed=1) makes another",
+    },
     "Estimator": {
         **dict.fromkeys(("export_saved_model", "export_savedmodel", "experimental_export_all_saved_models"), _EXPORT),
         **dict.fromkeys(("get_variable_names", "get_variable_value"), _VALUES),

@@ -184,6 +184,10 @@ def _spec(**given: Any) -> Any:
     return sg.EstimatorSpec("train", loss=torch.tensor(1.0), optimizer=torch.optim.SGD([X]), **given)
 
 
+def _manager() -> Any:
+    return sg.CheckpointManager(sg.Checkpoint(number=1), "nowhere")
+
+
 def _given(call: Any, **given: Any) -> Callable[[], Any]:
     return lambda: call(**given)
 
@@ -207,6 +211,9 @@ def _given(call: Any, **given: Any) -> Callable[[], Any]:
             lambda: sg.EvalSpec(list, 100, "n", [], 1, 2, 3),  # type: ignore[call-arg]
             r"EvalSpec\(\) takes input_fn, .*, throttle_secs by their place",
         ),
+        (_given(_manager().save, checkpoint_number=3), r"save\(\) .* 'checkpoint_number'; its name is step"),
+        (_given(sg.CheckpointManager, init_fn=print), "'init_fn'; call it where restore_or_initialize"),
+        (_given(sg.PreemptionCheckpointHandler, cluster_resolver=1), "'cluster_resolver'; leave it out"),
         (_given(sg.DistributeOptions, experimental_per_replica_buffer_size=2), "its name is prefetch"),
     ],
 )
@@ -229,11 +236,15 @@ def test_arguments_of_tensorflow_that_ask_for_what_is_done_anyway() -> None:
 def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -> None:
     model: Any = sg.Model(torch.nn.Linear(1, 1))
     estimator: Any = sg.Estimator(lambda features: None, tmp_path)  # type: ignore[arg-type,return-value]
+    checkpoint = sg.Checkpoint(model=model.module)
+    restored: Any = checkpoint.restore(checkpoint.save(tmp_path / "saved"))
     for owner, name, hint in (
         (model, "fit_generator", "fit takes generators too"),
         (model, "get_weights", "state_dict"),
         (estimator, "export_saved_model", "export_model"),
         (estimator, "get_variable_names", "load_checkpoint"),
+        (estimator.config, "is_chief", r"sg\.is_lead\(\)"),
+        (restored, "expect_partial", r"restore\(\) raises"),
     ):
         with pytest.raises(AttributeError, match=rf"{type(owner).__name__} has no attribute '{name}': .*{hint}"):
             getattr(owner, name)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from stratagem.arguments import above_zero, checked, whole_numbers
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
+from stratagem.tensorflow_arguments import WithWaysOut
 
 CHECKPOINT_NAME = "model.ckpt"
 """Beginning of the names in the folder of a model; a chief may keep checkpoints of its own in there."""
@@ -19,7 +20,7 @@ StrategyOrFactory = Strategy | Callable[[], Strategy]
 
 @checked
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
+class RunConfig(WithWaysOut):
     """Choices for an Estimator.
 
     Raises:

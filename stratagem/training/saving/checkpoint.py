@@ -40,6 +40,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.random_states import all_random_states, set_all_random_states
+from stratagem.tensorflow_arguments import WithWaysOut
 from stratagem.training.saving.members import CheckpointMembers, FirstLostError
 from stratagem.training.saving.object_states import beyond_variables, kind_of, put_back, states_of_variables, take
 from stratagem.worker import background_writes
@@ -53,7 +54,7 @@ RANDOM = "_random"
 
 
 @dataclasses.dataclass(frozen=True)
-class Restored:
+class Restored(WithWaysOut):
     """What :meth:`Checkpoint.restore` found."""
 
     path: str
@@ -229,8 +230,7 @@ class Checkpoint:
                 return {}
             target = find(path)
             check(target)
-            saved = describe(target)
-            found["saved"] = saved
+            saved = found["saved"] = describe(target)
             return {"path": str(target), "step": saved.step, "random": random and RANDOM in saved.objects}
 
         place = self._members.from_first(look)
