@@ -446,16 +446,15 @@ async def test_a_worker_that_was_started_again_after_its_goodbye_does_not_begin_
     """It gave a ps without memory first values, and these became the newest checkpoint."""
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
 
-    async with chief(**folders, num_workers=1, num_ps=1) as first:
-        async with ps(first.address, FakePs(0)):
-            worker = Task(first.address, "worker:0")
-            await worker.ready()
-            await until(lambda: first.job.journal.history.checkpoint)
-            worker.goodbye()
-            await until(lambda: first.job.journal.history.ending)
-            again = Task(first.address, "worker:0")
-            await again.welcomed()
-            await first.kill()
+    async with chief(**folders, num_workers=1, num_ps=1) as first, ps(first.address, FakePs(0)):
+        worker = Task(first.address, "worker:0")
+        await worker.ready()
+        await until(lambda: first.job.journal.history.checkpoint)
+        worker.goodbye()
+        await until(lambda: first.job.journal.history.ending)
+        again = Task(first.address, "worker:0")
+        await again.welcomed()
+        await first.kill()
     async with chief(bind=first.address, **folders, num_workers=1, num_ps=1) as second:
         late = Task(second.address, "worker:0", resume=again.incarnation)
         assert (await until(functools.partial(late.ended, "stop"))).exit_code == 0
