@@ -84,7 +84,7 @@ class GradientPush:
         self.optimizer = optimizer
         self.parameters = list(parameters)
         self.tables = list(tables)
-        self.staging = GradientStaging(variables, parameters, on_backward, tables)
+        self.staging = GradientStaging(variables, parameters, on_backward, tables, turn)
         self._reconnect = recover
         self._turn = turn
         self._variables = variables

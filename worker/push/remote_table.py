@@ -47,8 +47,8 @@ class TableLink:
     recover: Callable[[PsClient], None]
     """Connects anew to a ps whose lane has broken."""
     turn: threading.RLock
-    """Of the thread that asks ps for something, until the answers are here: a script may read tables in one while it
-    trains in another, and what comes over a lane is for one that waits."""
+    """Of the thread that sends something to ps, until the answers are here: a script may read tables in one while it
+    trains in another, and what goes and comes over a lane is for one at a time."""
 
 
 class RemoteTable:
@@ -195,7 +195,8 @@ class RemoteTable:
                 stop = min(start + at_once, shard.num_rows)
                 rows = values[shard.first_row + start : shard.first_row + stop]
                 first = (shard.local_row + start) * self.width
-                self._assign(link.runtime.clients[shard.ps], rows, first, slot, num_updates)
+                with link.turn:
+                    self._assign(link.runtime.clients[shard.ps], rows, first, slot, num_updates)
 
     def _assign(self, client: PsClient, rows: torch.Tensor, first: int, slot: str, num_updates: int) -> None:
         link = self.link

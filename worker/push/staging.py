@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -52,9 +53,11 @@ class GradientStaging:
         parameters: Sequence[torch.nn.Parameter],
         on_backward: Callable[[], None],
         tables: Sequence[RemoteTable],
+        turn: threading.RLock,
     ) -> None:
         self._clients = variables.clients
         self._tables = tables
+        self._turn = turn
         self._rows: tuple[RowGradient | None, ...] = ()
         self._rows_sent: dict[int, tuple[RowGradient | None, ...]] = {}
         self._parameters = list(parameters)
@@ -202,7 +205,8 @@ class GradientStaging:
         client = self._clients[chunk.ps]
         transfer = self._transfer(chunk.ps)
         pieces = self._source.pieces(chunk)
-        client.lane.send(GRADIENT, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
+        with self._turn:
+            client.lane.send(GRADIENT, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
         self._num_frames[chunk.ps] = self._num_frames.get(chunk.ps, 0) + 1
         self._staged[chunk.index] = signatures
 

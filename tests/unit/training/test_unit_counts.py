@@ -86,7 +86,7 @@ def test_too_much_to_travel_says_what_to_do() -> None:
 def test_workers_that_count_other_metrics_are_told() -> None:
     running, without = new_running_metrics(), RunningMetrics(DefaultStrategy(), [{}])
     running.add_states(without.states())
-    with pytest.raises(ConfigurationError, match="another worker does not count 'accuracy'"):
+    with pytest.raises(ConfigurationError, match="does not count 'accuracy'"):
         running.result()
 
 
