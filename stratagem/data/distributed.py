@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Lease, Plan
 from stratagem.data.index_batches import epoch_order
-from stratagem.data.loaders import Batches, rebuild, seed_epoch, tell_epoch
+from stratagem.data.loaders import Batches, DropWatch, rebuild, seed_epoch, tell_epoch
 from stratagem.data.nested import empty_like, to_device
 from stratagem.errors import ConfigurationError
 
@@ -140,10 +140,12 @@ class DistributedDataset:
 
         loader = rebuild(self.loader, Batches(indices()))
         seed_epoch(loader, self.plan.seed, self._ordinal, first.unit.epoch, first.unit.index)
+        drop_watch = DropWatch(self.loader, weighs=self.plan.num_slices > 1)
         for batch in loader:
             lease = reading.popleft()
             if not self._source.holds(lease):
                 continue
+            drop_watch.look(batch, lease.num_examples)
             batch = to_device(batch if lease.num_examples else empty_like(batch), self._device)
             self._source.begin(lease, batch)
             yield batch

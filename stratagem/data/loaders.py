@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,15 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    default_collate,
 )
 
 from stratagem.cluster.units import Plan
+from stratagem.data.nested import is_rows, leaves
 from stratagem.errors import ConfigurationError
 from stratagem.worker.step_meter import active_meter
+
+logger = logging.getLogger(__name__)
 
 # Constructor arguments of DataLoader that mean the same over other batches.
 _CARRIED = (
@@ -34,6 +39,29 @@ _CARRIED = (
 
 _STATEFUL_RANDOM = "<class 'torchdata.stateful_dataloader.sampler.RandomSampler'>"
 """What ``shuffle=True`` is in torchdata's StatefulDataLoader."""
+
+
+class DropWatch:
+    """Warns, once, of a ``collate_fn`` that drops examples where a batch is shared out before it is collated.
+
+    Args:
+        weighs: whether the shares of a batch weigh by their sizes.
+    """
+
+    def __init__(self, loader: DataLoader[Any], weighs: bool = True) -> None:
+        self._looks = weighs and loader.collate_fn is not default_collate
+
+    def look(self, collated: Any, num_examples: int) -> None:
+        if not self._looks:
+            return
+        counts = {len(leaf) for leaf in leaves(collated) if is_rows(leaf)}
+        if len(counts) == 1 and (count := counts.pop()) < num_examples:
+            self._looks = False
+            logger.warning(
+                "collate_fn makes %d examples of %d: in the mean of a batch each replica's part counts as if none were "
+                "dropped; leave them out of the dataset, before batches are cut",
+                *(count, num_examples),
+            )
 
 
 def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.form import fingerprint
 from stratagem.data.index_batches import IndexBatches
-from stratagem.data.loaders import Batches, NumPasses, carried, length_of, rebuild, seed_epoch, tell_epoch
+from stratagem.data.loaders import Batches, DropWatch, NumPasses, carried, length_of, rebuild, seed_epoch, tell_epoch
 from stratagem.data.nested import empty_like, num_examples, part_of
 from stratagem.errors import ConfigurationError
 
@@ -54,6 +54,7 @@ class IndexReader:
         self._batch_split = batch_split
         self._sampler = Batches(iter(()))
         self._loader = rebuild(loader, self._sampler, persistent=True)
+        self._drop_watch = DropWatch(loader)
 
     @property
     def num_steps(self) -> int | None:
@@ -90,6 +91,8 @@ class IndexReader:
         loaded = iter(self._loader)
         while parts := list(islice(loaded, split.num_local_replicas)):
             counts, totals, rows = reading.popleft()
+            for part, count in zip(parts, counts, strict=True):
+                self._drop_watch.look(part, count)
             shares = (part if count else empty_like(part) for part, count in zip(parts, counts, strict=True))
             yield Parts(tuple(shares), counts, totals, rows)
 

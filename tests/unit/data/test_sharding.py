@@ -279,3 +279,19 @@ def test_reading_stops_together_when_a_worker_has_fewer_batches() -> None:
     assert on_workers(2, functools.partial(work, OFF)) == [own, [*own[:4], [[]], [[]]]]
     with pytest.raises(ConfigurationError, match=r"must read the same, but 1 of 2 have no batch left .*OFF"):
         on_workers(2, functools.partial(work, DATA))  # half of the last batch would be nobody's
+
+
+@pytest.mark.parametrize("dropped", [(), (0, 1)], ids=["none", "two"])
+def test_a_collate_fn_that_drops_examples_is_warned_of_once(
+    dropped: Sequence[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replica whose examples were dropped weighed in the mean as if they were there, without a word."""
+
+    def collate(items: list[int]) -> torch.Tensor:
+        return torch.tensor([item for item in items if item not in dropped])
+
+    loader = DataLoader(Numbers(8), batch_size=8, collate_fn=collate)
+    dataset = distribute(loader, placement=InputPlacement((CPU, CPU)))
+    assert steps_of(dataset) == [[[item for item in range(4) if item not in dropped], [4, 5, 6, 7]]]
+    steps_of(dataset)
+    assert caplog.text.count("2 examples of 4") == (1 if dropped else 0)
