@@ -94,7 +94,7 @@ def newest_undamaged(
 
 def next_number(directory: str | os.PathLike[str], at_least: int) -> int:
     """``at_least``, or one more than the highest in a directory: no checkpoint is written over another."""
-    return max([at_least, *((read_step(path) or 0) + 1 for path in scan(pathlib.Path(directory)))])
+    return max([at_least, *(step + 1 for step in steps(pathlib.Path(directory)))])
 
 
 def steps(directory: pathlib.Path) -> list[int]:

@@ -55,6 +55,7 @@ class DistributedDataset:
         self._ordinal = ordinal
         self._source = source
         self._device = device
+        self._drop_watch = DropWatch(loader, weighs=plan.num_slices > 1)
         self._epoch = 0
         self._order = -1, torch.empty(0)
         self._current: object | None = None
@@ -140,12 +141,11 @@ class DistributedDataset:
 
         loader = rebuild(self.loader, Batches(indices()))
         seed_epoch(loader, self.plan.seed, self._ordinal, first.unit.epoch, first.unit.index)
-        drop_watch = DropWatch(self.loader, weighs=self.plan.num_slices > 1)
         for batch in loader:
             lease = reading.popleft()
             if not self._source.holds(lease):
                 continue
-            drop_watch.look(batch, lease.num_examples)
+            self._drop_watch.look(batch, lease.num_examples)
             batch = to_device(batch if lease.num_examples else empty_like(batch), self._device)
             self._source.begin(lease, batch)
             yield batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
+from stratagem.launch.fork_server import COMMAND_PREFIX
 from stratagem.launch.manifests.workload import check_checkpoint_every, check_staleness
 from stratagem.rpc import heap
 from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
@@ -356,4 +356,4 @@ def _command(
     if task.type in ("chief", "ps"):
         script = ()
     texts = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())
-    return (sys.executable, "-P", "-m", "stratagem.cli", task.type, *texts, *script)
+    return (*COMMAND_PREFIX, task.type, *texts, *script)
