@@ -41,6 +41,8 @@ class CastCompression(GradientCompression):
         """Nothing to do: nothing is owed."""
 
     def reset(self) -> None:
+        for arena in self._arenas.values():
+            arena.free()
         self._arenas.clear()
 
 

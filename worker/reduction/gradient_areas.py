@@ -117,6 +117,6 @@ def page_locked(arena: Arena, device: torch.device) -> tuple[Arena, Callable[[],
             release()
             with contextlib.suppress(RuntimeError):  # the refusal would show up as the error of some later kernel
                 torch.zeros(1, device=device).add_(1)
-            return Arena(*(torch.zeros(memory.numel(), dtype=torch.uint8, pin_memory=True) for _ in range(2))), release
+            return Arena.of(lambda: torch.zeros_like(arena.source, pin_memory=True), False), release
         registered.append(memory.data_ptr())
     return arena, release

@@ -73,7 +73,7 @@ class GradientLayout:
         cuda = next((bucket.device for _, _, bucket in plan if bucket.device.type == "cuda"), None)
         num_bytes = max(ALIGNMENT, sum(bucket.num_bytes for _, _, bucket in plan))
         in_place = in_place and (communicator.device.type == "cuda" or not any_cuda)
-        arena = communicator.arena(num_bytes, in_place)
+        self._arena = arena = communicator.arena(num_bytes, in_place)
         if arena.source.is_cuda and (on_host or any(bucket.device != communicator.device for _, _, bucket in plan)):
             arena = Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), False)
         if cuda is not None and arena.source.is_cpu:
@@ -98,12 +98,13 @@ class GradientLayout:
         """By index of the slot; sparse ones have none."""
 
     def close(self) -> None:
-        """Gives back what the device holds; the arena belongs to the group."""
+        """Gives back what the device holds, and the arena. Every rank calls it."""
         for bucket in self.buckets:
             bucket.area.close()
         if self._release is not None:
             self._release()
             self._release = None
+        self._arena.free()
 
 
 def check_reducible(parameter: torch.nn.Parameter) -> None:

@@ -103,7 +103,7 @@ class Communicator:
         return self.group.device
 
     def arena(self, num_bytes: int, in_place: bool = False) -> Arena:
-        """Memory in which :meth:`all_reduce` copies nothing, kept until the end of the job; where there is not enough
+        """Memory in which :meth:`all_reduce` copies nothing, kept until it is freed; where there is not enough
         shared memory, memory of this process, and reducing it costs copies. ``in_place``: the source is the result."""
         what = f"arena of {num_bytes:,} bytes{', in place' * in_place}"
 

@@ -50,6 +50,8 @@ class Arena:
     """The rank's own contribution; the group only reads it, unless it is the result too."""
     result: torch.Tensor
     """Where reduced values appear."""
+    free: Callable[[], None] = lambda: None
+    """The group lets go of it, whose memory goes with the last tensor in it. Every rank calls it, or none."""
 
     @classmethod
     def of(cls, make: Callable[[], torch.Tensor], in_place: bool) -> Arena:
@@ -108,9 +110,9 @@ class Group(Protocol):
     """Where tensors of a collective may lie; those of the CPU always may."""
 
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
-        """Memory for all_reduce, kept until the group closes: a source and a result inside it, at equal offsets, are
-        reduced without copying. Any other tensors work too, and cost copies where the group needs some. ``in_place``:
-        source and result are the same memory, half as much. Here it is each rank's own."""
+        """Memory for all_reduce, kept until it is freed or the group closes: a source and a result inside it, at equal
+        offsets, are reduced without copying. Any other tensors work too, and cost copies where the group needs some.
+        ``in_place``: source and result are the same memory, half as much. Here it is each rank's own."""
         self.barrier(tag)
         return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+from stratagem.worker.ring.group import Arena
+
+_RESULT_SHIFT_BYTES = 1024
+"""Source and result of an arena do not start at the same place of a page: a store would wait for loads 4 KiB away."""
+_PAGE_BYTES = 4096
 
 ArenaStep = tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]
 """One chunk: the ranks' sources, where the reduction goes, and the other places that get a copy of it."""
@@ -27,12 +33,32 @@ class HostArenas:
     """The arenas of a group; the first has the number 1, and 0 means none of them."""
 
     def __init__(self) -> None:
-        self._arenas: list[_Shared] = []
+        self._arenas: dict[int, _Shared] = {}
+        self._num_made = 0
 
-    def add(self, segments: Sequence[torch.Tensor], rank: int, result_start: int) -> None:
-        """One more; ``segments`` are flat uint8, one for each rank."""
+    def make(
+        self,
+        num_bytes: int,
+        in_place: bool,
+        share: Callable[[int], Sequence[torch.Tensor]],
+        rank: int,
+        freed: Callable[[], None],
+    ) -> Arena:
+        """One more. ``share`` gives segments of that many bytes, flat uint8, one for each rank; ``freed`` is called
+        when the arena is, from any thread."""
+        shift = 0 if in_place else -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES + _RESULT_SHIFT_BYTES
+        segments = share(shift + num_bytes)
         own = segments[rank]
-        self._arenas.append(_Shared(segments, own.data_ptr(), own.numel(), result_start))
+        self._num_made += 1
+        number = self._num_made
+        self._arenas[number] = _Shared(segments, own.data_ptr(), own.numel(), shift)
+
+        def free() -> None:
+            self._arenas.pop(number, None)
+            freed()
+
+        with torch.inference_mode(False):
+            return Arena(own[:num_bytes], own[shift : shift + num_bytes], free)
 
     def place(self, source: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int, int]:
         """Arena and offsets in bytes of source and result in its segment.
@@ -41,7 +67,7 @@ class HostArenas:
         """
         num_bytes = source.numel() * source.itemsize
         pointer = source.data_ptr()
-        for number, shared in enumerate(self._arenas, 1):
+        for number, shared in list(self._arenas.items()):
             start = pointer - shared.address
             if 0 <= start < shared.num_bytes:
                 result = start + shared.result_start if out is None else out.data_ptr() - shared.address
@@ -81,7 +107,7 @@ class HostArenas:
                 return segment[start : start + num_bytes].view(dtype).split(chunk) if num_bytes > 0 else ()
 
         first, targets = owners
-        segments = self._arenas[arena - 1].segments
+        segments = self._arenas[arena].segments
         sources = zip(*(chunks(segment, starts[0]) for segment in segments), strict=True)
         results = zip(*(chunks(segments[rank], starts[1]) for rank in targets), strict=True)
         own = list(targets).index(first)
@@ -97,7 +123,7 @@ class HostArenas:
         """What every rank has at an offset, in the dtype and length of a flat tensor."""
         stop = start + like.numel() * like.itemsize
         with torch.inference_mode(False):  # a view made in that mode could not be written outside of it
-            return [segment[start:stop].view(like.dtype) for segment in self._arenas[arena - 1].segments]
+            return [segment[start:stop].view(like.dtype) for segment in self._arenas[arena].segments]
 
     def clear(self) -> None:
         """Lets go of the memory; it is unmapped when the last tensor in it goes."""

@@ -51,9 +51,6 @@ _CHUNK_BYTES = 256 << 10
 """What an owner reduces and spreads at once: stays in the L2 cache between the two."""
 _SLOT_BYTES = 3 << 20
 """One of the two slots of a rank's scratch memory."""
-_RESULT_SHIFT_BYTES = 1024
-"""Source and result of an arena do not start at the same place of a page: a store would wait for loads 4 KiB away."""
-_PAGE_BYTES = 4096
 _NUM_CACHED_PLANS = 128
 
 
@@ -107,13 +104,8 @@ class HostGroup:
         Raises:
             SegmentError: on every rank, when one has no memory to share; the group goes on working.
         """
-        shift = 0 if in_place else -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES + _RESULT_SHIFT_BYTES
         with self._signals.collective(tag) as signals:
-            segments = signals.share(shift + num_bytes)
-        own = segments[self.rank]
-        self._arenas.add(segments, self.rank, shift)
-        with torch.inference_mode(False):
-            return Arena(own[:num_bytes], own[shift : shift + num_bytes])
+            return self._arenas.make(num_bytes, in_place, signals.share, self.rank, self._plans.cache_clear)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         with self._signals.collective(tag):

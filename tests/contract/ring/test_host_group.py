@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, SegmentError
 from stratagem.rpc import forks
 from stratagem.rpc.segment import Segment
+from stratagem.worker.reduction.compress_interface import GradientCompression
+from stratagem.worker.reduction.compression import compression_named
 from stratagem.worker.ring import host_group, host_signals
+from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.host_cells import NUM_BYTES, Cells
 from stratagem.worker.ring.host_group import HostGroup
@@ -33,6 +37,7 @@ from stratagem.worker.ring.host_scratch import Scratch
 from stratagem.worker.ring.host_signals import Signals
 from stratagem.worker.ring.schedule import cut
 from tests.contract.ring.groups import Outcome, host_groups, in_threads, outcomes_of
+from tests.unit.reduction.reducing import reducing, weight_of
 
 SHORT, COPIED, SLOT, CHUNK = 1024, 4352, 6144, 512
 LENGTHS = (0, 1, 5, 64, 257, 1000, 4001)
@@ -207,6 +212,32 @@ def test_an_arena_is_reduced_where_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
 
             on_every_rank(groups, work)
         assert not rounds
+
+
+@pytest.mark.parametrize("compression", [None, compression_named("bf16")])
+def test_gradients_laid_out_again_take_no_more_memory(compression: GradientCompression | None) -> None:
+    """A model is cast to float64 and back, as for an evaluation; each time its gradients lie elsewhere."""
+    mapped: list[int] = []
+
+    def work(group: HostGroup) -> list[float]:
+        communicator = Communicator(group, lambda error, position: error)
+        weight: Any = torch.nn.Parameter(torch.zeros(4000))
+        seen = []
+        with reducing([weight], communicator, weight_of([1, 1], group.rank), compression=compression):
+            for turn in range(6):
+                weight.grad = None
+                weight.data = weight.data.to(torch.float32 if turn % 2 else torch.float64)
+                (weight.sum() * (group.rank + 1 + turn)).backward()
+                seen.append(float(weight.grad[-1]))
+                communicator.barrier()
+                mapped.append(num_mappings())
+                communicator.barrier()
+        return seen
+
+    with connected(2) as groups:
+        ranks = in_threads([functools.partial(work, group) for group in groups])
+    assert ranks == [[1.5 + turn for turn in range(6)]] * 2
+    assert mapped[-1] == mapped[3]
 
 
 @pytest.mark.parametrize("size", [2, 3])
