@@ -35,6 +35,8 @@ def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
 
     Other than for :func:`map_leaves`, plain values in lists are changed one by one, and dataclass objects as a whole.
     """
+    if type(value) in (list, tuple):
+        return type(value)([map_values(item, change) for item in value])  # as most are
     if isinstance(value, dict | list | tuple):
         return _with_each(value, lambda item: map_values(item, change))
     return change(value)

@@ -21,6 +21,8 @@ from stratagem.errors import SegmentError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _DESCRIPTOR = struct.Struct("=i")
+_ROOM = socket.CMSG_LEN(_DESCRIPTOR.size)
+_CLOSED_BY_EXEC = int(socket.MSG_CMSG_CLOEXEC)  # to join members of the enum costs a microsecond a message
 _PAGE_BYTES = 4096
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -125,8 +127,7 @@ def receive_descriptor(link: socket.socket, num_message_bytes: int) -> tuple[byt
 def receive_descriptor_into(link: socket.socket, view: memoryview, flags: int = 0) -> tuple[int, int | None]:
     """Reads bytes, and a descriptor if one came with them; how many bytes."""
     # Not socket.recv_fds: it drops its flags, and a child that this process starts would inherit the descriptor.
-    room = socket.CMSG_LEN(_DESCRIPTOR.size)
-    count, ancillary, _, _ = link.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC | flags)
+    count, ancillary, _, _ = link.recvmsg_into([view], _ROOM, _CLOSED_BY_EXEC | flags)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= _DESCRIPTOR.size:
             return count, int(_DESCRIPTOR.unpack_from(data)[0])
