@@ -18,8 +18,11 @@ FORMS = ("", "table", "fit", "ring", "storm", "ring-storm")
 
 
 def form_of(seed: int) -> str:
-    """Of the schedule of a seed, where no form is asked for: every fifth is a ring, every tenth calls ``fit``."""
-    return "ring" if seed % 5 == 0 else "fit" if seed % 10 == 7 else ""
+    """Of the schedule of a seed, where no form is asked for: every fifth is a ring, every tenth calls ``fit``; every
+    twentieth or so is a storm."""
+    if seed % 5 == 0:
+        return "ring-storm" if seed % 50 == 20 else "ring"
+    return "fit" if seed % 10 == 7 else "storm" if seed % 25 == 13 else ""
 
 
 def plan(seed: int, form: str = "") -> Schedule:
