@@ -70,15 +70,15 @@ def newest(directory: pathlib.Path, name: str = "") -> pathlib.Path | None:
 def newest_undamaged(
     directory: pathlib.Path, name: str, fits: Callable[[pathlib.Path], bool] = lambda path: True
 ) -> pathlib.Path | None:
-    """The newest of :func:`named` that ``fits`` and whose checksums are right; the log names damaged ones, also those
-    that have lost a file or a part of one.
+    """The newest of :func:`named` that ``fits`` and whose checksums are right; the log names damaged ones that are
+    newer, also those that have lost a file or a part of one.
 
     Raises:
         CheckpointError: there are some, and every one is damaged.
     """
     cut = [path for path in incomplete(directory) if _is_named(path, name)]
     found = [path for path in (*named(directory, name), *cut) if fits(path)]
-    for path in reversed(found):
+    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         damage = find_damage(path)
         if not damage:
             return path

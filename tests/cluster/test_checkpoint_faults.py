@@ -117,6 +117,19 @@ def test_harm_is_named_and_the_last_good_one_is_used(
     assert not find_damage(bad) and len(list(tmp_path.glob(".damaged-step-00000002-*"))) == 1
 
 
+def test_one_that_was_cut_long_ago_is_not_named_at_each_restore(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = CheckpointManager(Checkpoint(model=linear(1)), tmp_path)
+    old, good, new = keeper.save(), keeper.save(), keeper.save()
+    for path in (old, new):
+        cut(Path(path) / "model.safetensors")
+    caplog.clear()  # of what was saved
+    with caplog.at_level(logging.WARNING):
+        assert keeper.restore_or_initialize() == good
+    assert new in caplog.text and old not in caplog.text
+
+
 @pytest.mark.parametrize("harm", [flip, cut, Path.unlink], ids=["flip", "cut", "missing"])
 def test_every_one_damaged(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     keeper = CheckpointManager(Checkpoint(model=linear(1)), tmp_path)
