@@ -19,6 +19,7 @@ from stratagem.tensorflow_arguments import way_out
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """Flags of the code of functions whose call runs nothing yet."""
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _MANY = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection, list, tuple)
 _WORDS: dict[Any, str] = {
     **{bool: "True or False", int: "a whole number", float: "a number", str: "a string", NoneType: "None"},
@@ -109,10 +110,8 @@ def known_arguments(function: _Function) -> _Function:
         return function
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    placed = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
-    takes_any = takes_all or any(
-        parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values()
-    )
+    placed = [name for name, parameter in parameters.items() if parameter.kind in _BY_PLACE]
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values())
     called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
@@ -123,7 +122,7 @@ def known_arguments(function: _Function) -> _Function:
                 known = parameters.keys() - {"self", "cls"}
                 raise ConfigurationError(f"{called}() has no argument {name!r}; {hint or nearest(name, known)}")
         if len(args) > len(placed) and not takes_any:
-            names = ", ".join(name for name in placed if name not in ("self", "cls"))
+            names = ", ".join(name for name in placed if name not in ("self", "cls")) or "nothing"
             raise ConfigurationError(f"{called}() takes {names} by their place, and got more: give arguments by name")
         return function(*args, **kwargs)
 

@@ -31,6 +31,9 @@ A message says what was expected, what came, and what to do next.
 from __future__ import annotations
 
 import re
+from typing import Any
+
+from stratagem.tensorflow_names import no_attribute
 
 
 class StratagemError(Exception):
@@ -157,3 +160,7 @@ class SubmitError(StratagemError):
 
 class ExportError(StratagemError):
     """A model cannot be exported, or what was exported cannot be loaded; says why, and what is there instead."""
+
+
+def __getattr__(name: str) -> Any:
+    raise no_attribute(f"module {__name__!r}", name, __name__)

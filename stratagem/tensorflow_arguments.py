@@ -1,26 +1,41 @@
-"""Arguments and attributes that Keras and TensorFlow have and nothing here does: what to write instead."""
+"""Arguments that Keras and TensorFlow have and nothing here does: what to write instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 Foreign = Mapping[str, tuple[str, tuple[Any, ...]]]
 """By the argument's name: the way out, and the values that ask for what is done anyway."""
 
 _NONE = (None,)
-_DATA = "DataLoader(..., num_workers=, prefetch_factor=) says how data is read"
+DATA = "DataLoader(..., num_workers=, prefetch_factor=) says how data is read"
 _DRAWN = "a callback of your own writes it, in on_epoch_end, with torch.utils.tensorboard.SummaryWriter"
-_HOOK = "what a hook would do, model_fn does in each step, and a function of saving_listeners= at each checkpoint"
+HOOK = "what a hook would do, model_fn does in each step, and a function of saving_listeners= at each checkpoint"
 _PROCESSES = "train_distribute= says on which devices, `stratagem run` in which processes"
 _PROGRAM = "example_inputs= says what the exported program is called with"
 _FITTING = "module.load_state_dict(state, strict=False) before compile takes what fits"
-_HOOKS: Foreign = {"hooks": (_HOOK, (None, [], ()))}
+_HOOKS: Foreign = {"hooks": (HOOK, (None, [], ()))}
 _OVERWRITE: Foreign = {"overwrite": ("what is there is replaced", (True,))}
+_OPTIONS: Foreign = {"options": ("leave it out", _NONE)}
+_FORMAT = "save() has one format, a folder that sg.load_model reads"
+_ASSIGNED: Foreign = {
+    "use_locking": ("leave it out", (False, None)),
+    "read_value": ("leave it out", (True,)),
+    "name": ("leave it out", _NONE),
+}
+_RESOLVER: Foreign = {
+    "rpc_layer": ("it is gRPC", ("grpc", None)),
+    **dict.fromkeys(("master", "environment"), ("leave it out", ("", None))),
+    "num_accelerators": ("the strategy has devices=", ({}, None)),
+    **dict.fromkeys(("gpus_per_node", "gpus_per_task", "tasks_per_node"), ("Slurm says it to each task", _NONE)),
+    "auto_set_gpu": ("srun --gpus-per-task gives each task its own", (False,)),
+    **dict.fromkeys(("job_to_label_mapping", "override_client"), ("TF_CONFIG says the cluster", _NONE)),
+}
 _OF_DATA: Foreign = {
-    "workers": (_DATA, (0, 1, None)),
-    "use_multiprocessing": (_DATA, (False, None)),
-    "max_queue_size": (_DATA, (10, None)),
+    "workers": (DATA, (0, 1, None)),
+    "use_multiprocessing": (DATA, (False, None)),
+    "max_queue_size": (DATA, (10, None)),
     "nb_epoch": ("its name is epochs", ()),
     "predict_keys": ("give EstimatorSpec(predictions=) those alone", _NONE),
     "yield_single_examples": ("predictions are of single examples, and torch.stack joins them", (True,)),
@@ -49,9 +64,46 @@ INSTEAD: Mapping[str, Foreign] = {
     "train_on_batch": {"reset_metrics": ("what it returns is of this batch alone", (True,))},
     "test_on_batch": {"reset_metrics": ("what it returns is of this batch alone", (True,))},
     **dict.fromkeys(("train", "TrainSpec", "EvalSpec"), _HOOKS),
-    "save": {**_OVERWRITE, "checkpoint_number": ("its name is step", ())},
-    "save_weights": _OVERWRITE,
-    "load_weights": {"by_name": (_FITTING, (False,)), "skip_mismatch": (_FITTING, (False,))},
+    "save": {
+        **_OVERWRITE,
+        **_OPTIONS,
+        "checkpoint_number": ("its name is step", ()),
+        "check_interval": ("call save() where there is to be a checkpoint", (False,)),
+        "save_format": (_FORMAT, _NONE),
+        "include_optimizer": ("sg.Checkpoint(model=, optimizer=) saves it, and goes on from it", (False,)),
+        "save_traces": (_FORMAT, (True,)),
+        "signatures": (_PROGRAM, _NONE),
+    },
+    "write": {**_OPTIONS, "file_prefix": ("its name is folder", ())},
+    "restore": _OPTIONS,
+    "latest_checkpoint": {
+        "checkpoint_dir": ("its name is directory", ()),
+        "latest_filename": ("CheckpointManager(checkpoint_name=) keeps several apart", _NONE),
+    },
+    "load_checkpoint": {"ckpt_dir_or_file": ("its name is path", ())},
+    "run": {"options": ("leave it out: they are of TPUs", _NONE)},
+    **dict.fromkeys(("all_reduce", "all_gather"), _OPTIONS),
+    "merge_call": {"merge_fn": ("its name is fn", ())},
+    "distribute_dataset": {"dataset": ("its name is source", ())},
+    "Variable": {
+        "dtype": ("give initial_value=torch.tensor(value, dtype=…)", _NONE),
+        "shape": ("it is that of initial_value, and stays", _NONE),
+        "validate_shape": ("a variable keeps its shape", (True,)),
+        "constraint": ("call it on the value, and assign what it returns", _NONE),
+        **dict.fromkeys(("caching_device", "variable_def", "import_scope"), ("leave it out", _NONE)),
+    },
+    **dict.fromkeys(("assign", "assign_add", "assign_sub"), _ASSIGNED),
+    **{f"{kind}ClusterResolver": _RESOLVER for kind in ("TFConfig", "Simple", "Slurm", "Kubernetes")},
+    "Model": {
+        **dict.fromkeys(("inputs", "outputs"), ("give an nn.Module, whose forward makes outputs of inputs", ())),
+        "name": ("leave it out", _NONE),
+    },
+    "summary": dict.fromkeys(
+        ("line_length", "positions", "expand_nested", "show_trainable", "layer_range"), ("leave it out", (None, False))
+    ),
+    "TPUStrategy": {"tpu_cluster_resolver": ("its name is resolver", ())},
+    "save_weights": {**_OVERWRITE, **_OPTIONS, "save_format": ("a folder is what load_weights reads", _NONE)},
+    "load_weights": {**_OPTIONS, "by_name": (_FITTING, (False,)), "skip_mismatch": (_FITTING, (False,))},
     "load_model": {
         "custom_objects": ("a program needs none of its classes", _NONE),
         "compile": ("it evaluates and predicts, and is not trained", (False,)),
@@ -126,50 +178,3 @@ def way_out(called: str, name: str, value: Any) -> str | None:
         return None
     instead, same = found
     return "" if any(type(value) is type(one) and value == one for one in same) else instead
-
-
-_EXPORT = "export_model(path, example_inputs) writes a program that torch runs alone"
-_VALUES = "sg.load_checkpoint(estimator.latest_checkpoint()) gives the weights by name"
-_GENERATOR = "{} takes generators too"
-_WEIGHTS = "state_dict() and load_state_dict() have the weights, by name"
-_PARAMETERS = "model.module has parameters(), children() and all that an nn.Module has"
-
-_RESTORED = "leave it out: restore() raises where an object finds no state, and state without an object is left alone"
-_PLACE = "sg.is_lead() says whether this process saves, sg.TFConfigClusterResolver() what its cluster and its task are"
-
-_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
-    "Restored": dict.fromkeys(
-        ("expect_partial", "assert_consumed", "assert_existing_objects_matched", "assert_nontrivial_match"), _RESTORED
-    ),
-    "RunConfig": {
-        **dict.fromkeys(("is_chief", "cluster_spec", "task_type", "task_id", "master", "evaluation_master"), _PLACE),
-        **dict.fromkeys(("num_worker_replicas", "num_ps_replicas", "global_id_in_cluster"), _PLACE),
-        "replace": "dataclasses.replace(config, seed=1) makes another",
-    },
-    "Estimator": {
-        **dict.fromkeys(("export_saved_model", "export_savedmodel", "experimental_export_all_saved_models"), _EXPORT),
-        **dict.fromkeys(("get_variable_names", "get_variable_value"), _VALUES),
-        "eval_dir": "<model_dir>/eval has the summaries of evaluations",
-    },
-    "Model": {
-        **{f"{name}_generator": _GENERATOR.format(name) for name in ("fit", "evaluate", "predict")},
-        **dict.fromkeys(("get_weights", "set_weights"), _WEIGHTS),
-        **dict.fromkeys(("layers", "get_layer", "weights", "trainable_variables", "trainable_weights"), _PARAMETERS),
-        "add_loss": "give compile(loss=f), where f(outputs, targets) adds it",
-        "export": "save(path) writes a program that torch runs alone",
-        "to_json": "save(path) writes a program that torch runs alone",
-    },
-}
-"""By the name of the class."""
-
-
-class WithWaysOut:
-    """What a class of TensorFlow's or Keras's has, and that of the same name here has not, says what to write."""
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            for kind in type(self).__mro__:
-                if hint := _ATTRIBUTES.get(kind.__name__, {}).get(name):
-                    raise AttributeError(f"{type(self).__name__} has no attribute {name!r}: {hint}")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -12,6 +12,7 @@ from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ClusterSpecError
+from stratagem.tensorflow_names import WithWaysOut
 
 
 @runtime_checkable
@@ -36,7 +37,7 @@ def _override(task: TaskId | None, task_type: str | None, task_id: int | None) -
     return TaskId.parse(f"{kind}:{index}")
 
 
-class _Resolved:
+class _Resolved(WithWaysOut):
     """A cluster and a place in it that are known."""
 
     rpc_layer = "grpc"

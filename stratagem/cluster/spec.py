@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from stratagem.arguments import check_kind, nearest
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError, ConfigurationError
+from stratagem.tensorflow_names import WithWaysOut
 
 _SINGLE = ("chief", "evaluator")
 
@@ -50,7 +51,7 @@ def nearest_type(word: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterSpec:
+class ClusterSpec(WithWaysOut):
     """Addresses of every task, by role, in the order of their indices.
 
     Port 0 means "a free one": the task takes one and registers it with the chief. The chief's own

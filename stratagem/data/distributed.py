@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Lease, Plan
+from stratagem.data.distributed_iterator import DistributedIterator
 from stratagem.data.index_batches import epoch_order
 from stratagem.data.loaders import Batches, DropWatch, rebuild, seed_epoch, tell_epoch
 from stratagem.data.nested import empty_like, to_device
 from stratagem.errors import ConfigurationError
+from stratagem.tensorflow_names import WithWaysOut
 
 
 class UnitSource(Protocol):
@@ -42,7 +44,7 @@ class UnitSource(Protocol):
         """The script left its loop."""
 
 
-class DistributedDataset:
+class DistributedDataset(WithWaysOut):
     """Batches of this task, of the user's loader of global batches. Each ``iter()`` is the next epoch. Ordinals are
     those of the datasets in the script, from 1."""
 
@@ -82,7 +84,10 @@ class DistributedDataset:
         loader = DataLoader(source, batch_sampler=[[0]], collate_fn=collate, generator=torch.Generator())
         return to_device(next(iter(loader)), self._device)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self._pass_over())
+
+    def _pass_over(self) -> Generator[Any]:
         yield from self._until(self._epoch, self.plan.num_batches)
 
     def parts(self, num_batches: int) -> Iterator[Iterator[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from stratagem.cluster.units import Plan
 from stratagem.data.agreement import StepAgreement
 from stratagem.data.device_copies import DeviceCopies
+from stratagem.data.distributed_iterator import DistributedIterator
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import IndexBatches
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
@@ -16,9 +17,10 @@ from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.readers import Reader
 from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
+from stratagem.tensorflow_names import WithWaysOut
 
 
-class SplitDataset:
+class SplitDataset(WithWaysOut):
     """Batches of the local replicas, step by step. Each ``iter()`` is the next epoch.
 
     With one local replica an item is its batch, else :class:`PerReplica` of all their batches, on their devices.
@@ -95,7 +97,10 @@ class SplitDataset:
             return sum(len(shared.units_of(step)) == shared.num_slices for step in range(steps))
         return steps
 
-    def __iter__(self) -> Generator[Any]:
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self._pass_over())
+
+    def _pass_over(self) -> Generator[Any]:
         self.arrive()
         this_pass = object()
         if self._pass is not None:  # the script left the pass before this one

@@ -3,5 +3,7 @@
 from stratagem.nn.embedding import Embedding
 from stratagem.nn.embedding_bag import EmbeddingBag
 from stratagem.nn.initial import Constant, Normal, Uniform
+from stratagem.strategy.loss_scaling import compute_average_loss as compute_average_loss  # tf.nn has them
+from stratagem.strategy.loss_scaling import scale_regularization_loss as scale_regularization_loss
 
 __all__ = ["Constant", "Embedding", "EmbeddingBag", "Normal", "Uniform"]

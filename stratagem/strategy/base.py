@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, known_arguments
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.errors import ConfigurationError
@@ -25,17 +25,12 @@ from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.replicas.copyable import check_parameters
 from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.scope import Scope
+from stratagem.tensorflow_names import WithWaysOut
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
 
-_NOT_HERE = {
-    "cluster_resolver": "sg.is_lead() says whether this process saves and prints",
-    "experimental_run_v2": "its name is run",
-    "extended": "strategy.local_devices and parameter_device say where replicas compute and variables are",
-}
 
-
-class Strategy:
+class Strategy(WithWaysOut):
     """How a training script is spread over devices and processes; its attributes say what it can do."""
 
     places_models = True
@@ -59,8 +54,7 @@ class Strategy:
             plain = name.removeprefix("experimental_")
             if plain != name and hasattr(type(self), plain):
                 return getattr(self, plain)
-            hint = f": {_NOT_HERE[name]}" if name in _NOT_HERE else ""
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+            super().__getattr__(name)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -204,6 +198,7 @@ class Strategy:
         """What a strategy does with what it was given. Returns what the script uses in its stead, in the same order."""
         raise NotImplementedError
 
+    @known_arguments
     def distribute_dataset(
         self,
         source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
@@ -242,6 +237,7 @@ class Strategy:
         numbers = range(self.first_replica_id, self.first_replica_id + len(self.local_devices))
         return PerReplica(tuple(value_fn(ValueContext(number, self.num_replicas_in_sync)) for number in numbers))
 
+    @known_arguments
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Calls ``fn`` once for each local replica, in replica context.
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import check_call, checked
+from stratagem.arguments import check_call, checked, known_arguments
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease, Unit
@@ -273,6 +273,7 @@ class ParameterServerStrategy(Strategy):
             self._leases.append(lease)
             self._batches[id(batch)] = batch, lease.unit
 
+    @known_arguments
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Calls ``fn`` once. A batch of a distributed dataset among the arguments says which unit the steps belong to,
         also when the script took further batches since."""
@@ -305,6 +306,7 @@ class ParameterServerStrategy(Strategy):
         self._groups.roll_back()
         logger.warning("the parameter servers went back to a checkpoint; the interrupted step will be done again")
 
+    @known_arguments
     def distribute_dataset(
         self,
         source: DataLoader[Any] | Dataset[Any] | Iterable[Any],

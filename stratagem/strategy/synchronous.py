@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from stratagem.arguments import check_call, checked
+from stratagem.arguments import check_call, checked, known_arguments
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.cross_replica import CrossReplica
@@ -290,6 +290,7 @@ class SynchronousStrategy(SynchronousInput):
 
     # -- steps -------------------------------------------------------------------------------------------------
 
+    @known_arguments
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """See :meth:`Strategy.run`. A replica whose share of the batch is empty gets a batch of size 0; its gradient
         counts as zeros, and the buffers of its modules are what they were.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, known_arguments
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
@@ -59,6 +59,7 @@ class SynchronousInput(Strategy):
             return self.num_replicas_in_sync
         return len(self._local.devices) * len(self.communicator.healing.placement(self.communicator.step).members)
 
+    @known_arguments
     def distribute_dataset(
         self,
         source: DataLoader[Any] | Dataset[Any] | Iterable[Any],

@@ -18,7 +18,7 @@ from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
-from stratagem.tensorflow_arguments import WithWaysOut
+from stratagem.tensorflow_names import WithWaysOut
 from stratagem.training.export.export import export_model
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics

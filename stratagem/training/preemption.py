@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stratagem.arguments import known_arguments
+from stratagem.arguments import checked
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.saving.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ GRACE_S = 20.0
 RUN_CALLS = "total_run_calls"
 
 
-@known_arguments
+@checked
 class PreemptionCheckpointHandler:
     """Saves a checkpoint when this job is told to end, and goes on from there when it is started again.
 

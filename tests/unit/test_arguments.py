@@ -215,6 +215,16 @@ def _given(call: Any, **given: Any) -> Callable[[], Any]:
         (_given(sg.CheckpointManager, init_fn=print), "'init_fn'; call it where restore_or_initialize"),
         (_given(sg.PreemptionCheckpointHandler, cluster_resolver=1), "'cluster_resolver'; leave it out"),
         (_given(sg.DistributeOptions, experimental_per_replica_buffer_size=2), "its name is prefetch"),
+        (lambda: sg.get_strategy().run(int, options=object()), r"run\(\) .* 'options'; leave it out"),  # type: ignore[call-arg]
+        (lambda: sg.get_strategy().distribute_dataset([X], None), r"takes source by their place"),  # type: ignore[call-arg]
+        (_given(sg.get_strategy().distribute_dataset, dataset=[X]), "'dataset'; its name is source"),
+        (_given(sg.Variable, initial_value=1.0, dtype="float32"), r"'dtype'; give initial_value=torch\.tensor"),
+        (_given(sg.Variable(1.0).assign, value=1.0, use_locking=True), "'use_locking'; leave it out"),
+        (_given(sg.latest_checkpoint, checkpoint_dir="."), "'checkpoint_dir'; its name is directory"),
+        (_given(sg.TFConfigClusterResolver, rpc_layer="http"), "'rpc_layer'; it is gRPC"),
+        (lambda: sg.Checkpoint(1, 2), r"Checkpoint\(\) takes model by their place"),  # type: ignore[call-arg,arg-type]
+        (lambda: sg.Checkpoint(1, model=2), "a model by its place is called 'model'"),
+        (lambda: sg.PreemptionCheckpointHandler(None, "d"), "expected checkpoint_or_manager= Checkpoint or"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_that_only_tensorflow_has_are_refused_with_the_way_out(call: Any, expected: str) -> None:
@@ -235,6 +245,9 @@ def test_arguments_of_tensorflow_that_ask_for_what_is_done_anyway() -> None:
 
 def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -> None:
     model: Any = sg.Model(torch.nn.Linear(1, 1))
+    strategy: Any = sg.OneDeviceStrategy("cpu")
+    dataset: Any = strategy.distribute_dataset([X])
+    variable: Any = sg.Variable(1.0)
     estimator: Any = sg.Estimator(lambda features: None, tmp_path)  # type: ignore[arg-type,return-value]
     checkpoint = sg.Checkpoint(model=model.module)
     restored: Any = checkpoint.restore(checkpoint.save(tmp_path / "saved"))
@@ -245,19 +258,32 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
         (estimator, "get_variable_names", "load_checkpoint"),
         (estimator.config, "is_chief", r"sg\.is_lead\(\)"),
         (restored, "expect_partial", r"restore\(\) raises"),
+        (model, "metrics_names", "what fit and evaluate return"),
+        (strategy, "extended", r"strategy\.local_devices"),
+        (dataset, "element_spec", "leave it out"),
+        (iter(dataset), "get_next_as_optional", r"next\(iterator, None\)"),
+        (variable, "read_value", r"its name is value\(\)"),
+        (sg.CheckpointManager(checkpoint, tmp_path), "checkpoint_interval", r"call save\(\)"),
+        (sg.TFConfigClusterResolver(environ={}), "num_accelerators", r"strategy\.local_devices"),
+        (sg.ClusterSpec(worker=("a:1",)), "as_cluster_def", "job_tasks"),
     ):
         with pytest.raises(AttributeError, match=rf"{type(owner).__name__} has no attribute '{name}': .*{hint}"):
             getattr(owner, name)
-    with pytest.raises(AttributeError, match="'Model' object has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"Model has no attribute 'nothing'$"):
         _ = model.nothing
+    for room, name in ((checkpoint, "read"), (sg.callbacks, "ProgbarLogger"), (sg, "GradientTape")):
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}': \w"):
+            getattr(room, name)
+    strategy.close()
     assert copy.deepcopy(model).compiled == model.compiled
 
 
 def test_the_table_names_what_is_there() -> None:
     """Every entry is of something with that name, which does not have the argument."""
-    methods = [getattr(kind, name, None) for kind in (sg.Model, sg.Estimator) for name in INSTEAD]
+    kinds = (sg.Model, sg.Estimator, sg.Strategy, sg.Variable, sg.ReplicaContext, sg.Checkpoint)
+    methods = [getattr(kind, name, None) for kind in kinds for name in INSTEAD]
     others = [getattr(room, name, None) for room in (sg, sg.callbacks) for name in INSTEAD]
-    found = [one for one in (*methods, *others) if one is not None]
+    found = [one for one in (*methods, *others) if callable(one)]
     assert {getattr(one, "__name__", "") for one in found} == INSTEAD.keys()
     for one in found:
         own = INSTEAD[one.__name__].keys() & inspect.signature(one).parameters.keys()

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from stratagem.arguments import known_arguments
 from stratagem.cluster.communication import ReduceOp
 from stratagem.data.nested import map_values, outline, refilled, values_in
 from stratagem.data.values import PerReplica, part_of_replica
@@ -23,6 +24,7 @@ from stratagem.strategy.cross_replica import addend, as_tensor, concatenated
 from stratagem.strategy.current import current_strategy, has_current_strategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
+from stratagem.tensorflow_names import WithWaysOut
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -75,7 +77,7 @@ def in_cross_replica_context() -> bool:
     return get_replica_context() is None
 
 
-class ReplicaContext:
+class ReplicaContext(WithWaysOut):
     """One replica of a step, as the step sees it.
 
     What replicas do together, all replicas have to do, in the same order; if one does not, that is an error which
@@ -120,6 +122,7 @@ class ReplicaContext:
         """Inside, this is the context, and its strategy the current one."""
         return _Entered(self, self.strategy)
 
+    @known_arguments
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """The reduction of all replicas' values, on every replica, as tensors.
 
@@ -141,6 +144,7 @@ class ReplicaContext:
             results = self._reduce(op, what, [leaf.detach() for leaf in values_in(value)])
         return refilled(value, results)
 
+    @known_arguments
     def all_gather(self, value: Any, axis: int) -> Any:
         """The concatenation of all replicas' tensors along ``axis``, in replica order, on every replica.
 
@@ -160,6 +164,7 @@ class ReplicaContext:
         results = _AllGather.apply(self, axis, what, *values_in(value))  # type: ignore[no-untyped-call]
         return refilled(value, results)
 
+    @known_arguments
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

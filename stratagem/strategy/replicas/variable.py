@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, known_arguments
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.data.values import PerReplica, ReduceOp
 from stratagem.errors import ConfigurationError, VariableError
@@ -18,6 +18,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
+from stratagem.tensorflow_names import WithWaysOut
 
 
 class VariableAggregation(NamedEnum):
@@ -49,7 +50,7 @@ _Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @checked
-class Variable(TensorOperators):
+class Variable(TensorOperators, WithWaysOut):
     """A named tensor that belongs to the strategy in whose scope it is created; outside any scope, a plain one.
 
     Inside ``strategy.run`` it is the value of the replica that asks; anywhere else, of all replicas together. It takes
@@ -143,6 +144,7 @@ class Variable(TensorOperators):
 
     # -- writing -----------------------------------------------------------------------------------------------
 
+    @known_arguments
     def assign(self, value: Any) -> Variable:
         """Sets the value.
 
@@ -159,10 +161,12 @@ class Variable(TensorOperators):
         """
         return self._change(_replace, value)
 
+    @known_arguments
     def assign_add(self, value: Any) -> Variable:
         """Adds to the value; as :meth:`assign`, but ON_READ variables that are summed refuse it outside of replicas."""
         return self._change(torch.add, value)
 
+    @known_arguments
     def assign_sub(self, value: Any) -> Variable:
         """Subtracts from the value; see :meth:`assign_add`."""
         return self._change(torch.sub, value)

@@ -1,5 +1,8 @@
 """Callbacks of ``fit``, ``evaluate`` and ``predict``: ``sg.callbacks``."""
 
+from typing import Any
+
+from stratagem.tensorflow_names import no_attribute
 from stratagem.training.callbacks.backup import BackupAndRestore
 from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.csv_logger import CSVLogger
@@ -24,3 +27,7 @@ __all__ = [
     "TensorBoard",
     "TerminateOnNaN",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise no_attribute(f"module {__name__!r}", name, __name__)

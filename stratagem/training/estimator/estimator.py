@@ -22,7 +22,7 @@ from stratagem.strategy.current import current_strategy, set_strategy
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.devices import default_device
 from stratagem.strategy.environment import strategy_from_environment
-from stratagem.tensorflow_arguments import WithWaysOut
+from stratagem.tensorflow_names import WithWaysOut
 from stratagem.training.estimator import evaluation
 from stratagem.training.estimator.evaluation import Predictor, RestoredObjects
 from stratagem.training.estimator.inputs import Input, InputFunction

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from stratagem.arguments import above_zero, checked, whole_numbers
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.tensorflow_arguments import WithWaysOut
+from stratagem.tensorflow_names import WithWaysOut
 
 CHECKPOINT_NAME = "model.ckpt"
 """Beginning of the names in the folder of a model; a chief may keep checkpoints of its own in there."""

@@ -40,7 +40,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.random_states import all_random_states, set_all_random_states
-from stratagem.tensorflow_arguments import WithWaysOut
+from stratagem.tensorflow_names import WithWaysOut, no_attribute
 from stratagem.training.saving.members import CheckpointMembers, FirstLostError
 from stratagem.training.saving.object_states import beyond_variables, kind_of, put_back, states_of_variables, take
 from stratagem.worker import background_writes
@@ -82,6 +82,7 @@ class Checkpoint:
     as they were. An existing checkpoint is never overwritten.
 
     Args:
+        model: by its place, as in TensorFlow: short for ``model=model``.
         strategy: None: that of the open scope.
         asynchronous: :meth:`save` returns once the states are copied, and writes meanwhile. One write is under way at a
             time, so a save waits for the one before it, and so does :meth:`wait`.
@@ -94,12 +95,18 @@ class Checkpoint:
 
     def __init__(
         self,
+        model: Any = None,
+        /,
         *,
         strategy: Strategy | None = None,
         asynchronous: bool = False,
         max_file_bytes: int = MAX_FILE_BYTES,
         **objects: Any,
     ) -> None:
+        if model is not None:
+            if "model" in objects:
+                raise ConfigurationError("a model by its place is called 'model': name the other one differently")
+            objects["model"] = model
         for name, item in objects.items():
             _check_name(name, item)
         chosen = strategy or current_strategy()
@@ -123,7 +130,7 @@ class Checkpoint:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._objects:
-            raise AttributeError(f"this checkpoint has no {name!r}")
+            raise no_attribute("this checkpoint", name, "Checkpoint")
         return self._objects[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -163,7 +170,8 @@ class Checkpoint:
         Args:
             prefix: directory and beginning of the name ("runs/a/step"); ending in "/", or an existing directory: the
                 name is "step". Under parameter servers all of them have to see the directory.
-            step: its number; None: one more than the highest in the directory.
+            step: its number; None: one more than the highest in the directory. Two workers of parameter servers that do
+                not say it, and save one after the other, save two.
             blocking: whether to return only when it is complete; None: as the checkpoint was made.
 
         Raises:

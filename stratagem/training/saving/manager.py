@@ -8,11 +8,12 @@ import pathlib
 from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import named, newest_undamaged, remove
 from stratagem.checkpoint.manifest import Manifest
+from stratagem.tensorflow_names import WithWaysOut
 from stratagem.training.saving.checkpoint import Checkpoint
 
 
 @checked
-class CheckpointManager:
+class CheckpointManager(WithWaysOut):
     """Saves into one directory, keeps the newest, and finds the one to go on from.
 
     Where every worker has to call the methods of the checkpoint, every worker has to call these.

@@ -84,7 +84,7 @@ def test_what_is_held_goes_back_when_a_loop_is_left_in_whatever_way() -> None:
     closed = iter(dataset)
     next(closed)
     assert source.lending.num_held(WORKER) == 1
-    closed.close()  # type: ignore[attr-defined]  # a generator
+    closed.close()
     assert source.lending.num_held(WORKER) == 0
     older = iter(dataset)
     next(older)

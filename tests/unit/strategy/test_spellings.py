@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,10 @@ def test_names_that_begin_with_experimental() -> None:
     assert module.experimental_set_strategy is sg.set_strategy
     assert module.distribute.experimental.CommunicationOptions is sg.CommunicationOptions
     assert module.distribute.cluster_resolver.TFConfigClusterResolver is sg.TFConfigClusterResolver
+    assert module.train.Checkpoint is sg.Checkpoint
+    assert module.estimator.RunConfig is sg.RunConfig
+    assert module.keras.callbacks.TensorBoard is sg.callbacks.TensorBoard
+    assert sg.nn.compute_average_loss is sg.compute_average_loss
     assert module.distribute.experimental.partitioners.MinSizePartitioner is sg.MinSizePartitioner
     with pytest.raises(AttributeError, match="module 'stratagem' has no attribute 'nothing'"):
         _ = module.experimental.nothing
@@ -88,6 +93,23 @@ def test_names_that_begin_with_experimental() -> None:
         _ = module.distribute.coordinator
     with pytest.raises(AttributeError, match=r"no attribute 'ClusterCoordinator': there is no"):
         _ = module.ClusterCoordinator
+
+
+def test_iterators_have_get_next() -> None:
+    strategy = sg.OneDeviceStrategy("cpu")
+    batches = iter(strategy.distribute_dataset([torch.arange(2), torch.arange(3)]))
+    assert [batches.get_next().tolist(), next(batches).tolist()] == [[0, 1], [0, 1, 2]]
+    with pytest.raises(StopIteration):
+        batches.get_next()
+    strategy.close()
+
+
+def test_the_model_of_a_checkpoint_by_its_place(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    saved = sg.Checkpoint(model).save(tmp_path / "a")
+    other = torch.nn.Linear(1, 1)
+    sg.Checkpoint(model=other).restore(saved)
+    assert torch.equal(other.weight, model.weight)
 
 
 @pytest.mark.parametrize("given", [sg.HierarchicalCopyAllReduce, sg.HierarchicalCopyAllReduce()])

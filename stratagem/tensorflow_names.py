@@ -1,0 +1,216 @@
+"""Names and attributes that Keras and TensorFlow have and nothing here does: what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from stratagem.tensorflow_arguments import DATA, HOOK
+
+_EXPORT = "export_model(path, example_inputs) writes a program that torch runs alone"
+_VALUES = "sg.load_checkpoint(estimator.latest_checkpoint()) gives the weights by name"
+_GENERATOR = "{} takes generators too"
+_WEIGHTS = "state_dict() and load_state_dict() have the weights, by name"
+_PARAMETERS = "model.module has parameters(), children() and all that an nn.Module has"
+
+_RESTORED = "leave it out: restore() raises where an object finds no state, and state without an object is left alone"
+_PLACE = "sg.is_lead() says whether this process saves, sg.TFConfigClusterResolver() what its cluster and its task are"
+
+_COORDINATOR = (
+    "there is no ClusterCoordinator: every worker runs the script itself, and takes its batches from "
+    "strategy.distribute_dataset"
+)
+_IN_TORCH = "what a step computes is plain torch"
+_ANY_CLUSTER = "sg.SimpleClusterResolver takes any cluster and a place in it"
+_XLA = "sg.TPUStrategy() asks torch_xla where the TPUs are"
+_MODEL_FN = "give sg.Estimator a model_fn, or sg.model_to_estimator an sg.Model"
+_LOADER = "do that to the loader, before distribute_dataset"
+_PASSES = "each iter() is the next epoch"
+_OWN_STEP = "for a step of your own write the loop, with strategy.run(step, args=(batch,))"
+_COMPILED = "model.compiled has what compile was told"
+_LOGGED = "what fit and evaluate return, and callbacks get, has the values by name"
+_TENSOR = "value() is a tensor of torch"
+
+_OF_DATASETS: Mapping[str, str] = {
+    "element_spec": "leave it out: no step is traced, and batches look as the loader makes them",
+    "cardinality": "len() says how many steps an epoch has",
+    "get_next_as_optional": "next(iterator, None) gives None at the end",
+    "as_numpy_iterator": "its batches are tensors of torch",
+    "enumerate": "enumerate(dataset) numbers the batches",
+    "take": "itertools.islice(dataset, number) takes so many",
+    "repeat": _PASSES,
+    **dict.fromkeys(("map", "batch", "unbatch", "prefetch", "shuffle", "cache", "filter", "skip"), _LOADER),
+    **dict.fromkeys(("shard", "options", "with_options"), "distribute_dataset(options=) says who gets what"),
+}
+
+_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
+    "stratagem": {
+        **dict.fromkeys(("coordinator", "ClusterCoordinator"), _COORDINATOR),
+        "Server": "a ps serves inside the constructor of the strategy, and then ends: start the same script in every "
+        "task",
+        "InputOptions": "its name is DistributeOptions",
+        "CollectiveHints": "its name is CommunicationOptions",
+        "RunOptions": "leave it out: they are of TPUs",
+        "TerminationConfig": "PreemptionCheckpointHandler(grace_s=) says how long an end may take",
+        "PreemptionWatcher": "its name is PreemptionCheckpointHandler",
+        "DistributedValues": "its name is PerReplica",
+        **dict.fromkeys(("DistributedDataset", "DistributedIterator"), "it is what distribute_dataset returns"),
+        **dict.fromkeys(("StrategyExtended", "InputReplicationMode"), "leave it out"),
+        "ClusterResolver": "what has task and cluster_spec() is one",
+        "Partitioner": "a function of shape and dtype is one, which returns the number of shards by axis",
+        **{f"{name}ClusterResolver": _ANY_CLUSTER for name in ("GCE", "SageMaker", "Union")},
+        "UnionResolver": _ANY_CLUSTER,
+        **dict.fromkeys(("tpu", "TPUClusterResolver"), _XLA),
+        "checkpoints_iterator": "its name is new_checkpoints",
+        "get_checkpoint_state": "latest_checkpoint(directory) says where the newest is",
+        "list_variables": "load_checkpoint(path) gives the weights by name",
+        "load_variable": "load_checkpoint(path) gives the weights by name",
+        "Saver": "its name is Checkpoint",
+        "CheckpointOptions": "leave it out",
+        "get_or_create_global_step": "its name is get_global_step",
+        "MonitoredTrainingSession": "write the loop, or use Model.fit or Estimator",
+        **{
+            f"{kind}{what}": _MODEL_FN for kind in ("DNN", "Linear", "Baseline") for what in ("Classifier", "Regressor")
+        },
+        **{f"{kind}Hook": HOOK for kind in ("SessionRun", "CheckpointSaver", "StopAtStep", "LoggingTensor")},
+        "inputs": "an input_fn returns a DataLoader, or batches",
+        "export": "Estimator.export_model(path, example_inputs) writes a program that torch runs alone",
+        "saved_model": "Model.save writes a program, and sg.load_model reads it",
+        "data": "a DataLoader of torch, or an iterable of batches, is what distribute_dataset takes",
+        "Sequential": "sg.Model(torch.nn.Sequential(…)) is one",
+        "layers": "they are those of torch.nn",
+        "optimizers": "they are those of torch.optim, or their names",
+        "losses": "they are those of torch.nn, functions, or their names",
+        "metrics": "they are those of torchmetrics, functions, or their names",
+        "mixed_precision": 'give compile(mixed_precision="bf16"), or use torch.autocast in the step',
+        "function": "leave it out; prepare(torch_compile=True) compiles a model",
+        **dict.fromkeys(("GradientTape", "constant", "random", "device"), _IN_TORCH),
+        "config": "the devices of a strategy are its arguments; torch.cuda.device_count() counts those that are here",
+        "summary": "torch.utils.tensorboard.SummaryWriter writes them, where sg.is_lead()",
+    },
+    "stratagem.training.callbacks": {
+        **dict.fromkeys(("ProgbarLogger", "BaseLogger"), "fit(verbose=) says what is shown"),
+        "RemoteMonitor": "LambdaCallback(on_epoch_end=) can send the logs",
+        "SwapEMAWeights": "torch.optim.swa_utils.AveragedModel averages them, in a loop of your own",
+        "CallbackList": "fit, evaluate and predict take a list",
+        "experimental": "leave it out",
+    },
+    "stratagem.data": {
+        "Dataset": "a DataLoader of torch, or an iterable of batches, is what distribute_dataset takes",
+        "experimental": "leave data.experimental out: sg.AutoShardPolicy",
+        "Options": "sg.DistributeOptions(auto_shard_policy=)",
+        "AUTOTUNE": DATA,
+    },
+    "stratagem.errors": {
+        "OutOfRangeError": "get_next() ends with StopIteration; for loops end by themselves",
+        **dict.fromkeys(("UnavailableError", "AbortedError"), "sg.CollectiveError and sg.PeerUnavailableError are"),
+    },
+    "Strategy": {
+        "cluster_resolver": "sg.is_lead() says whether this process saves and prints",
+        "experimental_run_v2": "its name is run",
+        "extended": "strategy.local_devices and parameter_device say where replicas compute and variables are",
+        "unwrap": "its name is local_results",
+        **dict.fromkeys(
+            ("make_dataset_iterator", "make_input_fn_iterator"), "iter(strategy.distribute_dataset(loader))"
+        ),
+        "experimental_make_numpy_dataset": "distribute_dataset(TensorDataset(inputs, targets), batch_size=)",
+        **{
+            f"experimental_{name}": "a tensor is on one device"
+            for name in ("assign_to_logical_device", "split_to_logical_devices", "replicate_to_logical_devices")
+        },
+        **dict.fromkeys(("configure", "update_config_proto", "initialize", "finalize"), "leave it out"),
+    },
+    **dict.fromkeys(("SplitDataset", "DistributedDataset", "DistributedIterator"), _OF_DATASETS),
+    "ReplicaContext": {
+        "devices": "a step finds its tensors on its own device",
+        "update": "variable.assign() in the step changes it on all replicas",
+        "reduce_to": "all_reduce() gives the sum to all",
+        "synchronization": "get_replica_context() is None outside of a step",
+    },
+    "Variable": {
+        **dict.fromkeys(("read_value", "initialized_value", "eval", "read"), "its name is value()"),
+        "get_shape": "its name is shape",
+        "set_shape": "it is that of the first value, and stays",
+        **dict.fromkeys(("initializer", "op", "constraint", "handle", "graph"), "leave it out"),
+        **{
+            name: f"{_TENSOR}, and assign() takes what is made of it"
+            for name in ("scatter_add", "scatter_sub", "scatter_update", "scatter_nd_add", "scatter_nd_update")
+        },
+        **dict.fromkeys(("sparse_read", "gather_nd", "device", "ndim"), _TENSOR),
+        "values": "tensors has those of the local replicas",
+        **dict.fromkeys(("ref", "experimental_ref"), "a variable can be a key itself"),
+    },
+    "Checkpoint": {
+        "read": "restore() reads what write() wrote, too",
+        "save_counter": "restore(path).step is the number of a checkpoint, and save(step=) says it",
+        "sync": "its name is wait()",
+    },
+    "CheckpointManager": {
+        "checkpoint_interval": "call save() where there is to be a checkpoint",
+        "reset_save_counter": "save(step) says the step",
+    },
+    "_Resolved": {
+        **dict.fromkeys(("master", "get_master"), "cluster_spec().as_dict() has all addresses"),
+        "num_accelerators": "strategy.local_devices says where replicas compute",
+        "environment": "leave it out",
+    },
+    "ClusterSpec": {
+        **dict.fromkeys(("as_cluster_def", "task_address"), "job_tasks(role) has the addresses, by index"),
+        "task_indices": "range(num_tasks(role)) are they",
+    },
+    "Restored": dict.fromkeys(
+        ("expect_partial", "assert_consumed", "assert_existing_objects_matched", "assert_nontrivial_match"), _RESTORED
+    ),
+    "RunConfig": {
+        **dict.fromkeys(("is_chief", "cluster_spec", "task_type", "task_id", "master", "evaluation_master"), _PLACE),
+        **dict.fromkeys(("num_worker_replicas", "num_ps_replicas", "global_id_in_cluster"), _PLACE),
+        "replace": "dataclasses.replace(config, seed=1) makes another",
+    },
+    "Estimator": {
+        **dict.fromkeys(("export_saved_model", "export_savedmodel", "experimental_export_all_saved_models"), _EXPORT),
+        **dict.fromkeys(("get_variable_names", "get_variable_value"), _VALUES),
+        "eval_dir": "<model_dir>/eval has the summaries of evaluations",
+    },
+    "Model": {
+        **{f"{name}_generator": _GENERATOR.format(name) for name in ("fit", "evaluate", "predict")},
+        **dict.fromkeys(("get_weights", "set_weights"), _WEIGHTS),
+        **dict.fromkeys(("layers", "get_layer", "count_params", "build", "built"), _PARAMETERS),
+        **{
+            f"{kind}{what}": _PARAMETERS
+            for kind in ("", "trainable_", "non_trainable_")
+            for what in ("variables", "weights")
+        },
+        **dict.fromkeys(("name", "dtype", "inputs", "outputs", "input_shape", "output_shape"), _PARAMETERS),
+        "trainable": "module.requires_grad_(False) before compile",
+        "distribute_strategy": "its name is strategy",
+        **dict.fromkeys(("get_config", "from_config", "to_yaml"), "the class of the module says how it is made"),
+        **dict.fromkeys(("get_compile_config", "compile_from_config", "loss", "run_eagerly", "jit_compile"), _COMPILED),
+        **dict.fromkeys(("metrics", "metrics_names", "get_metrics_result", "losses"), _LOGGED),
+        **dict.fromkeys(("reset_metrics", "reset_states"), "each epoch and each evaluate begins anew"),
+        **dict.fromkeys(("add_metric", "compiled_metrics"), "give compile(metrics=)"),
+        **dict.fromkeys(("predict_classes", "predict_proba"), "predict() gives a tensor: argmax(1), softmax(1)"),
+        **{f"{kind}_step": _OWN_STEP for kind in ("train", "test", "predict")},
+        **dict.fromkeys(("train_function", "make_train_function", "compute_loss", "compiled_loss"), _OWN_STEP),
+        "call": "model(inputs) calls the module",
+        "add_loss": "give compile(loss=f), where f(outputs, targets) adds it",
+        "export": "save(path) writes a program that torch runs alone",
+        "to_json": "save(path) writes a program that torch runs alone",
+    },
+}
+"""By the name of the class, or of the module."""
+
+
+def no_attribute(owner: str, name: str, *kinds: str) -> AttributeError:
+    """Says that ``owner``, one of ``kinds``, has no ``name``, and what to write instead."""
+    hint = next((hint for kind in kinds if (hint := _ATTRIBUTES.get(kind, {}).get(name))), "")
+    return AttributeError(f"{owner} has no attribute {name!r}{': ' if hint else ''}{hint}")
+
+
+class WithWaysOut:
+    """What a class of TensorFlow's or Keras's has, and that of the same name here has not, says what to write."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            kinds = [kind.__name__ for kind in type(self).__mro__]
+            raise no_attribute(kinds[0], name, *kinds)
