@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -50,7 +51,8 @@ class _Count:
             metric.update(result.outputs, result.targets)
 
     def states(self) -> States:
-        total = torch.zeros((), dtype=torch.float64) if self.total is None else self.total
+        # Nothing counted is no number; examples that all have the weight 0 have the loss 0, as in Keras.
+        total = torch.tensor(math.nan, dtype=torch.float64) if self.total is None else self.total
         found: States = {"loss/total": total, "loss/weight": torch.tensor(self.weight, dtype=torch.float64)}
         for name, metric in self.metrics.items():
             found.update((f"{name}/{key}", value) for key, value in metric.states().items())
@@ -101,9 +103,10 @@ class RunningMetrics:
         return Logs(lambda: self._computed([*(count.states() for count in self._counts), *self._earlier]))
 
     def _computed(self, parts: Sequence[States]) -> dict[str, float]:
-        weight = sum(float(cast(torch.Tensor, part["loss/weight"])) for part in parts)
-        total = sum(float(cast(torch.Tensor, part["loss/total"])) for part in parts)
-        found = {"loss": total / weight if weight else float("nan")}
+        losses = [[float(cast(torch.Tensor, part[f"loss/{key}"])) for key in ("total", "weight")] for part in parts]
+        counted = [(total, weight) for total, weight in losses if weight or not math.isnan(total)]
+        weight = sum(weight for _, weight in counted) or 1.0
+        found = {"loss": sum(total for total, _ in counted) / weight if counted else math.nan}
         for name, metric in self._counts[0].metrics.items():
             own = [_of(part, f"{name}/") for part in parts]
             if not all(own):

@@ -91,6 +91,19 @@ def test_a_loss_that_is_nan_ends_training(nan: str, caplog: pytest.LogCaptureFix
     assert "training ends" in caplog.text
 
 
+def test_examples_without_weight_have_the_loss_0() -> None:
+    model = make_model(sg.MirroredStrategy(["cpu:0", "cpu:1"]))
+    masked = {number: float(number > 0) for number in range(3)}
+    seen: list[float] = []
+    reading = sg.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
+    called = [reading, sg.callbacks.TerminateOnNaN()]
+    history = model.fit(
+        X, Y.sort()[0], batch_size=4, shuffle=False, verbose=0, class_weight=masked, callbacks=called
+    ).history
+    assert seen[0] == 0.0 and seen[2] == history["loss"][0] > 0.0
+    assert model.evaluate(X, Y, sample_weight=torch.zeros(12), verbose=0) == 0.0
+
+
 def test_single_batches_are_those_of_fit_and_evaluate_and_predict() -> None:
     mirrored = sg.MirroredStrategy(["cpu:0", "cpu:1"])
     by_batch, by_fit = (make_model(each, metrics=["accuracy"]) for each in (mirrored, one()))
