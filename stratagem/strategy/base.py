@@ -300,7 +300,7 @@ class Strategy(WithWaysOut):
             axis: None or 0.
 
         Returns:
-            a tensor, or a structure of them. The mean of integers is of torch's default dtype.
+            a tensor without gradient, or a structure of them. The mean of integers is of torch's default dtype.
         """
         return self._cross_replica.reduce(ReduceOp(op), value, axis)
 

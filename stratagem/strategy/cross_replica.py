@@ -119,9 +119,8 @@ class CrossReplica:
         return concatenated([part.detach() for part in parts], axis, self._workers)[0]
 
     def _local(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        if len(parts) == 1 or self._ops is None:
-            return parts[0]
-        return self._ops.all_reduce(op, [part.detach() for part in parts])[0]
+        parts = [part.detach() for part in parts]
+        return parts[0] if len(parts) == 1 or self._ops is None else self._ops.all_reduce(op, parts)[0]
 
 
 def as_tensor(value: Any) -> torch.Tensor:

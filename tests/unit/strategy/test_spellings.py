@@ -104,6 +104,15 @@ def test_iterators_have_get_next() -> None:
     strategy.close()
 
 
+def test_a_reduced_loss_has_no_gradient_under_one_replica_either() -> None:
+    strategy = sg.OneDeviceStrategy("cpu")
+    losses = strategy.run(lambda: torch.ones(2, requires_grad=True) * 2)
+    for op in ("SUM", "MEAN", "MAX"):
+        assert strategy.reduce(op, losses).numpy().tolist() == [2.0, 2.0]
+    assert strategy.reduce("SUM", losses, axis=0).numpy() == 4.0
+    strategy.close()
+
+
 def test_the_model_of_a_checkpoint_by_its_place(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     saved = sg.Checkpoint(model).save(tmp_path / "a")
