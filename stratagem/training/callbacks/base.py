@@ -97,4 +97,4 @@ class Callback:
         """A batch is about to be predicted."""
 
     def on_predict_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
-        """A batch was predicted."""
+        """A batch was predicted; its outputs are ``logs["outputs"]``."""

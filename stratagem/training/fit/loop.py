@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,11 +139,17 @@ def predict(steps: FitSteps, dataset: Iterable[Any], callbacks: CallbackList, nu
         for number, batch in first_batches(dataset, num_steps):
             callbacks.call_batch("on_predict_batch_begin", number)
             results = steps.strategy.local_results(steps.strategy.run(steps.predict, args=(batch,)))
-            parts += [result for result in results if result is not None]
-            callbacks.call_batch("on_predict_batch_end", number)
+            own = [result for result in results if result is not None]
+            parts += own
+            logs = {"outputs": own[0] if len(own) == 1 else _joined(own)} if own else {}
+            callbacks.call_batch("on_predict_batch_end", number, logs)
     callbacks.call("on_predict_end", {})
     if not parts:
         raise ConfigurationError("predict expects at least one example, got none")
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
     columns = zip(*map(leaves, parts), strict=True)
     joined = iter([torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in columns])
     return map_leaves(parts[0], lambda _: next(joined))

@@ -91,6 +91,15 @@ def test_a_loss_that_is_nan_ends_training(nan: str, caplog: pytest.LogCaptureFix
     assert "training ends" in caplog.text
 
 
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_callbacks_hear_what_was_predicted(devices: list[str]) -> None:
+    model = make_model(sg.MirroredStrategy(devices))
+    heard: list[Any] = []
+    listening = sg.callbacks.LambdaCallback(on_predict_batch_end=lambda batch, logs: heard.append(logs["outputs"]))
+    outputs = model.predict(X, batch_size=5, callbacks=[listening])
+    assert [len(each) for each in heard] == [5, 5, 2] and torch.equal(torch.cat(heard), outputs)
+
+
 def test_examples_without_weight_have_the_loss_0() -> None:
     model = make_model(sg.MirroredStrategy(["cpu:0", "cpu:1"]))
     masked = {number: float(number > 0) for number in range(3)}
