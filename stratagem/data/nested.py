@@ -34,10 +34,14 @@ def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with everything changed that is not a dict, list or tuple: what a step takes and returns.
 
     Other than for :func:`map_leaves`, plain values in lists are changed one by one, and dataclass objects as a whole.
+    Names in a dict come in the order of the alphabet: each process may have put them in in its own.
     """
     if type(value) in (list, tuple):
         return type(value)([map_values(item, change) for item in value])  # as most are
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict):
+        changed = {key: map_values(value[key], change) for key in _in_order(value)}
+        return with_items(value, {key: changed[key] for key in value})
+    if isinstance(value, list | tuple):
         return _with_each(value, lambda item: map_values(item, change))
     return change(value)
 
@@ -77,10 +81,14 @@ class CopiedAsDict(collections.UserDict[str, Any]):
 def outline(value: Any) -> str:
     """The structure in words: equal texts mean equal structures. A value is "value"."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {outline(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {outline(value[key])}" for key in _in_order(value)) + "}"
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}({', '.join(map(outline, value))})"
     return "value"
+
+
+def _in_order(mapping: Mapping[Any, Any]) -> Iterable[Any]:
+    return sorted(mapping) if all(isinstance(key, str) for key in mapping) else mapping
 
 
 def _with_each(container: Any, change: Callable[[Any], Any]) -> Any:

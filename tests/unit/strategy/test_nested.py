@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.data.nested import map_values
+from stratagem.data.nested import map_values, outline, refilled, values_in
 from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
 
@@ -38,6 +38,13 @@ def test_containers_keep_their_type(value: Any, expected: Any) -> None:
     assert repr(value) == before
     if isinstance(value, collections.defaultdict):
         assert changed.default_factory is int
+
+
+def test_values_by_name_meet_whatever_order_each_replica_or_worker_has_them_in() -> None:
+    one, other = {"loss": 1, "accuracy": [2]}, {"accuracy": [2], "loss": 1}
+    assert values_in(one) == values_in(other) and outline(one) == outline(other)
+    assert list(refilled(one, values_in(other)).items()) == [("loss", 1), ("accuracy", [2])]
+    assert values_in({second: 2 for second in (Pair, 3)}) == [2, 2]  # not all are texts: as they come
 
 
 def test_a_step_may_take_and_return_a_defaultdict() -> None:
