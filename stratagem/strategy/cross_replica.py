@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.data.nested import outline, refilled, values_in
+from stratagem.data.nested import map_values, outline, refilled, values_in
 from stratagem.data.values import PerReplica, local_values
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
@@ -33,7 +33,7 @@ class CrossReplica:
         """See :meth:`stratagem.strategy.base.Strategy.reduce`."""
         if axis not in (None, 0):
             raise ConfigurationError(f"expected axis None or 0, got {axis!r}")
-        if not isinstance(value, PerReplica) and self._num_local > 1:
+        if len(local_values(value)) == 1 < self._num_local:
             if op is not ReduceOp.MEAN or axis is not None:
                 raise ConfigurationError(
                     f"reduce(ReduceOp.{op.name}) expects one value for each of the {self._num_local} local replicas, "
@@ -45,6 +45,8 @@ class CrossReplica:
 
     def reduce_mean(self, value: Any) -> Any:
         """See :meth:`stratagem.strategy.base.Strategy.reduce_mean`."""
+        if isinstance(value, dict | list | tuple):
+            return map_values(value, self.reduce_mean)  # each may have shares of its own
         shares = value.shares if isinstance(value, PerReplica) and value.shares else (1.0,) * len(local_values(value))
         return self._structured(value, functools.partial(self._weighted_mean, shares))
 
@@ -64,7 +66,7 @@ class CrossReplica:
         if any(outline(part) != outline(parts[0]) for part in parts):
             texts = ", ".join(dict.fromkeys(map(outline, parts)))
             raise ConfigurationError(f"expected values of one structure from all replicas, got {texts}")
-        columns = zip(*(map(as_tensor, values_in(part)) for part in parts), strict=True)
+        columns = zip(*([as_tensor(one).detach() for one in values_in(part)] for part in parts), strict=True)
         return refilled(parts[0], [one(column) for column in columns])
 
     def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -92,14 +94,20 @@ class CrossReplica:
 
     def _weighted_mean(self, shares: Sequence[float], parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if parts[0].is_complex():
-            in_two = [torch.view_as_real(part.detach().resolve_conj()) for part in parts]
+            in_two = [torch.view_as_real(part.resolve_conj()) for part in parts]
             return torch.view_as_complex(self._weighted_mean(shares, in_two))
-        pairs = [(part.detach(), share) for part, share in zip(parts, shares, strict=True)]
-        home = pairs[0][0]
         # What a replica without examples says does not count, whatever it is.
-        weighted = [(part.to(home.device).double() * share) if share else None for part, share in pairs]
+        counted = [(part, share) for part, share in zip(parts, shares, strict=True) if share]
+        home = counted[0][0] if counted else parts[0]
+        for part, _ in counted:
+            if part.shape != home.shape:
+                raise ConfigurationError(
+                    f"reduce_mean expects one mean of each replica, all of one shape, got {list(home.shape)} and "
+                    f"{list(part.shape)}: strategy.gather joins what is of each example, and reduce(MEAN, axis=0) is "
+                    "its mean"
+                )
         total = sum(
-            (part for part in weighted if part is not None),
+            (part.to(home.device).double() * share for part, share in counted),
             torch.zeros(home.shape, dtype=torch.float64, device=home.device),
         )
         if self._workers is None:
@@ -116,11 +124,12 @@ class CrossReplica:
                 raise ConfigurationError(
                     f"gather along axis {axis} expects tensors that have it, got shape {list(part.shape)}"
                 )
-        return concatenated([part.detach() for part in parts], axis, self._workers)[0]
+        return concatenated(parts, axis, self._workers)[0]
 
     def _local(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = [part.detach() for part in parts]
-        return parts[0] if len(parts) == 1 or self._ops is None else self._ops.all_reduce(op, parts)[0]
+        if len(parts) == 1 or self._ops is None:
+            return parts[0].clone()  # the script may write to its own, or to the result
+        return self._ops.all_reduce(op, parts)[0]
 
 
 def as_tensor(value: Any) -> torch.Tensor:

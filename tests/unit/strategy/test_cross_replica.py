@@ -49,6 +49,31 @@ def test_a_weighted_mean_of_complex_values_is_complex(strategy: sg.Strategy) -> 
     assert mean.dtype is torch.complex64 and complex(mean) == 1 + 1j
 
 
+def test_each_value_of_a_structure_has_the_shares_of_its_own_run(strategy: sg.Strategy) -> None:
+    one = sg.PerReplica((torch.tensor(1.0), torch.tensor(4.0)), (2.0, 1.0))
+    other = sg.PerReplica((torch.tensor(1.0), torch.tensor(4.0)), (1.0, 2.0))
+    assert strategy.reduce_mean({"one": one, "other": [other]}) == {"one": 2.0, "other": [3.0]}
+
+
+def test_a_mean_of_unlike_shapes_is_refused_and_that_of_an_empty_replica_not_looked_at(strategy: sg.Strategy) -> None:
+    parts = torch.ones(3), torch.ones(1)
+    with pytest.raises(ConfigurationError, match="one mean of each replica, all of one shape"):
+        strategy.reduce_mean(sg.PerReplica(parts, (3.0, 1.0)))
+    assert strategy.reduce_mean(sg.PerReplica(parts[::-1], (0.0, 3.0))).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("axis", [None, 0])
+def test_what_was_reduced_is_the_scripts_own(num_replicas: int, axis: int | None) -> None:
+    strategy = sg.MirroredStrategy([f"cpu:{index}" for index in range(num_replicas)])
+    counts = [torch.ones(1, 2, requires_grad=True) for _ in range(num_replicas)]
+    total = strategy.reduce("SUM", [{"count": sg.PerReplica(tuple(counts))}], axis=axis)[0]["count"]
+    for count in counts:
+        count.detach().zero_()
+    assert not total.requires_grad and total.flatten().tolist() == [num_replicas] * 2
+    strategy.close()
+
+
 @pytest.mark.parametrize("weight", [float("inf"), float("nan"), -1.0])
 def test_what_is_no_weight_of_a_loss_is_refused(strategy: sg.Strategy, weight: float) -> None:
     with pytest.raises(ConfigurationError, match="expected a finite weight of at least 0"):
