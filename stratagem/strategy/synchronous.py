@@ -31,7 +31,7 @@ from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.synchronous_input import SynchronousInput
 from stratagem.worker.gradient_guard import guard
-from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch
+from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch, follow
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
 from stratagem.worker.reduction.buckets import BUCKET_BYTES
 from stratagem.worker.reduction.compress_interface import GradientCompression
@@ -192,7 +192,7 @@ class SynchronousStrategy(SynchronousInput):
                 continue
             if reducer is not None:  # before the guard, from which a skipped update has its gradients back
                 are_same = functools.partial(self._local.have_same_gradients, optimizer, replica)
-                reducer.follow(own, group, are_same)
+                follow(own, group, [each for each in self._reducers[replica] if each.reduces(group)], are_same)
             guard(own, preparation, functools.partial(self._skipped, replica), self._local.meter)
             if reducer is not None and isinstance(own, torch.optim.LBFGS):
                 share_loss(own, self._local.communicators[replica], weight)

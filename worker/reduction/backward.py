@@ -112,37 +112,9 @@ class BackwardReducer(Generic[B]):
     def committed(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """A step was made with the gradients of ``parameters``."""
 
-    def follow(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], are_same: Callable[[], bool]
-    ) -> None:
-        """Hears of the steps of an optimizer of ``parameters``, and refuses one with gradients of this rank alone.
-
-        ``are_same`` finds out whether all ranks have the same gradients. It is asked where no backward has reduced any
-        since the last step: the script has set them.
-        """
-
-        def before(*_: Any) -> None:
-            if self.has_pending:
-                raise ConfigurationError(
-                    "optimizer.step() after backward() inside no_sync(): those gradients are this replica's alone, and "
-                    "the replicas would part. Make the last backward() before a step outside of no_sync()"
-                )
-            has_own = id(optimizer) in self._stepped and any(each.grad is not None for each in parameters)
-            if has_own and not are_same():
-                raise ConfigurationError(
-                    "optimizer.step() with gradients that no backward() has brought (torch.autograd.grad, torch.func) "
-                    "and that differ between the replicas, which would part. Let backward() compute them, or reduce "
-                    'each, n being the examples here, as a tensor, and sum_of = partial(context.all_reduce, "sum") of '
-                    "context = sg.get_replica_context(): p.grad = sum_of(gradient * n) / sum_of(n)"
-                )
-
-        def after(*_: Any) -> None:
-            self._stepped.add(id(optimizer))
-            self.committed(parameters)
-
-        self._stepped.add(id(optimizer))
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+    def reduces(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether some of ``parameters`` are its own."""
+        return not {id(slot.parameter) for slot in self._slots}.isdisjoint(map(id, parameters))
 
     def _hook(self, slot: ParameterGradient) -> None:
         parameter = slot.parameter
@@ -245,6 +217,44 @@ class BackwardReducer(Generic[B]):
     def _tell_failure(self, backward: B) -> None:
         """Tells the other ranks that the backward has failed here."""
         raise NotImplementedError
+
+
+def follow(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+    reducers: Sequence[BackwardReducer[Any]],
+    are_same: Callable[[], bool],
+) -> None:
+    """Tells the ``reducers`` of its ``parameters`` of an optimizer's steps, and refuses one with gradients of this rank
+    alone.
+
+    ``are_same`` finds out whether all ranks have the same gradients. It is asked where no backward has reduced any
+    since the last step: the script has set them.
+    """
+
+    def before(*_: Any) -> None:
+        if any(reducer.has_pending for reducer in reducers):
+            raise ConfigurationError(
+                "optimizer.step() after backward() inside no_sync(): those gradients are this replica's alone, and "
+                "the replicas would part. Make the last backward() before a step outside of no_sync()"
+            )
+        if all(id(optimizer) in reducer._stepped for reducer in reducers) and not are_same():
+            raise ConfigurationError(
+                "optimizer.step() with gradients that no backward() has brought (torch.autograd.grad, torch.func) "
+                "and that differ between the replicas, which would part. Let backward() compute them, or reduce "
+                'each, n being the examples here, as a tensor, and sum_of = partial(context.all_reduce, "sum") of '
+                "context = sg.get_replica_context(): p.grad = sum_of(gradient * n) / sum_of(n)"
+            )
+
+    def after(*_: Any) -> None:
+        for reducer in reducers:
+            reducer._stepped.add(id(optimizer))
+            reducer.committed(parameters)
+
+    for reducer in reducers:
+        reducer._stepped.add(id(optimizer))
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 class _EndOfBackward:

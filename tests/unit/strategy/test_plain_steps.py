@@ -7,6 +7,9 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.strategy.synchronous import SynchronousStrategy
+from stratagem.worker.reduction.compression import compression_named
+from stratagem.worker.step_meter import StepMeter
 
 
 def test_errors_say_the_step() -> None:
@@ -50,6 +53,59 @@ def test_a_hook_that_would_find_no_gradient_is_refused() -> None:
         strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
     handle.remove()
     strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
+    strategy.close()
+
+
+def test_an_optimizer_that_is_prepared_after_its_model_trains_as_one_prepared_with_it() -> None:
+    """What compression left out was owed for ever, and the gradients of every step were compared."""
+
+    def trained(together: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        compression = compression_named("topk")
+        strategy = SynchronousStrategy([torch.device("cpu")] * 2, StepMeter(), compression=compression)
+        model = torch.nn.Linear(300, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if together:
+            model, optimizer = strategy.prepare(model, optimizer)
+        else:
+            model = strategy.prepare(model)
+            optimizer = strategy.prepare(optimizer)
+        inputs = torch.randn(8, 300)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(5):
+            strategy.run(step)
+
+        def unfinished() -> None:
+            with strategy.no_sync():
+                model(inputs).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(ConfigurationError, match=r"after backward\(\) inside no_sync"):
+            strategy.run(unfinished)
+        strategy.close()
+        return torch.Tensor(model.weight.detach())
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=0)
+
+
+def test_a_gradient_that_a_script_sets_on_one_replica_alone_is_named() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def step() -> None:
+        context = sg.get_replica_context()
+        if context is not None and context.replica_id_in_sync_group:
+            model.bias.grad = torch.ones(1)
+        optimizer.step()
+
+    with pytest.raises(ConfigurationError, match=r"no backward\(\) has brought"):
+        strategy.run(step)
     strategy.close()
 
 
