@@ -23,13 +23,23 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def copies_of_buffers(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+Kept = tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]
+"""A module, and of one of its own buffers the name, itself, and a copy."""
+
+
+def copies_of_buffers(modules: Iterable[nn.Module]) -> list[Kept]:
     """The modules' own buffers (not those of their parts), each with a copy."""
-    return [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    return [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+    ]
 
 
 @torch.no_grad()
-def restore_buffers(kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Puts back what :func:`copies_of_buffers` has copied."""
-    for buffer, old in kept:
-        buffer.copy_(old)
+def restore_buffers(kept: Sequence[Kept]) -> None:
+    """Puts back what :func:`copies_of_buffers` has copied, also where a module has another tensor since."""
+    for module, name, buffer, old in kept:
+        module._buffers[name] = buffer
+        if buffer is not None and old is not None:
+            buffer.copy_(old)

@@ -94,8 +94,10 @@ class CentralMirrors(Mirrors):
                 gradient = copies[0].grad
                 if gradient is None or gradient.device == parameter.device:
                     parameter.grad = gradient
-            for buffers in zip(*(model.buffers() for model in (central, *replicas)), strict=True):
-                _average(buffers[0], buffers[1:], weights)
+            for own, *parts in zip(*(model.modules() for model in (central, *replicas)), strict=True):
+                for name in parts[0]._buffers:  # which forward may have given another tensor
+                    copies = [part._buffers[name] for part in parts]
+                    own._buffers[name] = _averaged(own._buffers.get(name), copies, weights, self.devices[0])
         super().record()
 
     def twins_of(self, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
@@ -221,12 +223,24 @@ def spread(parameter: nn.Parameter, copies: Sequence[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def _average(buffer: torch.Tensor, copies: Sequence[torch.Tensor], weights: Sequence[int]) -> None:
-    """Floats become averages, integers the maximum (docs/protocol.md 21)."""
-    here = [copy.to(buffer.device) for copy in copies]
+def _averaged(
+    buffer: torch.Tensor | None, copies: Sequence[torch.Tensor | None], weights: Sequence[int], device: torch.device
+) -> torch.Tensor | None:
+    """Floats become averages, integers the maximum (docs/protocol.md 21): of what is of one kind with the first copy,
+    in ``buffer`` if that is too."""
+    first = copies[0]
+    if first is None:
+        return None
+    kind = first.shape, first.dtype
+    there = [one is not None and (one.shape, one.dtype) == kind for one in (buffer, *copies)]
+    if buffer is None or not there[0]:
+        buffer = torch.empty_like(first, device=device)
+    pairs = zip(copies, weights, there[1:], strict=True)
+    alike = [(copy.to(device), weight) for copy, weight, fits in pairs if copy is not None and fits]
     if not buffer.is_floating_point():
-        buffer.copy_(torch.stack(here).amax(0) if not buffer.is_complex() else here[0])
-        return
-    total = sum(weights)
-    counted = [(copy, weight / total) for copy, weight in zip(here, weights, strict=True) if weight] if total else []
-    buffer.copy_(sum((copy * part for copy, part in counted), torch.zeros_like(buffer)) if counted else here[0])
+        here = [copy for copy, _ in alike]
+        return buffer.copy_(torch.stack(here).amax(0) if not buffer.is_complex() else here[0])
+    total = sum(weight for _, weight in alike)
+    counted = [(copy, weight / total) for copy, weight in alike if weight] if total else []
+    mean = sum((copy * part for copy, part in counted), torch.zeros_like(buffer)) if counted else alike[0][0]
+    return buffer.copy_(mean)

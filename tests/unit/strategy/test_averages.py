@@ -73,3 +73,33 @@ def test_an_integer_parameter_is_copied() -> None:
 def test_lazy_layers_are_refused_in_words() -> None:
     with pytest.raises(ConfigurationError, match="call the model once on a batch before strategy"):
         check_shapes(torch.nn.Sequential(torch.nn.LazyLinear(2)))
+
+
+class _Follows(torch.nn.Module):
+    """Keeps a mean of its inputs, each time another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 1)
+        self.mean: torch.Tensor | None
+        self.register_buffer("mean", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        mean = inputs.detach().mean(0).double()
+        self.mean = mean if self.mean is None else 0.5 * self.mean + 0.5 * mean
+        return torch.Tensor(self.inner(inputs))
+
+
+@pytest.mark.parametrize("kind", [sg.MirroredStrategy, sg.CentralStorageStrategy])
+def test_a_buffer_that_forward_replaces_is_kept_from_an_empty_batch(kind: Any) -> None:
+    """It was NaN from then on; and central storage could take no buffer of another kind than it had."""
+    strategy = kind(["cpu:0", "cpu:1"])
+    model = strategy.prepare(_Follows())
+    batches = strategy.distribute_dataset([torch.tensor([[1.0, 3.0], [5.0, 3.0]]), torch.tensor([[3.0, 7.0]])])
+    for batch in batches:
+        strategy.run(lambda inputs: model(inputs).sum(), args=(batch,))
+    found = strategy.local_results(strategy.run(lambda: model.mean))
+    assert [each.tolist() for each in found] == [[2.0, 5.0], [5.0, 3.0]]
+    if kind is sg.CentralStorageStrategy:
+        assert model.mean.dtype is torch.float64 and model.mean.tolist() == pytest.approx([3.0, 13.0 / 3])
+    strategy.close()
