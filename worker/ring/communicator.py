@@ -17,7 +17,7 @@ import torch
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError, SegmentError
 from stratagem.measuring.flight import FLIGHT
-from stratagem.worker.ring.group import Arena, Group, Tag
+from stratagem.worker.ring.group import Arena, Group, Tag, check_reducible
 from stratagem.worker.ring.healing import KEPT_BYTES, Healing, Kept
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,8 @@ class Communicator:
         if op is ReduceOp.MEAN and tensor.itemsize < 4:  # a sum of halves may be Inf where their mean is none
             wide = self.all_reduce(tensor.float(), op)
             return wide.to(tensor.dtype) if out is None else out.copy_(wide)
-        if tensor.is_complex() and op in (ReduceOp.SUM, ReduceOp.MEAN):  # by its parts: lanes know real numbers
+        check_reducible(tensor.dtype, op)
+        if tensor.is_complex():  # by its parts: lanes know real numbers
             total = torch.view_as_complex(self.all_reduce(torch.view_as_real(tensor.detach().resolve_conj()), op))
             return total if out is None else out.copy_(total)
         flat = self._flat(tensor)

@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.errors import CollectiveError
+from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.rpc.codec import can_travel
 from stratagem.worker.ring.schedule import cut
 
 HOST = torch.device("cpu")
@@ -27,6 +28,17 @@ REDUCE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 """What makes one tensor of two. Of float16 and bfloat16 torch computes it in float32 and rounds once."""
+
+
+def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
+    """Called before any rank waits for another one.
+
+    Raises:
+        ConfigurationError: there is no such reduction.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN) if dtype.is_complex else not can_travel(dtype):
+        way_out = "its parts, torch.view_as_real" if dtype.is_complex else "int64 or float32, with .to()"
+        raise ConfigurationError(f"{op.name} of {dtype} over replicas is no reduction that there is: reduce {way_out}")
 
 
 class OutOfStepError(CollectiveError):

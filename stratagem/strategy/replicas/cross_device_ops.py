@@ -18,7 +18,7 @@ from stratagem.arguments import checked, whole_number
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.devices import parse_device
-from stratagem.worker.ring.group import REDUCE
+from stratagem.worker.ring.group import REDUCE, check_reducible
 
 logger = logging.getLogger(__name__)
 
@@ -315,6 +315,7 @@ def _check(op: ReduceOp, tensors: Sequence[torch.Tensor]) -> None:
             raise ConfigurationError(f"expected dense or sparse_coo tensors, got {tensor.layout} of replica {replica}")
     if op is ReduceOp.MEAN and not is_inexact(tensors[0]):
         raise ConfigurationError(f"the mean of {tensors[0].dtype} is not of that dtype: reduce with SUM and divide")
+    check_reducible(tensors[0].dtype, op)
 
 
 def is_inexact(tensor: torch.Tensor) -> bool:

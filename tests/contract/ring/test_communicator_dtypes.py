@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from stratagem.errors import ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Group
 from tests.contract.ring.groups import in_threads
@@ -41,6 +42,21 @@ def test_complex_numbers_are_added_and_conjugated_ones_moved(groups: Sequence[Gr
     for total, mean, gathered in in_threads([functools.partial(work, group) for group in groups]):
         assert total == values.conj().sum() and mean == values.conj().mean()
         assert torch.equal(gathered, values.conj().resolve_conj())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [(torch.uint16, "sum"), (torch.float8_e4m3fn, "max"), (torch.complex64, "max")], ids=str
+)
+def test_what_cannot_be_reduced_is_refused_and_the_ring_goes_on(
+    groups: Sequence[Group], dtype: torch.dtype, op: str
+) -> None:
+    def work(group: Group) -> float:
+        communicator = communicator_of(group)
+        with pytest.raises(ConfigurationError, match=f"{op.upper()} of {dtype} over replicas"):
+            communicator.all_reduce(torch.ones(2).to(dtype), op)
+        return float(communicator.all_reduce(torch.ones(())))
+
+    assert in_threads([functools.partial(work, group) for group in groups]) == [len(groups)] * len(groups)
 
 
 def test_a_single_element_may_have_any_stride(groups: Sequence[Group]) -> None:

@@ -62,6 +62,12 @@ def test_a_mean_of_unlike_shapes_is_refused_and_that_of_an_empty_replica_not_loo
     assert strategy.reduce_mean(sg.PerReplica(parts[::-1], (0.0, 3.0))).tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(("dtype", "op"), [(torch.uint16, "SUM"), (torch.complex64, "MIN")], ids=str)
+def test_a_reduction_that_torch_has_not_says_what_to_do(strategy: sg.Strategy, dtype: torch.dtype, op: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{op} of {dtype} over replicas"):
+        strategy.reduce(op, values(strategy, lambda _: torch.ones(2).to(dtype)))
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("axis", [None, 0])
 def test_what_was_reduced_is_the_scripts_own(num_replicas: int, axis: int | None) -> None:
