@@ -64,15 +64,18 @@ class HookChanges:
         for one in objects:
             kinds = [name for name, value in vars(one[0]).items() if "hooks" in name and isinstance(value, dict)]
             self._hooks += [[vars(item)[kind] for item in one] for kind in kinds]
-        self._num_registered = -1
+        self._firsts = [first for first, *_ in self._hooks]
+        self._count = (-1, -1)
         self.record()
 
     def record(self) -> None:
-        if self._num_registered != RemovableHandle.next_id:
-            self._num_registered = RemovableHandle.next_id
-            self._keys = [set(first) for first, *_ in self._hooks]
+        if self._count != (count := self._counted()):
+            self._count = count
+            self._keys = list(map(set, self._firsts))
 
     def spread(self, copies: Sequence[Copies]) -> None:
+        if self._count == self._counted():
+            return
         for (first, *twins), then in zip(self._hooks, self._keys, strict=True):
             if first.keys() == then:
                 continue
@@ -81,6 +84,10 @@ class HookChanges:
                     twin.pop(key, None)
                 for key in first.keys() - then:
                     twin[key] = its.of_value(first[key])
+
+    def _counted(self) -> tuple[int, int]:
+        """Hooks ever registered anywhere, and those that are on replica 0's objects: a handle removes one unseen."""
+        return RemovableHandle.next_id, sum(map(len, self._firsts))
 
 
 class GradientHookChanges:
@@ -136,8 +143,8 @@ class ModelChanges:
     """Carries changes of replica 0's model to its copies.
 
     Seen in every run: attributes and buffers that were given another value, parameters that were frozen or lost their
-    gradient, tensors that were written to. Carried fully when asked to: parameters, also if written to through
-    ``.data``, and hooks. Not carried: what was put into a list or a dictionary, which is each replica's own.
+    gradient, tensors that were written to, hooks. Carried fully when asked to: parameters, also if written to through
+    ``.data``. Not carried: what was put into a list or a dictionary, which is each replica's own.
     """
 
     def __init__(self, models: Sequence[nn.Module], copies: Sequence[Copies], device: torch.device) -> None:
@@ -168,7 +175,7 @@ class ModelChanges:
         self._versions = _versions(self._tensors)
 
     def spread(self, fully: bool) -> None:
-        """Carries what has changed since :meth:`record`. ``fully``: parameters and hooks may have changed unseen.
+        """Carries what has changed since :meth:`record`. ``fully``: parameters may have changed unseen.
 
         Raises:
             ConfigurationError: a parameter or a submodule was added or replaced, or the model was moved.
@@ -179,8 +186,7 @@ class ModelChanges:
         if not same:
             self._refuse_structure()
         _spread_attributes(self._attributes, self._modules, self._copies, _OF_ONE_MODULE)
-        if fully:
-            self._hooks.spread(self._copies)
+        self._hooks.spread(self._copies)
         self._gradient_hooks.spread()
         self._spread_tensors(fully)
         before = zip(self._frozen, self._had_gradient, self._parameters, strict=True)
@@ -258,7 +264,7 @@ class OptimizerChanges:
         self._hooks.record()
 
     def spread(self, fully: bool) -> None:
-        """Carries what has changed since :meth:`record`. ``fully``: the state and hooks may have changed unseen.
+        """Carries what has changed since :meth:`record`. ``fully``: the state may have changed unseen.
 
         Raises:
             ConfigurationError: a group has got parameters that no prepared model has.
@@ -269,8 +275,7 @@ class OptimizerChanges:
             _same_groups(first, twin, copies)
             if fully:
                 copies.take_state(first, twin)
-        if fully:
-            self._hooks.spread(self._copies)
+        self._hooks.spread(self._copies)
 
 
 def _spread_attributes(

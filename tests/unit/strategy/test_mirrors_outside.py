@@ -210,7 +210,6 @@ def test_hooks(replicas: Replicas, own: Net) -> None:
     )
     handle.remove()
     calls.clear()
-    list(model.parameters())
     replicas.run(lambda _: model(INPUTS))
     assert sorted(name for _, name in calls) == ["head", "head"]
 
