@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import checked, known_arguments
+from stratagem.arguments import check_call, checked, known_arguments
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.errors import ConfigurationError
@@ -250,7 +250,13 @@ class Strategy(WithWaysOut):
         Raises:
             ConfigurationError: an optimizer steps that was not prepared, or a model gets gradients that was built in
                 the scope and not prepared. The strategy outside any scope does not mind.
+            CollectiveError: the replicas do not make the same calls.
         """
+        check_call(fn, args, kwargs)
+        return self._run(fn, args, kwargs or {})
+
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What :meth:`run` does."""
         raise NotImplementedError
 
     def interrupted(self) -> contextlib.AbstractContextManager[None]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from stratagem.arguments import check_call, known_arguments
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy, has_current_strategy, pass_through, set_strategy
 from stratagem.strategy.preparation import Preparation
@@ -34,9 +33,7 @@ class DefaultStrategy(Strategy):
 
         prepare_metric(metric, self)
 
-    @known_arguments
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        check_call(fn, args, kwargs)
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return run_alone(self, fn, args, kwargs)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import check_call, checked, known_arguments
+from stratagem.arguments import checked, known_arguments
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease, Unit
@@ -273,12 +273,10 @@ class ParameterServerStrategy(Strategy):
             self._leases.append(lease)
             self._batches[id(batch)] = batch, lease.unit
 
-    @known_arguments
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``fn`` once. A batch of a distributed dataset among the arguments says which unit the steps belong to,
         also when the script took further batches since."""
-        check_call(fn, args, kwargs)
-        for argument in (*args, *(kwargs or {}).values()):
+        for argument in (*args, *kwargs.values()):
             batch, unit = self._batches.get(id(argument), (None, None))
             if unit is not None and batch is argument:
                 self._accept(self._tracker.focus(unit))

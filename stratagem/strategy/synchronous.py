@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from stratagem.arguments import check_call, checked, known_arguments
+from stratagem.arguments import checked
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.cross_replica import CrossReplica
@@ -290,19 +290,12 @@ class SynchronousStrategy(SynchronousInput):
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    @known_arguments
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """See :meth:`Strategy.run`. A replica whose share of the batch is empty gets a batch of size 0; its gradient
-        counts as zeros, and the buffers of its modules are what they were.
-
-        Raises:
-            ConfigurationError: ``fn`` cannot take a batch of size 0, or trains what was not prepared.
-            CollectiveError: the replicas do not make the same calls.
-        """
-        check_call(fn, args, kwargs)
-        self._shares.start_run(args, kwargs or {})
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A replica whose share of the batch is empty gets a batch of size 0; its gradient counts as zeros, and the
+        buffers of its modules are what they were."""
+        self._shares.start_run(args, kwargs)
         replicas = range(len(self._local.devices))
-        work = [functools.partial(self._step, replica, fn, args, kwargs or {}) for replica in replicas]
+        work = [functools.partial(self._step, replica, fn, args, kwargs) for replica in replicas]
         try:
             with self.prepared:
                 return PerReplica(tuple(self._local.run(work)), self._shares.of_result)

@@ -255,7 +255,7 @@ class ReplicaContext(WithWaysOut):
 
 
 def run_alone(
-    strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> PerReplica[Any]:
     """``Strategy.run`` where the only replica of this process is in the calling thread."""
     own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs), 0) if kwargs else {}

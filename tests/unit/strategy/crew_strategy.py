@@ -45,10 +45,10 @@ class ReplicaThreadsStrategy(DefaultStrategy):
     def num_replicas_in_sync(self) -> int:
         return len(self.local_devices) * (1 if self.communicator is None else self.communicator.size)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         def step(replica: int) -> Any:
             with ReplicaContext(self, self.replica_threads, replica, self._ops).entered():
-                return fn(*args, **(kwargs or {}))
+                return fn(*args, **kwargs)
 
         work = [functools.partial(step, replica) for replica in range(len(self.local_devices))]
         return PerReplica(tuple(self.replica_threads.run(work)))
