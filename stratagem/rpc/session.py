@@ -283,6 +283,8 @@ class SessionClient:
                     self._handle(event)
             except grpc.RpcError as error:
                 self._handle_loss(self._explained(error_from_rpc(error, "chief")))
+            except ConfigurationError as error:  # the next address is none to send a token to, say
+                self._handle_loss(error)
             except ValueError:  # the channel was closed under the call
                 break
             else:
@@ -302,9 +304,8 @@ class SessionClient:
         """A channel keeps the address and the certificate it was made with: the next one has what holds now."""
         wanted = (self._where.current, self.security.certificates())
         if wanted != (self._tried, self._certificates):
-            old = self.channel
+            old, self.channel = self.channel, channels.connect(wanted[0], CHIEF, self.security)
             self._tried, self._certificates = wanted
-            self.channel = channels.connect(self._tried, CHIEF, self.security)
             old.close()
 
     def _heartbeat(self) -> chief_pb2.Heartbeat:
@@ -385,11 +386,9 @@ class SessionClient:
             if self._connected:
                 self._lost_since = now
             lost_s = now - self._lost_since
-            if not isinstance(error, PeerUnavailableError):
-                if self.incarnation and not isinstance(error, ProtocolError | FencedError):
-                    error = PeerUnavailableError(str(error))
-                else:
-                    self.stopped = error
+            is_final = isinstance(error, ProtocolError | FencedError) or not self.incarnation
+            if is_final and not isinstance(error, PeerUnavailableError):
+                self.stopped = error
             elif self._welcomed and lost_s > self._chief_timeout_s:
                 self.stopped = PeerUnavailableError(
                     f"{self.task} lost the chief at {self.chief_address} {lost_s:.0f} s ago and it did not come back: "

@@ -170,6 +170,22 @@ def test_a_task_joins_with_the_token() -> None:
         session.goodbye(0)
 
 
+def test_a_chief_at_an_address_to_which_no_token_is_sent_ends_the_wait_for_it(tmp_path: Path) -> None:
+    """The thread of the session ended without a word: a task waited for its start_timeout_s, one that had joined for
+    ever."""
+    said = "127.0.0.1:1,192.0.2.7:4444"
+    assert isinstance(why_not(said, "worker:1", with_token("worker:1")), ConfigurationError)
+    where = tmp_path / "chief.address"
+    with chief(with_token("chief:0")) as (_, address):
+        where.write_text(address)
+        session = SessionClient(f"file:{where}", "worker:1", "", chief_timeout_s=0.5, security=with_token("worker:1"))
+        session.start(30.0)
+        where.write_text("192.0.2.7:4444")
+    stopped = session.wait_stopped(30.0)
+    session.close()
+    assert "refusing to send the token to 192.0.2.7:4444" in str(stopped)
+
+
 def test_certificate_and_token_together_are_both_asked_for(folder: Path) -> None:
     token = with_token("").token
     with chief(Security("chief:0", TlsFiles(folder, "chief:0"), token)) as (_, address):
