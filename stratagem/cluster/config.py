@@ -12,6 +12,11 @@ import pydantic
 
 from stratagem.cluster.communication import Transport, WireDType
 
+MAX_COUNT = 1 << 30
+"""gRPC has 32 bits for a number, and we double some."""
+MAX_TASKS = 1_000_000
+"""Of a type: an index has six digits."""
+
 
 class RoleConfig(pydantic.BaseModel):
     """What every role has in common."""
@@ -35,7 +40,7 @@ class RoleConfig(pydantic.BaseModel):
     """Intra-op threads of torch; 1 because several processes usually share a machine."""
     log_format: Literal["text", "json"] = "text"
     """Form of the log lines on stderr."""
-    max_message_bytes: int = pydantic.Field(default=64 << 20, ge=1 << 16)
+    max_message_bytes: int = pydantic.Field(default=64 << 20, ge=1 << 16, le=MAX_COUNT)
     """Largest gRPC message accepted, in bytes. Payload travels in frames of about 1 MiB; control messages are small."""
     peer_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """Seconds to wait for a peer that restarts before giving up with its name."""
@@ -62,12 +67,12 @@ class ServerConfig(RoleConfig):
     """host:port that others are told, where it is not what this task listens on: a container listens on 0.0.0.0, a
     port may be mapped. Port 0 stands for the one really bound. Empty: the task's address in the cluster, without a
     cluster the one it listens on."""
-    max_connections: int = pydantic.Field(default=4096, ge=1)
+    max_connections: int = pydantic.Field(default=4096, ge=1, le=MAX_COUNT)
     """gRPC connections at once; a further one is closed. A worker has up to three."""
-    max_calls: int = pydantic.Field(default=2048, ge=1)
+    max_calls: int = pydantic.Field(default=2048, ge=1, le=MAX_COUNT)
     """Calls at once, a stream is one; in a worker and a ps each has a thread. A worker has two or three at a chief or
     a ps, and one at the worker of rank 0 while a ring forms."""
-    max_calls_per_peer: int = pydantic.Field(default=64, ge=1)
+    max_calls_per_peer: int = pydantic.Field(default=64, ge=1, le=MAX_COUNT)
     """Calls at once of one peer: of one certificate's owner, without TLS of one connection. A worker has fewer than
     ten."""
     max_ids_per_request: int = pydantic.Field(default=1 << 20, ge=1)
@@ -89,7 +94,7 @@ class ChiefConfig(ServerConfig):
 
     task: str = "chief:0"
     """Task id."""
-    num_workers: int = pydantic.Field(ge=1)
+    num_workers: int = pydantic.Field(ge=1, le=MAX_TASKS)
     """Workers in the cluster; the job starts when they are there."""
     max_workers: int = pydantic.Field(default=0, ge=0)
     """Workers that may join in all, also while the job runs; 0: num_workers. For a ring with min_workers, and for
@@ -98,7 +103,7 @@ class ChiefConfig(ServerConfig):
     min_workers: int = pydantic.Field(default=0, ge=0)
     """Workers of a ring with which it goes on while others are lost, and takes newcomers in; 0: a ring is as large as
     it started. Not for parameter servers, whose workers come and go anyway."""
-    num_ps: int = pydantic.Field(default=0, ge=0)
+    num_ps: int = pydantic.Field(default=0, ge=0, le=MAX_TASKS)
     """Parameter servers in the cluster."""
     max_ps: int = pydantic.Field(default=0, ge=0, le=1024)
     """Parameter servers up to which those that come while the job runs are taken in, and the last ones let go when they
@@ -126,7 +131,7 @@ class ChiefConfig(ServerConfig):
     its address refuses connections or a new process joins in its place."""
     worker_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """Seconds a lost task may stay away before the job is stopped."""
-    seed: int = pydantic.Field(default=0, ge=0)
+    seed: int = pydantic.Field(default=0, ge=0, lt=1 << 64)
     """Seed of the permutations of the data."""
     metrics_bind: str = ""
     """host:port to serve Prometheus metrics on, at /metrics; empty: none. The rule of bind holds: beyond loopback with

@@ -65,6 +65,15 @@ def test_every_field_can_come_from_the_environment(role: str) -> None:
     assert set(layer.values) == set(model.model_fields)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["max_message_bytes", "max_connections", "max_calls", "max_calls_per_peer", "num_workers", "num_ps", "seed"],
+)
+def test_a_number_that_nobody_has_room_for_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} from flag: input should be less than"):
+        resolve(ChiefConfig, [Layer("flag", {"num_workers": 1, name: 1 << 64})])
+
+
 @pytest.mark.parametrize("model", [ChiefConfig, PsConfig, WorkerConfig])
 def test_every_field_says_what_it_is(model: type[RoleConfig]) -> None:
     assert [name for name, field in model.model_fields.items() if not field.description] == []
