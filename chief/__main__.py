@@ -26,7 +26,7 @@ from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError, JournalLostError, StratagemError
-from stratagem.rpc.binding import ANY_HOST
+from stratagem.rpc.binding import ANY_HOST, told_address
 from stratagem.rpc.chief_address import FILE_NAME, write_chief_address
 from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.logs import configure_logging
@@ -137,7 +137,7 @@ async def _serve(
     )
     async with contextlib.AsyncExitStack() as servers:
         servers.push_async_callback(server.stop)
-        job.address = config.advertise or server.address
+        job.address = told_address(config.advertise, server.address)
         if config.state_dir:
             with _kept_in(config.state_dir):
                 write_chief_address(config.state_dir, job.address)

@@ -37,19 +37,25 @@ def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
 
 
 def advertised_address(advertise: str, bound: str) -> str:
-    """The host:port that a server tells others. Port 0 of ``advertise`` is the one bound, an empty ``advertise`` all of
-    ``bound``.
+    """As :func:`told_address`.
 
     Raises:
         ConfigurationError: nobody could call it there.
     """
-    host, port = split_address(advertise or bound)
+    host, _ = split_address(advertise or bound)
     if host in ANY_HOST:
         raise ConfigurationError(
             f"this task listens on {bound}, and {host} is no address that others could call: name one with "
             "--advertise host:port, or in TF_CONFIG"
         )
-    return (advertise or bound) if port else f"{advertise.rpartition(':')[0]}:{split_address(bound)[1]}"
+    return told_address(advertise, bound)
+
+
+def told_address(advertise: str, bound: str) -> str:
+    """The host:port that a server tells others. Port 0 of ``advertise`` is the one bound, an empty ``advertise`` all of
+    ``bound``."""
+    has_port = split_address(advertise or bound)[1] != 0
+    return (advertise or bound) if has_port else f"{advertise.rpartition(':')[0]}:{split_address(bound)[1]}"
 
 
 def listening(host: str, port: int = 0) -> socket.socket:

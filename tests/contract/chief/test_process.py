@@ -81,6 +81,12 @@ def test_a_file_that_names_no_machine_is_warned_of(tmp_path: Path) -> None:
         assert f"chief.address in {tmp_path} says {address}, which is no address for another machine" in errors
 
 
+def test_the_file_says_the_port_that_was_bound(tmp_path: Path) -> None:
+    with chief_process(num_workers=1, advertise="node7:0", state_dir=str(tmp_path)) as process:
+        port = address_of(process).rpartition(":")[2]
+        assert (tmp_path / "chief.address").read_text() == f"node7:{port}\n"
+
+
 def test_sigterm_tells_everybody_and_ends_with_143() -> None:
     with chief_process(num_workers=1, heartbeat_interval_s=0.05) as process:
         worker = SessionClient(address_of(process), "worker:0", "")
