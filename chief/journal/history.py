@@ -139,6 +139,8 @@ class JobHistory:
     def _on_summary(self, record: Mapping[str, Any]) -> None:
         for name in (*_AS_THEY_ARE, *(name for name in _AS_THEY_ARE_SINCE if name in record)):
             setattr(self, name, copy.copy(record[name]))
+        if record["ending"] in (True, False):  # as older ones have it
+            self.ending = "the work is done" if record["ending"] else ""
         self.wanted_workers, self.wanted_ps = record.get("wanted", (0, 0))
         self.num_ps, self.told_ps = record.get("num_ps", (0, 0))
         self.plans = {dataset: Plan(**plan) for dataset, plan in record["plans"]}

@@ -30,6 +30,7 @@ class Journal:
 
     Raises:
         ConfigurationError: a line in the middle cannot be read.
+        JournalLostError: the file cannot be read or written.
     """
 
     def __init__(self, directory: str, *, compact_bytes: int = COMPACT_BYTES) -> None:
@@ -41,14 +42,20 @@ class Journal:
         self._full_bytes = 0
         self._lost = ""
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self.history = replay(self._path)
-            if self.history.stopped is not None:
-                logger.info("The job in %s is over (%s); a new one begins", directory, self.history.stopped)
-                newest = self.history.newest_incarnation
-                self.history = JobHistory(self.history.chief_epoch, newest, earlier_incarnations=newest)
-                self._replace(self._path)
-            self._open(self._path)
+            try:
+                self._begin(self._path)
+            except OSError as error:
+                self._lose(f"cannot be kept ({error.strerror}): give the chief a --state-dir that it can write")
+
+    def _begin(self, path: pathlib.Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.history = replay(path)
+        if self.history.stopped is not None:
+            logger.info("The job in %s is over (%s); a new one begins", path.parent, self.history.stopped)
+            newest = self.history.newest_incarnation
+            self.history = JobHistory(self.history.chief_epoch, newest, earlier_incarnations=newest)
+            self._replace(path)
+        self._open(path)
 
     def write(self, kind: str, *, durable: bool = True, **fields: Any) -> None:
         """Appends a record.

@@ -74,6 +74,23 @@ def test_a_journal_whose_summary_cannot_be_written_closes_no_file_twice(tmp_path
     journal.close()
 
 
+@pytest.mark.parametrize("name", [NAME, "journal.tmp"])
+def test_a_journal_that_cannot_be_begun_is_refused_in_words(tmp_path: Path, name: str) -> None:
+    """A full disk was "the output: No space left on device"."""
+    (tmp_path / NAME).write_text('{"kind":"stopped","reason":"done"}\n')
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(JournalLostError, match=r"cannot be kept \(Is a directory\): give the chief a --state-dir"):
+        Journal(str(tmp_path))
+
+
+@pytest.mark.parametrize(("said", "reason"), [(True, "the work is done"), (False, ""), ("done", "done")])
+def test_an_older_summary_says_no_reason_of_the_end(said: bool | str, reason: str) -> None:
+    history = JobHistory()
+    history.apply({**history.to_record(), "ending": said})
+    assert history.ending == reason
+
+
 def write_all(journal: Journal) -> None:
     journal.write("chief", epoch=4)
     journal.write("join", task="worker:0", incarnation=1)
