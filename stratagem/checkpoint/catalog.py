@@ -176,10 +176,10 @@ def check(path: pathlib.Path) -> None:
 
 
 def offer(path: pathlib.Path) -> str:
-    """What to take instead of a checkpoint, in words."""
-    parent = path.parent
-    beside = scan(parent) or scan(parent.parent)
-    return offer_of([other for other in beside if other != path])
+    """What to take instead of a checkpoint, in words: one beside it. In another folder it may be another job's."""
+    beside = [other for other in scan(path.parent) if other.parent == path.parent and other != path]
+    good = next((other for other in reversed(beside) if not find_damage(other)), None)
+    return "There is no other checkpoint" if good is None else f"The last good checkpoint is {good}"
 
 
 def remove(path: pathlib.Path) -> None:
@@ -188,12 +188,6 @@ def remove(path: pathlib.Path) -> None:
     with contextlib.suppress(OSError):
         path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def offer_of(candidates: list[pathlib.Path]) -> str:
-    """As :func:`offer`, of these, oldest first."""
-    good = next((path for path in reversed(candidates) if not find_damage(path)), None)
-    return "There is no other checkpoint" if good is None else f"The last good checkpoint is {good}"
 
 
 def _size(path: pathlib.Path) -> int | None:

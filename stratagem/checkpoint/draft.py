@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from stratagem.checkpoint.catalog import HOST, REMOVED, find_damage, offer_of, scan
+from stratagem.checkpoint.catalog import HOST, REMOVED, find_damage, offer
 from stratagem.checkpoint.durable import set_aside, sync, write_durably
 from stratagem.checkpoint.manifest import MANIFEST, Manifest, SavedFile, encode
 from stratagem.errors import CheckpointError
@@ -154,9 +154,7 @@ class CheckpointDraft(Draft):
         try:
             yield
         except OSError as error:
-            raise CheckpointError(
-                f"cannot write {path}: {error.strerror or error}. {offer_of(scan(self.path.parent))}"
-            ) from None
+            raise CheckpointError(f"cannot write {path}: {error.strerror or error}. {offer(self.path)}") from None
 
 
 def remove_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:

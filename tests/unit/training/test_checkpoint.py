@@ -97,6 +97,19 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_the_good_one_that_is_named_is_of_the_same_folder(tmp_path: Path) -> None:
+    """Another job's was "the last good checkpoint"."""
+    model = nn.Linear(2, 1)
+    Checkpoint(model=model).save(tmp_path / "other" / "step", step=9)
+    bad = Path(Checkpoint(model=model).save(tmp_path / "ours" / "step"))
+    (bad / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="There is no other checkpoint"):
+        Checkpoint(model=model).restore(bad)
+    good = Checkpoint(model=model).save(tmp_path / "ours" / "step", step=2)
+    with pytest.raises(CheckpointError, match=f"The last good checkpoint is {good}"):
+        Checkpoint(model=model).restore(bad)
+
+
 def test_nothing_is_saved_where_nobody_looks_for_it(tmp_path: Path) -> None:
     script = Script()
     path = script.checkpoint.save(tmp_path / "step")
