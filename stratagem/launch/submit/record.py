@@ -113,8 +113,14 @@ class JobStore:
 
     def all(self) -> list[JobRecord]:
         """Every job, the oldest first; a folder whose job was never submitted is passed over."""
-        files = self.root.glob(f"*/{FILE}") if self.root.is_dir() else ()
-        return sorted((_read(file) for file in files), key=lambda record: (record.created_at, record.id))
+        found = []
+        for file in self.root.glob(f"*/{FILE}") if self.root.is_dir() else ():
+            try:
+                found.append(_read(file))
+            except ConfigurationError:
+                if file.exists():  # else somebody has removed that job meanwhile
+                    raise
+        return sorted(found, key=lambda record: (record.created_at, record.id))
 
     def remove(self, job_id: str) -> None:
         shutil.rmtree(self.folder(job_id))

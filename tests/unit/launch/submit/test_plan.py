@@ -98,6 +98,24 @@ def test_after_submitting_itself_a_script_ends(
     assert api.run("train.py", dry_run=True) == Job("", "local")  # with an entry point the caller goes on
 
 
+def test_a_job_that_is_removed_meanwhile_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "no record of a job"."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    store = JobStore()
+    for job_id in ("train-1", "train-2"):
+        store.create(job_id)
+        store.save(JobRecord(job_id, "local", "train.py", "one", 1, 0, "2026-01-02T00:00:00+00:00"))
+    read = Path.read_text
+
+    def removed_first(file: Path) -> str:
+        if file.parent.name == "train-1":
+            store.remove("train-1")
+        return read(file)
+
+    monkeypatch.setattr(Path, "read_text", removed_first)
+    assert [record.id for record in store.all()] == ["train-2"]
+
+
 def test_records_are_kept_and_a_damaged_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     store = JobStore()
