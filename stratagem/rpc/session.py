@@ -241,7 +241,7 @@ class SessionClient:
             self._thread.join(timeout_s)
             if exit_code == 0 and self._welcomed and self.stopped is None and self._thread.is_alive():
                 logger.info("Finished; the chief at %s is away and has to hear of it", self.chief_address)
-                self._thread.join(self._chief_timeout_s)
+                self._thread.join(min(self._chief_timeout_s, threading.TIMEOUT_MAX))
         if exit_code == 0 and isinstance(self.stopped, FencedError):
             self._insist()
         self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import queue
 import shutil
@@ -11,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,20 @@ def test_a_task_joins_with_the_token() -> None:
         session = SessionClient(address, "worker:1", "", security=with_token("worker:1"))
         assert session.start(30.0) == 3 and servicer.joined.get(timeout=30) == "worker:1"
         session.goodbye(0)
+
+
+def test_who_has_finished_waits_for_ever_for_a_chief_that_is_away_where_it_is_told_to(tmp_path: Path) -> None:
+    """An infinite peer_timeout_s was an OverflowError of the thread that was waited for."""
+    where = tmp_path / "chief.address"
+    with chief(OPEN) as (_, address):
+        where.write_text(address)
+        session = SessionClient(f"file:{where}", "worker:1", "", chief_timeout_s=math.inf)
+        session.start(30.0)
+    with ThreadPoolExecutor() as pool:
+        said = pool.submit(session.goodbye, 0, timeout_s=0.1)
+        with chief(OPEN) as (_, address):
+            where.write_text(address)
+            said.result(30.0)
 
 
 def test_a_chief_at_an_address_to_which_no_token_is_sent_ends_the_wait_for_it(tmp_path: Path) -> None:
