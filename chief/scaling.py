@@ -13,6 +13,7 @@ from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, un
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.positions import minus, plus
+from stratagem.chief.membership.roster import MAX_PS
 from stratagem.chief.membership.session import Session, SessionState
 from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.chief.membership.sessions import Sessions
@@ -48,6 +49,8 @@ def refusal(sessions: Sessions, lease_book: LeaseBook, config: ChiefConfig, num_
         )
     if num_ps in (0, sessions.num_ps):
         return ""
+    if num_ps > MAX_PS:
+        return f"expected at most {MAX_PS:,} ps, got {num_ps:,}"
     if config.ps_replicas > 1:
         return "the number of ps stays where another one has a copy of what each holds (--ps-replicas 2)"
     if not config.checkpoint_dir:
