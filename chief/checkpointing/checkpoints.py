@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from stratagem.checkpoint import catalog
 from stratagem.checkpoint.draft import CheckpointDraft
-from stratagem.checkpoint.manifest import MANIFEST, Manifest
+from stratagem.checkpoint.manifest import Manifest
 from stratagem.chief.journal.history import decode_positions, encode_positions
 from stratagem.chief.leasing.positions import Positions, minus, plus
 from stratagem.cluster.units import Plan, UnitBitmap
@@ -148,11 +148,11 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
 def scan_all(directory: str) -> list[tuple[pathlib.Path, int, ServersManifest | None]]:
     """Newest first, what is or was a checkpoint: path, step and manifest; without one that can be read, by its name."""
     found = []
-    for path in pathlib.Path(directory).absolute().glob(f"step-*/{MANIFEST}"):
-        if named := _NAME.fullmatch(path.parent.name):
-            manifest = ServersManifest.read(path.parent)
+    for path in pathlib.Path(directory).absolute().glob("step-*/"):
+        if named := _NAME.fullmatch(path.name):
+            manifest = ServersManifest.read(path)
             key = (manifest.step, manifest.chief_epoch) if manifest is not None else (int(named[1]), 0)
-            found.append((key, path.parent, manifest))
+            found.append((key, path, manifest))
     return [(path, key[0], manifest) for key, path, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
 
 

@@ -79,7 +79,7 @@ class Restoring:
 
     async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: ServersManifest | None) -> str:
         if manifest is None:
-            return f"its {MANIFEST} cannot be read or was altered"
+            return f"its {MANIFEST} is missing, cannot be read or was altered"
         answers = await asyncio.gather(*(self._restore(server, path) for server in servers))
         return "; ".join(answer for answer in answers if answer)
 

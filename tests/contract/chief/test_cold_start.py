@@ -30,11 +30,12 @@ FILES = [*SHARDS, "manifest.json"]
 CASES = [
     *((name, flip) for name in FILES),
     *((SHARDS[3], harm) for harm in (cut, Path.unlink)),
+    ("manifest.json", Path.unlink),
     *(
         pytest.param(name, harm, marks=pytest.mark.thorough)
         for name in FILES
         for harm in (cut, Path.unlink)
-        if name != SHARDS[3]
+        if name != SHARDS[3] and (name, harm) != ("manifest.json", Path.unlink)
     ),
 ]
 PLANS = {"sync": {"num_slices": 1, "staleness": 0.0}, "async": {"staleness": float("inf")}}
@@ -139,8 +140,6 @@ def test_one_step_everywhere_whatever_is_damaged(
         steps, granted, undone, restored = start(directory, plan)
     assert steps == [1, 1] and restored == "step-00000001"
     assert granted == [1, 2, 3]
-    if name == "manifest.json" and harm is Path.unlink:
-        return  # there never was such a checkpoint
     assert undone == 2
     assert "2 updates that newer checkpoints had are undone and computed again" in caplog.text
     assert name in caplog.text
@@ -178,6 +177,18 @@ def test_when_none_is_whole_the_job_does_not_begin_anew_by_itself(
     assert f"none of the 3 checkpoints in {directory} is whole on every ps (the newest, step-00000003: " in reason
     assert "ps-1.safetensors was altered" in reason and "another --checkpoint-dir" in reason
     assert len(list(directory.glob("step-*"))) == 3, "nothing is moved when nothing was found"
+
+
+def test_checkpoints_without_their_manifest_are_no_reason_to_begin_anew(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Nobody saw them, and the job began anew without a word."""
+    directory = tmp_path / "c"
+    shutil.copytree(saved[0], directory)
+    for path in directory.glob("step-*/manifest.json"):
+        path.unlink()
+    code, reason = refused(directory)
+    assert code == 2 and "none of the 3 checkpoints" in reason and "its manifest.json is missing" in reason
 
 
 @pytest.mark.parametrize("num_ps", [1, 3])
