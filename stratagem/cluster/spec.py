@@ -22,7 +22,8 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     valid_host = bool(host) and (bracketed or ":" not in host) and not any(c.isspace() or c == "/" for c in host)
-    if not colon or not valid_host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+    valid_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if not colon or not valid_host or not valid_port:
         raise ClusterSpecError(f"expected an address like 'host:2222' ('[::1]:2222' for IPv6), got {address!r}")
     return (host[1:-1] if bracketed else host), int(port)
 

@@ -25,7 +25,7 @@ def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
         ConfigurationError: with the ways out.
     """
     host, colon, port = bind.rpartition(":")
-    if not colon or not port.isdecimal() or not 0 <= int(port) <= 65535:
+    if not colon or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise ConfigurationError(f"expected host:port to listen on, got {bind!r}")
     if insecure or tls or is_loopback(host):
         return

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.binding import advertised_address, check_binding, free_port, is_loopback, listening, warn_of_loopback
 
@@ -25,10 +26,12 @@ def test_loopback_needs_nothing(host: str) -> None:
     assert is_loopback(host)
 
 
-@pytest.mark.parametrize("bind", ["127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:70000", "127.0.0.1:-1"])
-def test_what_is_no_address_is_refused_whatever_was_allowed(bind: str) -> None:
+@pytest.mark.parametrize("port", ["", ":", ":x", ":70000", ":-1", ":" + "9" * 5000])
+def test_what_is_no_address_is_refused_whatever_was_allowed(port: str) -> None:
     with pytest.raises(ConfigurationError, match="expected host:port"):
-        check_binding(bind, insecure=True, tls=True)
+        check_binding(f"127.0.0.1{port}", insecure=True, tls=True)
+    with pytest.raises(ConfigurationError, match="expected an address"):
+        split_address(f"127.0.0.1{port}")
 
 
 @pytest.mark.parametrize(
