@@ -5,6 +5,7 @@ The short ones; `python -m tests.deploy.kubernetes_faults` has the others, and t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -109,6 +110,38 @@ def test_helm_upgrade_with_another_image_changes_nothing_and_says_what_to_do() -
         release("upgrade", "nowhere:2", 2)
         release("upgrade", "nowhere:2", 3)
         assert "job.batch/digits-ps-2" in space.names()
+
+
+KEPT: list[tuple[dict[str, Any], dict[str, Any], str, bool]] = [
+    ({"staleness": 2}, {"staleness": 0}, "keeps its staleness 2, and would end with 2 at staleness 0", False),
+    ({"staleness": 0}, {"staleness": 0, "worker": {"count": 3}}, "keeps its staleness 0 and worker.count 2", False),
+    ({"staleness": 0}, {"staleness": 0, "ps": {"count": 3}}, "another number of tasks", True),
+    ({"ps": {"count": 0}}, {"ps": {"count": 0}, "worker": {"count": 3}}, "another number of tasks", True),
+    ({}, {"ps": {"count": 0}}, "another image, script, argument, machine or strategy", True),
+]
+
+
+def test_helm_upgrade_refuses_what_a_job_keeps() -> None:
+    need_cluster()
+    with namespace(f"kept-{os.getpid()}") as space, unpacked() as tools:
+
+        def release(verb: str, name: str, values: dict[str, Any]) -> None:
+            options = ("--namespace", space.name, "--server-side=false")
+            tools.helm(verb, name, str(CHART), *options, values={"image": "nowhere:1", **values})
+
+        for number, (before, after, words, ends_with_the_jobs) in enumerate(KEPT):
+            name = f"job-{number}"
+            release("install", name, before)
+            release("upgrade", name, before)
+            with pytest.raises(subprocess.CalledProcessError) as refused:
+                release("upgrade", name, after)
+            assert words in refused.value.stderr
+            space.kubectl("delete", "job", "-l", f"app.kubernetes.io/instance={name}", "--wait=false")
+            space.until(lambda: not space.find("jobs"), "the Jobs are gone")
+            with contextlib.nullcontext() if ends_with_the_jobs else pytest.raises(subprocess.CalledProcessError):
+                release("upgrade", name, after)
+            space.kubectl("delete", "job", "--all", "--wait=false")
+            space.until(lambda: not space.find("jobs"), "the Jobs are gone")
 
 
 @pytest.mark.thorough

@@ -20,6 +20,11 @@
 {{- if eq (int .Values.web) (int .Values.port) -}}
 {{- fail (printf "expected a port for the page other than %d" (int .Values.port)) -}}
 {{- end -}}
+{{- $kept := include "stratagem.kept" . -}}
+{{- $before := dig "metadata" "annotations" "stratagem/kept" $kept (lookup "v1" "PersistentVolumeClaim" .Release.Namespace .Release.Name) -}}
+{{- if and $kept (ne $kept $before) -}}
+{{- fail (printf "the job %s keeps its %s, and would end with 2 at %s: take that again, or a release of another name (helm uninstall deletes the volume, with its checkpoints)" .Release.Name $before $kept) -}}
+{{- end -}}
 {{- end }}
 
 {{/* The strategy, with auto resolved. */}}
@@ -35,6 +40,21 @@
 {{/* Not empty when the job is a cluster, empty when it is one process. */}}
 {{- define "stratagem.cluster" -}}
 {{- if has (include "stratagem.strategy" .) (list "ring" "ps") }}yes{{ end -}}
+{{- end }}
+
+{{/* What a job on parameter servers keeps as long as its volume is there. */}}
+{{- define "stratagem.kept" -}}
+{{- if eq (include "stratagem.strategy" .) "ps" -}}
+staleness {{ .Values.staleness }}{{ if eq (.Values.staleness | toString) "0" }} and worker.count {{ .Values.worker.count }}{{ end }}
+{{- end -}}
+{{- end }}
+
+{{/* What it keeps while it runs, where all are in step: how many they are. */}}
+{{- define "stratagem.fixed" -}}
+{{- $strategy := include "stratagem.strategy" . -}}
+{{- if eq $strategy "ring" -}}ring of {{ ternary "any" .Values.worker.count (hasKey .Values.environment "STRATAGEM_MAX_WORKERS") }}
+{{- else if and (eq $strategy "ps") (eq (.Values.staleness | toString) "0") -}}{{ .Values.ps.count }} ps, {{ .Values.worker.count }} workers
+{{- end -}}
 {{- end }}
 
 {{/* TF_CONFIG without a task: the same for every pod. */}}
@@ -71,14 +91,14 @@ exec:
   command: [timeout, "15", stratagem, health{{ range . }}, {{ . }}{{ end }}]
 {{- end }}
 
-{{/* The Job of one task. Takes root, role, index and machine. Its pod cannot be changed, which Helm would notice halfway. */}}
+{{/* The Job of one task. Takes root, role, index and machine. Its pod cannot be changed, which Helm would notice halfway, nor what is fixed. */}}
 {{- define "stratagem.job" -}}
 {{- $values := .root.Values -}}
 {{- $job := printf "%s-%s-%d" .root.Release.Name .role .index -}}
 {{- $pod := include "stratagem.pod" . -}}
-{{- $made := sha256sum $pod -}}
+{{- $made := sha256sum (print $pod (include "stratagem.fixed" .root)) -}}
 {{- if ne $made (dig "metadata" "annotations" "stratagem/pod" $made (lookup "batch/v1" "Job" .root.Release.Namespace $job)) -}}
-{{- fail (printf "the Job %s is there with another image, script, argument or machine, which Kubernetes lets nobody change. Delete the Jobs (kubectl --namespace %s delete job -l app.kubernetes.io/instance=%s) and say this again: the tasks save and end, and the new ones go on from there" $job .root.Release.Namespace .root.Release.Name) -}}
+{{- fail (printf "the Job %s is there with another image, script, argument, machine or strategy, or the job with another number of tasks (a ring, staleness 0), which nobody can change while it runs. Delete the Jobs (kubectl --namespace %s delete job -l app.kubernetes.io/instance=%s) and say this again: the tasks save and end, and the new ones go on from there" $job .root.Release.Namespace .root.Release.Name) -}}
 {{- end -}}
 ---
 apiVersion: batch/v1
