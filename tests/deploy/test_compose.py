@@ -24,7 +24,10 @@ def test_every_file_is_valid(overlays: tuple[str, ...]) -> None:
     need_engine()
     files = ["docker-compose.yml", *(f"deploy/compose/{name}.yml" for name in overlays)]
     flags = [word for file in files for word in ("-f", file)]
-    done = run(["docker", "compose", *flags, "--profile", "*", "config"], folder=ROOT)
+    environ = {"WORKER_TIMEOUT_S": "600", "PEER_TIMEOUT_S": "601"}
+    done = run(["docker", "compose", *flags, "--profile", "*", "config"], folder=ROOT, environ=environ)
+    assert 'STRATAGEM_WORKER_TIMEOUT_S: "600"' in done.stdout
+    assert done.stdout.count('STRATAGEM_PEER_TIMEOUT_S: "601"') >= 4
     assert "STRATAGEM_NUM_WORKERS" in done.stdout
     assert ("driver: nvidia" in done.stdout) == ("gpu" in overlays)
     assert ("/run/secrets/worker" in done.stdout) == ("tls" in overlays)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import urllib.request
@@ -35,6 +36,7 @@ COMMANDS = (
     f"{METRICS} up",
     "docker compose -f docker-compose.yml -f deploy/compose/web.yml up",
     "docker compose up --detach --no-recreate --scale ps=3 ps",  # run by test_compose.py
+    "docker compose cp chief:/var/lib/stratagem/checkpoints checkpoints",
     "docker compose --profile '*' down --volumes",
 )
 TRAINED = re.compile(r"held-out accuracy ([\d.]+)% on 360")
@@ -106,6 +108,9 @@ def test_these_are_the_commands_of_the_page() -> None:
 def test_up_trains_and_leaves_a_checkpoint(shell: Shell) -> None:
     shell.train(COMMANDS[0])
     assert "every file is as it was written" in shell.run(COMMANDS[2])
+    shell.run(COMMANDS[9])
+    assert (shell.folder / "checkpoints" / "latest").read_text()
+    shutil.rmtree(shell.folder / "checkpoints")
 
 
 def test_a_third_worker(shell: Shell) -> None:

@@ -9,15 +9,20 @@ import contextlib
 import functools
 import json
 import os
+import re
+import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy.cluster import namespace, need_cluster
+from tests.deploy.containers import run
 from tests.deploy.desk import Desk
 from tests.deploy.kubernetes_faults import Fault, outcome_of
-from tests.deploy.kubernetes_tools import CHART, unpacked
+from tests.deploy.kubernetes_tools import CHART, KUSTOMIZE, unpacked
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -142,6 +147,27 @@ def test_helm_upgrade_refuses_what_a_job_keeps() -> None:
                 release("upgrade", name, after)
             space.kubectl("delete", "job", "--all", "--wait=false")
             space.until(lambda: not space.find("jobs"), "the Jobs are gone")
+
+
+def test_files_of_a_job_that_is_over(image: str, tmp_path: Path) -> None:
+    need_cluster()
+    readme = (KUSTOMIZE / "README.md").read_text()
+    block, commands = re.findall(r"(kind: Pod\n.*?)```\n\n```bash\n(.*?)```", readme, re.DOTALL)[0]
+    pod = yaml.safe_load(f"apiVersion: v1\n{block}")
+    (container,) = pod["spec"]["containers"]
+    container["image"] = image
+    with namespace(f"files-{os.getpid()}") as space, unpacked() as tools:
+        values = {"image": "nowhere:1", "volume": {"accessMode": "ReadWriteOnce"}}
+        tools.helm("install", "digits", str(CHART), "-n", space.name, "--server-side=false", values=values)
+        space.kubectl("delete", "job", "--all")
+        (mount,) = container["volumeMounts"]
+        write = ["sh", "-c", "mkdir /job/checkpoints && echo whole > /job/checkpoints/latest"]
+        writer = {**container, "name": "writer", "command": write, "volumeMounts": [{**mount, "readOnly": False}]}
+        pod["spec"]["initContainers"] = [writer]
+        (tmp_path / "files.yaml").write_text(yaml.safe_dump(pod))
+        for command in commands.splitlines():
+            run(["kubectl", "--namespace", space.name, *shlex.split(command)[1:]], folder=tmp_path)
+        assert (tmp_path / "checkpoints" / "latest").read_text() == "whole\n"
 
 
 @pytest.mark.thorough
