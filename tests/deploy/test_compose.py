@@ -117,6 +117,13 @@ def test_with_certificates_and_a_token(project: Make, tmp_path: Path) -> None:
     job.compose("run", "--rm", "certificates")
     worker = sorted(path.name for path in (tmp_path / "secrets" / "worker").iterdir())
     assert worker == ["ca.crt", "token", "worker-0.crt", "worker-0.key", "worker-1.crt", "worker-1.key"]
+    certificate = tmp_path / "secrets" / "worker" / "worker-1.crt"
+    first = certificate.read_bytes()
+    comment = (ROOT / "deploy" / "compose" / "tls.yml").read_text()
+    (renew,) = re.findall(r'--entrypoint "(.*)" certificates worker:1', comment)
+    job.compose("run", "--rm", "--entrypoint", renew, "certificates", "worker:1")
+    job.compose("run", "--rm", "certificates")
+    assert certificate.read_bytes() != first
     job.up()
     job.wait_for("Cluster is ready")
     assert job.output.count("with TLS and a token") >= 3
