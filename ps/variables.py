@@ -80,9 +80,9 @@ class Variables:
                 for locked, spec in zip(locked_groups, groups, strict=True):
                     if spec.group in initialize:  # whose initial rows count, not those of who was here first
                         locked.group.spec = spec
-        self._make_tables(
-            [locked for locked in locked_groups if locked.spec.group in initialize and locked.spec.makes_rows]
-        )
+        made = [locked for locked in locked_groups if locked.spec.group in initialize and locked.spec.makes_rows]
+        if made:
+            self._make_tables(sender, made, call)
         if new or initialize:
             self._state.copy_is_outdated()
         initialized = [locked.spec.group for locked in locked_groups if locked.group.initialized]
@@ -185,14 +185,21 @@ class Variables:
                         state.locked_groups[spec.group] = LockedGroup(taken)
                         state.changed.notify_all()
 
-    def _make_tables(self, locked_groups: Sequence[LockedGroup]) -> None:
-        for locked in locked_groups:
-            with locked.lock:
-                if isinstance(locked.group, TableGroup) and not locked.group.initialized:
-                    locked.group.make_values()
-            with self._state.lock:
-                self._state.senders.tokens.pop(locked.spec.group, None)
-                self._state.changed.notify_all()
+    def _make_tables(self, sender: Sender, locked_groups: Sequence[LockedGroup], call: Call) -> None:
+        state = self._state
+        with state.lock:
+            wait(state, lambda: state.gate_lets_through(None), sender, call, None)
+            state.enter(sender)
+        try:
+            for locked in locked_groups:
+                with locked.lock:
+                    if isinstance(locked.group, TableGroup) and not locked.group.initialized:
+                        locked.group.make_values()
+        finally:
+            with state.lock:
+                for locked in locked_groups:
+                    state.senders.tokens.pop(locked.spec.group, None)
+                state.leave(sender)
 
     def _send_rows(self, sender: Sender, frame: Frame) -> None:
         state = self._state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from stratagem.checkpoint.server_state import consolidate
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.cluster.units import Unit
 from stratagem.errors import FencedError, FrameError, LimitError, ProtocolError, VariableError
+from stratagem.ps import snapshot
 from stratagem.ps.requests import AssignValues, FrameKind, Merge, RequestedSlice, TransferRef
 from stratagem.ps.row_values import fill_rows
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
+from stratagem.ps.table_group import TableGroup
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
 from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, complete, in_thread, make_spec, poll, staged_bytes
@@ -276,6 +279,26 @@ def test_saved_restored_and_trained_on(tmp_path: pathlib.Path) -> None:
     assert torch.equal(table(store), after)
     assert torch.equal(consolidate(tmp_path / "c")["t"], saved)
     assert consolidate(tmp_path / "c", "exp_avg")["t"][4].abs().min() > 0
+
+
+def test_a_table_is_not_made_while_a_checkpoint_is_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint could have zeros for its rows and say that they have their values."""
+    store, worker = store_and_worker()
+    make, was_held = TableGroup.make_values, []
+
+    def note(group: TableGroup) -> None:
+        was_held.append(store.state.gate.is_held(time.monotonic()))
+        make(group)
+
+    monkeypatch.setattr(TableGroup, "make_values", note)
+    store.checkpoints.hold_commits(CHIEF, 7, 60.0, CALL)
+    made = in_thread(worker.create_table)
+    poll(lambda: bool(store.state.locked_groups))
+    save(store, tmp_path / "c")
+    assert made.result() == ([], [1]) and was_held == [False]
+    assert not snapshot.load(tmp_path / "c", 0).groups[0].initialized
 
 
 def test_two_ps_save_one_tensor(tmp_path: pathlib.Path) -> None:
