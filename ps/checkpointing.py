@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import pathlib
@@ -113,9 +114,9 @@ class Checkpointing:
         state = self._state
         with state.changed:
             state.gate.check_token(token, time.monotonic())
-            content = snapshot.Content(
-                [locked.group for _, locked in sorted(state.locked_groups.items())], state.units, state.store_epoch
-            )
+            groups = [locked.group for _, locked in sorted(state.locked_groups.items())]
+            units = copy.deepcopy(state.units)  # a hold keeps nobody from closing some
+            content = snapshot.Content(groups, units, state.store_epoch)
             step = state.step
             if state.origin is not None:
                 state.origin.close()

@@ -18,6 +18,7 @@ from stratagem.checkpoint import manifest
 from stratagem.checkpoint.server_state import consolidate
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import CheckpointError, ProtocolError, StaleStoreError, VariableError
+from stratagem.ps import snapshot
 from stratagem.ps.commit_gate import CommitGate
 from stratagem.ps.requests import TransferRef
 from stratagem.ps.specs import GroupSpec, ShardSpec
@@ -54,6 +55,30 @@ def checkpoint(directory: pathlib.Path, stores: list[Store], step: int, epoch: i
         assert (len(content), hashlib.sha256(content).hexdigest()) == (entry["bytes"], entry["sha256"])
     (path / "manifest.json").write_bytes(manifest.encode({"step": step, "chief_epoch": epoch, "files": files}))
     return path
+
+
+def test_a_unit_that_is_closed_while_its_ledger_is_written_is_in_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was neither among those that are closed nor among those that are open."""
+    store = new_store()
+    worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
+    worker.create(torch.zeros(11))
+    for index in range(2):
+        worker.commit(torch.ones(11), unit(index))
+    worker.close(unit(0))
+    to_bytes = UnitBitmap.to_bytes
+
+    def closing(bitmap: UnitBitmap) -> bytes:
+        found = to_bytes(bitmap)
+        in_thread(lambda: worker.close(unit(1))).result()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(UnitBitmap, "to_bytes", closing)
+        path = checkpoint(tmp_path, [store], 2)
+    ledger = snapshot.load(path, 0).units
+    assert all(ledger.is_applied(unit(index), 0) for index in range(2))
 
 
 @pytest.mark.parametrize(
