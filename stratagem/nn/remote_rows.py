@@ -129,6 +129,8 @@ class RemoteRows(nn.Module):
         if isinstance(initial, torch.Tensor):
             check_rows(self.num_embeddings, self.embedding_dim, initial)
         dtype = dtype or (initial.dtype if isinstance(initial, torch.Tensor) else torch.get_default_dtype())
+        if not dtype.is_floating_point:
+            raise ConfigurationError(f"a table on parameter servers has a floating dtype: give another than {dtype}")
         self.remote_table = RemoteTable(self.num_embeddings, self.embedding_dim, dtype, initial)
         self._parameters["weight"] = self.remote_table.handle
         self.remote_table.handle.requires_grad_(not freeze)
@@ -223,6 +225,8 @@ class RemoteRows(nn.Module):
         elif tuple(value.shape) != (self.num_embeddings, self.embedding_dim):
             shape = [self.num_embeddings, self.embedding_dim]
             error_msgs.append(f"size mismatch for {key}: expected {shape}, got {list(value.shape)}")
+        elif value.layout is not torch.strided:
+            error_msgs.append(f"{key}: expected rows that lie one after the other, got {value.layout}")
         else:
             self.remote_table.assign(value)
 
@@ -233,6 +237,8 @@ def check_rows(num_embeddings: int, embedding_dim: int, weight: torch.Tensor) ->
         raise ConfigurationError(f"expected rows of shape {[num_embeddings, embedding_dim]}, got {list(weight.shape)}")
     if weight.device.type == "meta":
         raise ConfigurationError("expected rows with values, got a tensor of device meta")
+    if weight.layout is not torch.strided:
+        raise ConfigurationError(f"expected rows that lie one after the other, got {weight.layout}: give .to_dense()")
 
 
 def has_sparse_gradient(place: torch.Tensor, scale_grad_by_freq: bool) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from stratagem.errors import PeerUnavailableError
+from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc.codec import FrameKind
 from stratagem.worker.push.host_tensors import GradientSource
 from stratagem.worker.push.layout import Chunk
@@ -231,6 +231,11 @@ class GradientStaging:
     def _signature(self, gradient: torch.Tensor | None) -> _Signature:
         if gradient is None:
             return None
+        if gradient.layout is not torch.strided:
+            raise ConfigurationError(
+                f"a gradient of layout {gradient.layout} cannot travel to parameter servers: leave sparse=True out of "
+                "functional.embedding, or use sg.nn.Embedding, whose rows live there"
+            )
         is_exact = self._num_steps <= NUM_EXACT or not self._num_steps % EXACT_EVERY
         return gradient.data_ptr(), gradient._version, sum_of_bits(gradient.reshape(-1)) if is_exact else 0
 

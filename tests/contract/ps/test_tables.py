@@ -742,6 +742,14 @@ def test_what_tables_cannot_do_is_refused_at_prepare(start: Callable[..., Job]) 
         job.prepare(linear, torch.optim.SparseAdam(linear.parameters(), 0.1))
 
 
+def test_a_sparse_gradient_of_a_dense_variable_is_refused_with_the_way_out(start: Callable[..., Job]) -> None:
+    """It was torch's "Cannot access data pointer of Tensor that doesn't have storage"."""
+    model = nn.Linear(2, 5, bias=False)
+    start("tcp").prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ConfigurationError, match=r"leave sparse=True out of functional\.embedding"):
+        nn.functional.embedding(torch.tensor([1, 1]), model.weight, sparse=True).sum().backward()
+
+
 def test_a_table_that_is_prepared_again_in_another_model_keeps_its_rows(start: Callable[..., Job]) -> None:
     """It began anew, and what its optimizer sent went to rows that nobody read."""
     job = start("tcp")

@@ -98,6 +98,7 @@ def test_refuses_what_cannot_be(build: Callable[..., Layer], is_remote: bool) ->
         {"init": sg.nn.Uniform(1.0, 0.0)},
         {"init": sg.nn.Normal(std=float("inf"))},
         {"seed": -1},
+        {"_weight": torch.zeros(20, 4).to_sparse()},
     ]
     with strategy.scope():
         for arguments in wrong:
@@ -137,8 +138,12 @@ def test_what_a_remote_table_cannot_do_says_what_can_be_done(remote: Strategy) -
         layer.load_state_dict({"weight": torch.zeros(3, 4)})
     with pytest.raises(RuntimeError, match=r"got a ndarray; torch\.from_numpy"):
         layer.load_state_dict({"weight": np.zeros((20, 4))})
+    with pytest.raises(RuntimeError, match=r"one after the other, got torch\.sparse_coo"):
+        layer.load_state_dict({"weight": torch.zeros(20, 4).to_sparse()})
     with pytest.raises(RuntimeError, match="Missing key"):
         layer.load_state_dict({})
+    with pytest.raises(ConfigurationError, match=r"a floating dtype: give another than torch\.int64"):
+        sg.nn.Embedding.from_pretrained(torch.arange(6).view(3, 2))
 
 
 def test_a_weight_in_the_place_of_the_table_is_refused(remote: Strategy) -> None:
