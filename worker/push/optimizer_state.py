@@ -18,6 +18,8 @@ from stratagem.worker.push.wire import assign_values, pull_weights, scalars_of
 SCALARS = frozenset({"mu_product", "eta", "mu"})
 """State of NAdam and ASGD that is one number a parameter; all other state but "step" has the parameter's shape."""
 
+_TABLE_SLOTS = {torch.optim.Adagrad: ("sum",), torch.optim.SparseAdam: ("exp_avg", "exp_avg_sq")}
+
 
 class _OnServers(dict[str, Any]):
     """What ``optimizer.state`` gives of a parameter."""
@@ -178,9 +180,9 @@ class TableState:
         for at, state in loading.items():
             table = self._tables[at]
             num_updates = int(state.get("step", 1 if state else 0))
-            if not state and isinstance(self._optimizer, torch.optim.SparseAdam):  # it begins anew
+            if not state:  # it begins anew
                 nothing = torch.zeros((), dtype=table.handle.dtype).expand(table.num_rows, table.width)
-                state = {"exp_avg": nothing, "exp_avg_sq": nothing}
+                state = dict.fromkeys(_TABLE_SLOTS.get(type(self._optimizer), ()), nothing)
             for name, value in state.items():
                 if name != "step" and isinstance(value, torch.Tensor):
                     table.assign(value, name, num_updates)

@@ -694,6 +694,26 @@ def test_a_state_that_begins_anew(start: Callable[..., Job], kind: str) -> None:
         own.step()
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_of_tables_that_begins_anew(start: Callable[..., Job], optimizer: str) -> None:
+    """As a checkpoint has it that was taken before the first update. Adagrad went on as it was, without a word."""
+    job, (model, own), (expected, plain) = start(), build(optimizer, Remote()), build(optimizer)
+    job.prepare(model, *own)
+    for step in range(4):
+        if step == 2:
+            for one in (own[0], plain[0]):
+                one.load_state_dict({**plain[0].state_dict(), "state": {}})
+        for one in (*own, *plain):
+            one.zero_grad()
+        backward(model, step)
+        backward(expected, step)
+        job.step()
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            for one in plain:
+                one.step()
+    check_equal(model, expected)
+
+
 def test_parts_of_gradients_that_are_clipped_are_warned_of(
     start: Callable[..., Job], caplog: pytest.LogCaptureFixture
 ) -> None:
