@@ -92,6 +92,8 @@ class Maintenance(ChiefPart):
                 raise StaleStoreError(f"{', '.join(self._lacking)} came back without values; attach to it again")
             if self._num_groups is not None and self._num_groups < num_groups:
                 raise StaleStoreError("a ps came back from before a model was prepared; attach to all again")
+        if self._num_groups is None or self._num_groups < num_groups or self._lacking:
+            await self._watch()  # a ps that held nothing may hold rows of a model that was prepared since
 
     @property
     def _has_first(self) -> bool:
