@@ -174,6 +174,9 @@ class Communicator:
         mine = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int64)
         rest = tensor.shape[1:]
         row_bytes = math.prod(rest) * tensor.itemsize
+        if not row_bytes:  # nothing tells how many rows there are
+            rows = self.all_gather(torch.empty(tensor.shape[0], dtype=torch.bool))
+            return [tensor.new_empty(row.shape[0], *rest) for row in rows]
         what = f"all_gather of {name_of(tensor.dtype)} rows of {list(rest)}"
 
         def gather() -> list[torch.Tensor]:
@@ -187,7 +190,7 @@ class Communicator:
             return list(kept.data.clone().to(flat.device).split(kept.lengths))
 
         outs = self.atomic(gather, _kept, take_over)
-        shapes = [(out.numel() // max(1, row_bytes), *rest) if tensor.dim() else () for out in outs]
+        shapes = [(out.numel() // row_bytes, *rest) if tensor.dim() else () for out in outs]
         return [out.view(tensor.dtype).view(shape).to(tensor.device) for out, shape in zip(outs, shapes, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:

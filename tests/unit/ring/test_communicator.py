@@ -81,6 +81,8 @@ def test_gather_broadcast_scatter_and_all_to_all() -> None:
         rows = communicator.all_gather(torch.full((rank, 2), float(rank)))
         assert [part.shape for part in rows] == [(0, 2), (1, 2), (2, 2)]
         assert float(communicator.all_gather(torch.tensor(float(rank)))[2]) == 2
+        empty = communicator.all_gather(torch.empty(rank, 0, 4))
+        assert [part.shape for part in empty] == [(0, 0, 4), (1, 0, 4), (2, 0, 4)]
         parameter = torch.nn.Parameter(torch.full((2, 2), float(rank)))
         assert communicator.broadcast(parameter, root=1) is parameter
         assert parameter.tolist() == [[1.0, 1.0], [1.0, 1.0]]
