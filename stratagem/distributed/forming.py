@@ -9,11 +9,13 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
+from types import NoneType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from stratagem.arguments import check_kind
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.sources import Layer, environment_layer, resolve
@@ -40,9 +42,10 @@ def make_process_group(given: Any, options: CommunicationOptions | None = None) 
     ``options``: the script's ``pg_options``, else as the variables ``STRATAGEM_…`` of a worker say.
 
     Raises:
-        ConfigurationError: ranks want different things, or cannot reach each other.
+        ConfigurationError: ranks want different things, or cannot reach each other; ``options`` are another backend's.
         ClusterTimeoutError: a rank does not come.
     """
+    check_kind(options, CommunicationOptions, NoneType)
     ranks = given.global_ranks_in_group or list(range(given.group_size))
     return form(given.store, given.group_rank, ranks, given.timeout.total_seconds(), options)
 

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import stratagem as sg
 from stratagem.arguments import above_zero, check_kind, checked, whole_number
 from stratagem.data.distribute import leasable
+from stratagem.distributed.forming import make_process_group
 from stratagem.errors import ConfigurationError
 from stratagem.tensorflow_arguments import INSTEAD
 
@@ -50,6 +51,8 @@ def test_a_dict_is_no_options() -> None:
         sg.OneDeviceStrategy().distribute_dataset([torch.ones(2)], options={"prefetch": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected DistributeOptions or None, got dict"):
         leasable(TensorDataset(torch.ones(4)), 2, {"prefetch": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="expected CommunicationOptions or None, got dict"):
+        make_process_group(None, {"transport": "tcp"})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected a global batch size of at least 1"):
         sg.InputContext().get_per_replica_batch_size("64")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected checkpoint= Checkpoint, got a Linear"):
