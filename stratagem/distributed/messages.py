@@ -12,7 +12,7 @@ import torch
 
 from stratagem.distributed.mailbox import Mailbox, PostedReceive
 from stratagem.distributed.tensors import writable_anywhere
-from stratagem.errors import CollectiveError, PeerUnavailableError, SegmentError, StratagemError
+from stratagem.errors import CollectiveError, ConfigurationError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane import ReceivingLane, SendingLane
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
@@ -81,7 +81,9 @@ class Messages:
 
     def receive(self, into: torch.Tensor, rank: int | None, tag: int) -> PostedReceive:
         """Waits, in the background, for the next message with this tag from a rank, or from any."""
-        for source in self._others if rank is None else [rank]:
+        if not (sources := self._others if rank is None else [rank]):
+            raise ConfigurationError("this group has one rank: there is no other to receive from")
+        for source in sources:
             self._read_from(source)
         receive = PostedReceive(rank, tag, writable_anywhere(into))
         self.mailbox.post(receive)

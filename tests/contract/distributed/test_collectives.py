@@ -471,6 +471,9 @@ def test_a_rank_that_is_not_there_is_refused_and_the_group_goes_on(groups: Group
             call()
     with pytest.raises(ConfigurationError, match="rank 0 cannot send to or receive from itself"):
         groups[0].send([one], 0, 0)
+    if len(groups) == 1:
+        with pytest.raises(ConfigurationError, match="there is no other to receive from"):
+            groups[0].recv_anysource([one], 0)
     on_every_rank(groups, lambda group: group.barrier().wait())
 
 
