@@ -38,6 +38,8 @@ class Heartbeat:
     """Of a ps: which copy is to be dropped, and up to which those here are (see ``Member``)."""
     leaving: bool = False
     """A ps was told to end, and wants what it holds to be in a checkpoint first."""
+    bytes_held: int = 0
+    """Of a ps: bytes of its variables and their slots."""
     lines: tuple[tuple[float, str, str], ...] = ()
     """What it wrote into its log: seconds since 1970, level, text."""
 

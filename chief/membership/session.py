@@ -51,6 +51,8 @@ class Session:
     """Of this process, a ps: which copy is to be dropped, and up to which those it keeps are."""
     leaving: bool = False
     """This process, a ps, was told to end, and waits until what it holds is in a checkpoint."""
+    bytes_held: int = 0
+    """By this process, a ps."""
     left: bool = False
     """This process, a worker, has ended since it was not wanted."""
     given_up: bool = False

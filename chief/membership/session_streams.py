@@ -189,7 +189,7 @@ class SessionStreams(ChiefPart):
                             f"{task} says {num_bytes:,} bytes about its progress, at most "
                             f"{MAX_PROGRESS_BYTES:,} are kept"
                         )
-                    said = request.copies, request.leaving
+                    said = request.copies, request.leaving, request.bytes_held
                     if actions := self._sessions.heartbeat(task, stream, self._clock(), *said):
                         self.perform(actions)
                     self.progress[task] = request.progress or self.progress.get(task, b"")

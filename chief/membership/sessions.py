@@ -132,7 +132,7 @@ class Sessions(Roster):
             self._newest_incarnation += 1
             session.number, session.resumed, was_open = self._newest_incarnation, False, False
             session.heartbeats = Heartbeats(self._config.heartbeat_interval_s)
-            session.copies, session.leaving, session.left = (0, 0), False, False
+            session.copies, session.leaving, session.bytes_held, session.left = (0, 0), False, 0, False
             session.joining = bool(self.min_workers) and self.ready and session.task.type == "worker"
             session.waits, session.taken_in = False, 0
         if now > self._start_deadline and not self.anybody_waits:  # the first that is there
@@ -196,14 +196,21 @@ class Sessions(Roster):
         return self._changed()
 
     def heartbeat(
-        self, task: str, stream: int, now: float, copies: tuple[int, int] = (0, 0), leaving: bool = False
+        self,
+        task: str,
+        stream: int,
+        now: float,
+        copies: tuple[int, int] = (0, 0),
+        leaving: bool = False,
+        bytes_held: int = 0,
     ) -> list[Action]:
-        """A task is alive; a ps also says which copies are to be dropped, and are, and whether it was told to end."""
+        """A task is alive; a ps also says which copies are to be dropped, and are, whether it was told to end, and how
+        much it holds."""
         session = self.tasks[task]
         if session.stream != stream or not session.open:
             return []
         session.heartbeats.add(now - session.heard_at)
-        session.heard_at = now
+        session.heard_at, session.bytes_held = now, bytes_held
         before, session.copies, session.leaving = (session.copies, session.leaving), copies, leaving
         return [Announce()] if (copies, leaving) != before else []
 

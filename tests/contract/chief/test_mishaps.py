@@ -707,7 +707,10 @@ async def test_a_ps_whose_rows_nobody_trains_has_lost_no_update(tmp_path: Path) 
             assert reborn.restored_from and running.job.get_status().updates_lost == 0
 
 
-async def test_a_ps_that_held_nothing_before_a_second_model_was_prepared_is_put_back_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leases", [True, False])
+async def test_a_ps_that_held_nothing_before_a_second_model_was_prepared_is_put_back_too(
+    tmp_path: Path, leases: bool
+) -> None:
     """It came back without anything, its tables began anew, and no update counted as lost."""
     config: dict[str, Any] = {"checkpoint_dir": str(tmp_path), "num_workers": 1, "initialized": False}
     async with cluster(**config) as (running, [worker], servers):
@@ -717,8 +720,12 @@ async def test_a_ps_that_held_nothing_before_a_second_model_was_prepared_is_put_
         await worker.next(num_groups=1)
         assert running.job.journal.history.initialized == ["ps:0"]
         servers[1].initialized, servers[1].groups = True, [16]
-        await worker.next(num_groups=2)
         assert servers[1].session is not None
+        if leases:
+            await worker.next(num_groups=2)
+        else:  # a script with a pipeline of its own
+            servers[1].session.beat(bytes_held=4)
+            await until(lambda: running.job.journal.history.initialized == ["ps:0", "ps:1"])
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         async with ps(running.address, FakePs(1)) as reborn:
