@@ -168,10 +168,10 @@ def check_compose(words: list[str]) -> None:
     assert words[:2] == ["docker", "compose"]
     files = [words[i + 1] for i, word in enumerate(words) if word == "-f"] or ["docker-compose.yml"]
     services = {name for file in files for name in yaml.safe_load((ROOT / file).read_text())["services"]}
-    verb = next(word for word in words if word in ("up", "run", "exec", "down"))
+    verb = next(word for word in words if word in ("up", "run", "exec", "cp", "down"))
     named = [word for word in words[words.index(verb) + 1 :] if not word.startswith("-")]
-    if verb in ("run", "exec"):
-        assert named[0] in services
+    if verb in ("run", "exec", "cp"):
+        assert named[0].partition(":")[0] in services
     for profile in (words[i + 1] for i, word in enumerate(words) if word == "--profile"):
         assert profile == "*" or profile in services
 

@@ -228,6 +228,7 @@ class Threading:
     Thread = ThreadOfProduct
     local = Local
     _main = ThreadOfProduct(name="main")
+    TIMEOUT_MAX = real_threading.TIMEOUT_MAX
     __file__ = real_threading.__file__
 
     @staticmethod
