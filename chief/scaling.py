@@ -201,7 +201,9 @@ class Scaling(ChiefPart):
                         await self._check_units(saved.path)
                         self._gone.update(session.task.index for session in sessions.leaving)
                         self._let_go(sessions.leaving)
-                    elif self._gone and not self._lease_book.synchronous:  # there all go back with it anyway
+                    elif self._gone and (saved.manifest.unfinished or not self._lease_book.synchronous):
+                        # In step all go back with it anyway, but what others get of a batch that it has half would
+                        # count as done, in an epoch that is over perhaps.
                         await self._changed.wait()
                     else:
                         break

@@ -100,6 +100,36 @@ async def test_half_a_batch_is_in_what_another_number_of_ps_begins_from(tmp_path
         assert "save" in first.calls
 
 
+async def test_half_a_batch_of_which_a_ps_that_ends_has_its_part_waits_for_the_next_one_in_step(tmp_path: Path) -> None:
+    """The others got the rest of it meanwhile, as nothing waited for in step: it counted as done, and all went back."""
+    tokens: list[int] = []
+
+    class Staying(FakePs):
+        async def RestoreShards(self, request: Any, context: Any) -> Any:
+            tokens.append(self.token)
+            return await super().RestoreShards(request, context)
+
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(**folders(tmp_path) | {"num_ps": 2}))
+        job = running.job
+        first = await stack.enter_async_context(ps(running.address, FakePs(0)))
+        staying = await stack.enter_async_context(ps(running.address, Staying(1)))
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        await until(lambda: job.journal.history.checkpoint)
+        await worker.open(num_slices=1, staleness=0.0)
+        await worker.next(steps_per_unit=2)
+        first.apply(Unit(1, 0, 0), 0, num_servers=1)
+        assert first.session is not None
+        first.session.beat(leaving=True)
+        await until(lambda: job.sessions.tasks["ps:0"].state is SessionState.LOST)
+        await first.session.die()
+        tokens.clear()
+        async with ps(running.address, FakePs(0)):
+            await until(lambda: len(job.sessions.live("ps")) == 2 and not staying.token)
+        assert tokens and all(tokens), "commits are held until all have gone back"
+
+
 async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
