@@ -125,12 +125,19 @@ class JobSteps:
         return step
 
     def readmit(self, number: int, units: Sequence[Unit], accepted: Container[Unit]) -> None:
-        """Puts back a step that was open when the chief died; its unfinished slices belong to nobody yet."""
-        if number not in self.open:
-            states = [SliceState.ACCEPTED if unit in accepted else SliceState.RESERVED for unit in units]
-            step = self._add(JobStep(number, [Slice(u, None, state) for u, state in zip(units, states, strict=True)]))
-            self.next_number = max(self.next_number, number + 1)
-            self._finish(step, Removal())
+        """Puts back a step that was open when the chief died; its unfinished slices belong to nobody yet. A step before
+        it goes on without a unit that was leased anew in this one, which the journal may not have got to say."""
+        if number in self.open:
+            return
+        for unit in units:
+            if (before := self._of_unit.get(unit)) is not None:
+                for each in self._slices_of(unit):
+                    each.state = SliceState.REMOVED if each.unfinished else each.state
+                self._finish(before, Removal())
+        states = [SliceState.ACCEPTED if unit in accepted else SliceState.RESERVED for unit in units]
+        step = self._add(JobStep(number, [Slice(u, None, state) for u, state in zip(units, states, strict=True)]))
+        self.next_number = max(self.next_number, number + 1)
+        self._finish(step, Removal())
 
     def claim(self, unit: Unit, incarnation: Incarnation) -> None:
         """``incarnation`` says that it holds ``unit`` since before the chief restarted."""

@@ -421,6 +421,18 @@ def test_what_a_worker_tells_of_steps_counts_where_no_journal_can_know_them() ->
     assert after.resume(B, [Lease(Unit(1, 0, 1), 2, 3, (0, 1))]) == [] and after.held(B) == [Unit(1, 0, 1)]
 
 
+def test_a_unit_that_a_worker_has_in_a_later_step_is_in_no_earlier_one() -> None:
+    """Its worker died with half of it; that it was leased anew was not on the disk when the machine crashed."""
+    after = LeaseBook(next_step=2, num_unsynced=64)
+    after.open_dataset(1, Plan(8, 4, num_slices=2, staleness=0))
+    after.readmit({1: [Unit(1, 0, 0), Unit(1, 0, 1)]})
+    assert after.resume(B, [Lease(Unit(1, 0, 0), 2, 2, (0,))]) == [2] and after.held(B) == [Unit(1, 0, 0)]
+    assert after.steps.orphans() == [Unit(1, 0, 1)]
+    after.accept(B, 1, 0, [0])
+    after.steps.accept(Unit(1, 0, 1))
+    assert not after.steps.open
+
+
 def test_units_lent_before_a_restore_are_doubtful() -> None:
     lease_book = sync_lending()
     lease_book.ask(A, 1, 0, (), 1, [A, B])
