@@ -108,8 +108,8 @@ class Scaling(ChiefPart):
         history = self._journal.history
         workers, ps = num_workers or history.wanted_workers, num_ps or history.wanted_ps
         self._journal.write("wanted", workers=workers, ps=ps)
-        num_here = len(self._sessions.live("worker"))
-        logger.info("There are to be %d workers and %d ps", workers or num_here, ps or self._sessions.num_ps)
+        told = f"{workers} workers and " if workers else ""  # else as many as come
+        logger.info("There are to be %s%d ps", told, ps or self._sessions.num_ps)
         self._failure, self._move_at = "", 0.0
         self._changed.notify()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,13 @@ def ask(worker: Task, num_ps: int) -> Any:
     return worker.stub.Scale(chief_pb2.ScaleRequest(num_ps=num_ps))
 
 
-async def test_there_and_back(tmp_path: Path) -> None:
+async def test_there_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with contextlib.AsyncExitStack() as stack:
         running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
         await begun(running, worker, first)
         await ask(worker, 3)
+        assert "There are to be 3 ps" in caplog.text, "nobody has told a number of workers"
         await until(lambda: running.job.get_status().scaling == "ps:1, ps:2 to come")
         second = await stack.enter_async_context(ps(running.address, FakePs(1)))
         newcomer = second.session
