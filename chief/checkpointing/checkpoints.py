@@ -141,7 +141,9 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
         is_outdated = before is not None and before.automatic and (replaces or before.is_part_of(manifest))
         if is_outdated and not is_same(target):
             catalog.remove(target)
-        draft.commit(target, manifest, is_newest=True, is_same=is_same, what="other weights")
+        is_of_as_many = before is None or before.num_ps == manifest.num_ps
+        what = "other weights" if is_of_as_many else "the files of another number of ps"
+        draft.commit(target, manifest, is_newest=True, is_same=is_same, what=what)
     return target
 
 

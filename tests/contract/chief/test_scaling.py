@@ -464,3 +464,24 @@ async def test_what_is_refused(tmp_path: Path, config: dict[str, Any], plan: dic
             await worker.open(**plan)
         error = await refused(ask(worker, 4_000_000_000 if "at most" in words else 3))
         assert isinstance(error, ConfigurationError) and words in str(error)
+
+
+async def test_a_checkpoint_of_another_number_of_ps_is_in_the_way_until_the_next_update(tmp_path: Path) -> None:
+    """One ps went, and the whole job before an update; then both come again."""
+    async with cluster(**folders(tmp_path) | {"num_ps": 2}) as (running, [worker], servers):
+        await begun(running, worker, servers[0])
+        await ask(worker, 1)
+        await until(lambda: running.job.journal.history.num_ps == 1)
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(**folders(tmp_path)))
+        fakes = FakePs(0), FakePs(1)
+        for fake in fakes:
+            fake.step = 1
+            await stack.enter_async_context(ps(running.address, fake))
+        worker = Task(running.address, "worker:0")
+        stack.push_async_callback(worker.die)
+        await worker.ready()
+        await ask(worker, 2)
+        await until(lambda: "the files of another number of ps than now" in running.job.get_status().scaling)
+        fakes[0].apply(Unit(1, 0, 1), num_servers=1)
+        await until(lambda: running.job.journal.history.num_ps == 2)
