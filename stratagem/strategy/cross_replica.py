@@ -70,11 +70,7 @@ class CrossReplica:
         return refilled(parts[0], [one(column) for column in columns])
 
     def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        if op is ReduceOp.MEAN:
-            parts = [part if is_inexact(part) else part.to(torch.get_default_dtype()) for part in parts]
-        elif op is ReduceOp.SUM:
-            parts = [addend(part) for part in parts]
-        total = self._local(op, parts)
+        total = self._local(op, [operand(op, part) for part in parts])
         return total if self._workers is None else self._workers.all_reduce(total, op)
 
     def _over_batch(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -149,9 +145,12 @@ def as_tensor(value: Any) -> torch.Tensor:
         ) from None
 
 
-def addend(part: torch.Tensor) -> torch.Tensor:
-    """What is added: of booleans their number, as ``torch.sum``; a sum of booleans would be one."""
-    return part.to(torch.int64) if part.dtype is torch.bool else part
+def operand(op: ReduceOp, part: torch.Tensor) -> torch.Tensor:
+    """What is reduced: of booleans a SUM is their number, as ``torch.sum``; a MEAN of what can hold none is of torch's
+    default dtype."""
+    if op is ReduceOp.SUM and part.dtype is torch.bool:
+        return part.to(torch.int64)
+    return part.to(torch.get_default_dtype()) if op is ReduceOp.MEAN and not is_inexact(part) else part
 
 
 def concatenated(column: Sequence[torch.Tensor], axis: int, workers: Communicator | None) -> tuple[torch.Tensor, int]:

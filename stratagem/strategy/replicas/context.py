@@ -20,7 +20,7 @@ from stratagem.data.nested import map_values, outline, refilled, values_in
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.cross_replica import addend, as_tensor, concatenated
+from stratagem.strategy.cross_replica import as_tensor, concatenated, operand
 from stratagem.strategy.current import current_strategy, has_current_strategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
@@ -124,7 +124,8 @@ class ReplicaContext(WithWaysOut):
 
     @known_arguments
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
-        """The reduction of all replicas' values, on every replica, as tensors.
+        """The reduction of all replicas' values, on every replica, as tensors; the mean of integers is of torch's
+        default dtype.
 
         Gradients pass through SUM and MEAN, which are reduced the same way: in the backward of each replica they are
         the sum, or mean, of what all replicas' losses say. Other reductions carry no gradient.
@@ -134,7 +135,7 @@ class ReplicaContext(WithWaysOut):
             CollectiveError: another replica is somewhere else, or has failed.
         """
         op = ReduceOp(op)
-        value = map_values(value, lambda leaf: addend(as_tensor(leaf)) if op is ReduceOp.SUM else as_tensor(leaf))
+        value = map_values(value, lambda leaf: operand(op, as_tensor(leaf)))
         if self._is_alone:
             return value
         what = f"all_reduce {op.value} of {outline(value)}"

@@ -237,8 +237,6 @@ def test_a_maximum_carries_no_gradient(two: Several) -> None:
 def test_what_cannot_be_reduced_is_refused(two: Several) -> None:
     with pytest.raises(ConfigurationError, match=r"replica 0 has \[1\] float32 and replica 1 has \[2\] float32"):
         two.each(lambda c: c.all_reduce(ReduceOp.SUM, torch.ones(c.replica_id_in_sync_group + 1)))
-    with pytest.raises(ConfigurationError, match=r"the mean of torch.int64"):
-        two.each(lambda c: c.all_reduce(ReduceOp.MEAN, 3))
     assert [value.item() for value in two.each(lambda c: c.all_reduce(ReduceOp.SUM, 3))] == [6, 6]
 
 
@@ -247,6 +245,14 @@ def test_the_sum_of_booleans_is_their_number(num_workers: int, num_local: int) -
     results = on_layout(num_workers, num_local, lambda context: context.all_reduce(ReduceOp.SUM, torch.tensor(True)))
     assert [result.item() for result in results] == [num_workers * max(num_local, 1)] * len(results)
     assert all(result.dtype is torch.int64 for result in results)
+
+
+@layouts
+def test_the_mean_of_integers_is_of_the_default_dtype(num_workers: int, num_local: int) -> None:
+    """It was as it came with one replica, and refused with several."""
+    results = on_layout(num_workers, num_local, lambda c: c.all_reduce("MEAN", c.replica_id_in_sync_group))
+    mean = (num_workers * max(num_local, 1) - 1) / 2
+    assert [(result.item(), result.dtype) for result in results] == [(mean, torch.float32)] * len(results)
 
 
 # -- all_gather -----------------------------------------------------------------------------------------------------
