@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,13 @@ class Seen:
     """The values of dictionaries as they were; tells which have been replaced.
 
     Quick, because everything is looked at in every run: 25 ns a value.
+
+    Args:
+        dictionaries: gives them, as many each time: ``del`` of an ``nn.Sequential`` puts another one in the place of
+            that of its modules.
     """
 
-    def __init__(self, dictionaries: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, dictionaries: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         self._now = dictionaries
         self._then: list[dict[str, Any]] = []
         self._values: list[Any] = []
@@ -36,12 +40,12 @@ class Seen:
     def record(self) -> None:
         """They are as they should be."""
         if not self.is_same():
-            self._then = list(map(dict, self._now))
+            self._then = list(map(dict, self._now()))
             self._values = [*itertools.chain.from_iterable(map(dict.values, self._then)), _END]
 
     def is_same(self) -> bool:
         """Whether every name has the object that it had."""
-        values = map(operator.methodcaller("values"), self._now)
+        values = map(operator.methodcaller("values"), self._now())
         now = itertools.chain(itertools.chain.from_iterable(values), (_END,))
         return all(map(operator.is_, now, self._values)) and bool(self._values)
 
@@ -49,7 +53,7 @@ class Seen:
         """Which dictionary, and a name in it that is new, has gone or has another value."""
         if self.is_same():
             return
-        for index, (now, then) in enumerate(zip(self._now, self._then, strict=True)):
+        for index, (now, then) in enumerate(zip(self._now(), self._then, strict=True)):
             for name in {**then, **now}:
                 if name not in now or name not in then or now[name] is not then[name]:
                     yield index, name
@@ -153,9 +157,10 @@ class ModelChanges:
         self._device = device
         self._modules = list(zip(*(model.modules() for model in models), strict=True))
         firsts = [first for first, *_ in self._modules]
-        self._attributes = Seen(list(map(vars, firsts)))
-        self._structure = Seen([values for first in firsts for values in (first._parameters, first._modules)])
-        self._buffers = Seen([first._buffers for first in firsts])
+        attributes = list(map(vars, firsts))
+        self._attributes = Seen(lambda: attributes)
+        self._structure = Seen(lambda: [own[name] for own in attributes for name in ("_parameters", "_modules")])
+        self._buffers = Seen(lambda: [own["_buffers"] for own in attributes])
         self._hooks = HookChanges(self._modules)
         self._parameters = list(zip(*(model.parameters() for model in models), strict=True))
         self._gradient_hooks = GradientHookChanges(self._parameters)
@@ -237,8 +242,8 @@ class ModelChanges:
         path = next(path for path, part in self._models[0].named_modules() if part is self._modules[index // 2][0])
         raise ConfigurationError(
             f"{path}{path and '.'}{name} of {type(self._models[0]).__name__} was added, replaced or removed after "
-            "strategy.prepare, so the other replicas and the optimizers do not have it; build the whole model, then "
-            "prepare it"
+            "strategy.prepare, so the other replicas and the optimizers do not have it: undo that, for nothing runs "
+            "before; build a model whole, then prepare it"
         )
 
     def _find_others(self) -> list[tuple[torch.Tensor, ...]]:
@@ -256,7 +261,7 @@ class OptimizerChanges:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], copies: Sequence[Copies]) -> None:
         self._optimizers = optimizers
         self._copies = copies
-        self._attributes = Seen([vars(optimizers[0])])
+        self._attributes = Seen(lambda: [vars(optimizers[0])])
         self._hooks = HookChanges([optimizers])
 
     def record(self) -> None:

@@ -314,6 +314,22 @@ def test_the_structure_is_fixed(replicas: Replicas, own: Net, change: Callable[[
             replicas.run(lambda _: None)
 
 
+def test_a_structure_that_is_undone_runs_again(replicas: Replicas, own: Net) -> None:
+    """``del`` of an nn.Sequential gives it another dictionary, in which no change was seen any more."""
+    model = replicas.prepare(own)
+    last = own.body[1]
+    for time in range(2):
+        del own.body[1]
+        with pytest.raises(ConfigurationError, match=r"body\.1 of Net was .* nothing runs before"):
+            replicas.run(lambda _: None)
+        own.body.append(last)
+        replicas.run(lambda _: None)
+        assert equal(*replicas.copies(model)), time
+    own.body[0] = nn.Linear(4, 4)
+    with pytest.raises(ConfigurationError, match=r"body\.0 of Net was"):
+        replicas.run(lambda _: None)
+
+
 def test_what_an_error_kept_back_is_carried_later(replicas: Replicas, own: Net) -> None:
     model = replicas.prepare(own)
     model.start_again()
