@@ -35,7 +35,7 @@ from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps.checks import check_prepared, check_step
-from stratagem.strategy.ps.schedules import follow, keep_up, warn_of_unprepared
+from stratagem.strategy.ps.schedules import follow, keep_up, push_of, warn_of_unprepared
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
@@ -107,6 +107,8 @@ class ParameterServerStrategy(Strategy):
         self.servers: Servers = Servers(self._runtime, self._groups, self.staleness, self.device, self._pull_all)
         watch_torch()
         self.prepared: Prepared = Prepared(has_nested=False)
+        self._known: dict[int, Any] = {}
+        """What has been prepared, by identity."""
         self._num_datasets = 0
         self._units: list[LeasedUnits] = []
         self._metrics: list[UnitListener] = []
@@ -157,13 +159,13 @@ class ParameterServerStrategy(Strategy):
         return self._runtime.task
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
-        check_prepared(objects, preparation)
-        models = [item for item in objects if isinstance(item, torch.nn.Module)]
-        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        fresh = {id(item): item for item in objects if id(item) not in self._known}
+        check_prepared([*fresh.values()], preparation)
+        models = [item for item in fresh.values() if isinstance(item, torch.nn.Module)]
+        optimizers = [item for item in fresh.values() if isinstance(item, torch.optim.Optimizer)]
         for model in models:
             move_original(model, self.device, optimizers)
         preparation.compile(models)
-
         watch = BackwardWatch(self._runtime.meter)
 
         def on_backward() -> None:
@@ -171,13 +173,16 @@ class ParameterServerStrategy(Strategy):
             refuse_divided(preparation)
             self._tracker.backward()
 
-        for push in self._groups.create(models, optimizers, preparation, on_backward):
+        # An optimizer may come later, with a model whose parameters were frozen.
+        named = [item for item in objects if isinstance(item, torch.nn.Module)] if optimizers else models
+        for push in self._groups.create(named, optimizers, preparation, on_backward):
             self.prepared.add_optimizer(push.optimizer, parameters_of(push.optimizer), fixed=True)
             self._attach(push)
         self.prepared.add(parameter for model in models for parameter in model.parameters())
-        for item in objects:
+        for item in fresh.values():
             if isinstance(item, LRScheduler):
                 self._pace(item)
+        self._known.update(fresh)
         return objects
 
     def _prepare_metric(self, metric: Any) -> None:
@@ -188,20 +193,15 @@ class ParameterServerStrategy(Strategy):
         self._metrics += made
 
     def _pace(self, scheduler: LRScheduler) -> None:
-        pushes = [push for push in self._groups.pushes if push.optimizer is scheduler.optimizer]
-        if not pushes:
-            raise ConfigurationError(
-                f"{type(scheduler).__name__} moves the settings of an optimizer that is not prepared; prepare the "
-                "optimizer with it or before it"
-            )
+        push = push_of(scheduler, self._groups.pushes)
 
         def is_in_loop() -> bool:
             return not self._units or any(units.is_read for units in self._units)
 
         if self.staleness > 0:
-            follow(scheduler, pushes[0], is_in_loop)
+            follow(scheduler, push, is_in_loop)
         else:
-            self._missed.append(keep_up(scheduler, pushes[0], is_in_loop, lambda: self._newest[0]))
+            self._missed.append(keep_up(scheduler, push, is_in_loop, lambda: self._newest[0]))
 
     def _attach(self, push: GradientPush) -> None:
         """The ps step in the stead of the optimizer, which goes on with a copy of itself that has no parameters."""

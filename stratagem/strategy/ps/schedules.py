@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from stratagem.errors import ConfigurationError
 from stratagem.worker.push.gradient_push import GradientPush
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,21 @@ class _SchedulePace:
         times = max(0, (self._num_calls + 1) * self.num_applied - self._num_calls)
         self.restart()
         return times
+
+
+def push_of(scheduler: LRScheduler, pushes: Sequence[GradientPush]) -> GradientPush:
+    """What pushes for the optimizer of a scheduler.
+
+    Raises:
+        ConfigurationError: none does.
+    """
+    for push in pushes:
+        if push.optimizer is scheduler.optimizer:
+            return push
+    raise ConfigurationError(
+        f"{type(scheduler).__name__} moves the settings of an optimizer that is not prepared; prepare the optimizer "
+        "with it or before it"
+    )
 
 
 def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], bool]) -> None:

@@ -53,6 +53,8 @@ class VariableGroups:
         """In the order in which they were shared out; those of a ``prepare`` under way may not be on the ps yet."""
         self._all: list[RemoteVariables] = []
         self._tables: list[RemoteTable] = []
+        self._held: dict[int, tuple[str, torch.Tensor]] = {}
+        """By identity: name and tensor of what an optimizer changes, of tables, and of what would get gradients."""
         self._alone: set[RemoteVariables] = set()
         """That no optimizer changes, and got gradients since somebody looked."""
         self._num_models = 0
@@ -83,11 +85,10 @@ class VariableGroups:
         ``on_backward`` is called in a backward whenever a gradient was accumulated."""
         self._refuse_trained(optimizers)
         names = self._names(models)
-        there = {id(table.handle) for table in self._tables}  # of an earlier call: they keep their rows
+        taken = set(self._held)  # of an earlier call: the ps keep them
         found = (table for model in models for table in tables_of(model))
-        every = {id(table.handle): table for table in found if id(table.handle) not in there}
+        every = {id(table.handle): table for table in found if id(table.handle) not in taken}
         trained: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter], RemoteVariables, list[RemoteTable]]] = []
-        taken = set(there)
         num_placed = len(self._placed)
         for optimizer in optimizers:
             check_optimizer(optimizer)
@@ -106,12 +107,8 @@ class VariableGroups:
             if identity not in taken:
                 self._place_table(table, names[identity], 0, "", on_backward)
                 taken.add(identity)
-        rest = {
-            id(tensor): (names[id(tensor)], tensor, 0)
-            for model in models
-            for tensor in (*model.parameters(), *_saved_buffers(model))
-            if id(tensor) not in taken
-        }
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *_saved_buffers(model))]
+        rest = {id(tensor): (names[id(tensor)], tensor, 0) for tensor in tensors if id(tensor) not in taken}
         if rest:
             kept = self._place([*rest.values()], "")
             alone = [(name, tensor) for name, tensor, _ in rest.values() if tensor.requires_grad]
@@ -119,6 +116,8 @@ class VariableGroups:
             for _, tensor in alone:
                 tensor.register_post_accumulate_grad_hook(lambda _: self._alone.add(kept))
         self._create(self._placed[num_placed:])
+        held = [tensor for tensor in tensors if tensor.requires_grad or id(tensor) in taken]
+        self._held = {id(tensor): (names[id(tensor)], tensor) for tensor in held} | self._held
         pushes = []
         for optimizer, parameters, variables, tables in trained:
             state = OptimizerState(variables, optimizer, parameters, self._runtime.may_assign, self.reconnect)
@@ -132,20 +131,23 @@ class VariableGroups:
 
     def _refuse_trained(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Of a second ``prepare``, which would train a variable of another name in the same memory."""
-        known = {id(tensor): name for name, tensor in self.optimized}
+        trained = {id(tensor) for variables in self._all if variables.optimizer for _, tensor in variables.named}
         tables = {id(table.handle) for table in self._tables}
         for parameter in [one for each in optimizers for one in parameters_of(each)]:
-            if id(parameter) in tables:
+            if id(parameter) not in self._held:
+                continue
+            name = self._held[id(parameter)][0]
+            if id(parameter) not in trained:
                 raise ConfigurationError(
-                    f"table {known[id(parameter)]} is prepared already, and its parameter servers keep what changes "
-                    "its rows, or that nothing does: give the layer and its optimizer to one strategy.prepare"
+                    f"{'table ' if id(parameter) in tables else ''}{name} is prepared already, and its parameter "
+                    "servers keep what changes it, or that nothing does: give the layer and its optimizer to one "
+                    "strategy.prepare, or compile an sg.Model with it first"
                 )
-            if id(parameter) in known:
-                raise ConfigurationError(
-                    f"{known[id(parameter)]} is prepared, or compiled, with an optimizer already, and its parameter "
-                    "servers keep that one: set the learning rate (optimizer.param_groups, model.learning_rate), or "
-                    "prepare a copy, copy.deepcopy(module), which begins with the weights that it has here"
-                )
+            raise ConfigurationError(
+                f"{name} is prepared, or compiled, with an optimizer already, and its parameter servers keep that one: "
+                "set the learning rate (optimizer.param_groups, model.learning_rate), or prepare a copy, "
+                "copy.deepcopy(module), which begins with the weights that it has here"
+            )
 
     @property
     def optimized(self) -> list[tuple[str, torch.Tensor]]:

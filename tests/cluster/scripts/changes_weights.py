@@ -16,7 +16,12 @@ def loaded(strategy: sg.Strategy) -> None:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD([model.weight], 0.0)  # the bias gets gradients, and stays
     model, optimizer = strategy.prepare(model, optimizer)
+    again = (*strategy.prepare(model, optimizer), strategy.prepare(model))
+    assert all(one is other for one, other in zip(again, (model, optimizer, model), strict=True)), again
     strategy.load_once(lambda: nn.init.constant_(model.weight, 7.0))
+    if sys.argv[1] == "optimizer later":
+        strategy.prepare(alone := nn.Linear(2, 1))
+        strategy.prepare(alone, torch.optim.SGD(alone.parameters(), 0.1))
     if sys.argv[1] == "prepared twice":
         strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     num_examples = 7 if sys.argv[1] == "uneven batches" else 40
