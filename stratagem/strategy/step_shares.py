@@ -113,5 +113,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         for item in value:
             yield from _tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in vars(value).values():  # PerReplica is one too
-            yield from _tensors(item)
+        for field in dataclasses.fields(value):  # PerReplica is one too; one with slots has no vars()
+            yield from _tensors(getattr(value, field.name, None))

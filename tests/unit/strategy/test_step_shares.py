@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -45,3 +46,15 @@ def test_batches_whose_shares_are_unlike(weights: bool) -> None:
     with pytest.raises(sg.ConfigurationError, match=r"several datasets, of which .* unlike shares .*set_weight"):
         _trained(mirrored, (11, 8))
     assert torch.allclose(_trained(mirrored, (11, 4), drop_last=True), _trained(one, (11, 4), drop_last=True))
+
+
+def test_a_batch_that_is_a_dataclass_with_slots() -> None:
+    @dataclasses.dataclass(slots=True)
+    class Batch:
+        x: torch.Tensor
+
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    for batch in strategy.distribute_dataset([Batch(torch.arange(3.0))]):
+        mean = strategy.reduce_mean(strategy.run(lambda part: part.x.mean(), args=(batch,)))
+        assert mean.item() == 1.0, "not weighted by the shares of 2 and 1"
+    strategy.close()
