@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -67,8 +68,8 @@ class ChaosInjector:
         self._moved_at = 0.0
         self._steps: dict[TaskId, int] = {}
         self._pids: dict[str, int] = {}
-        self._until: dict[TaskId, float] = {}
-        self._slowed: dict[TaskId, tuple[float, float]] = {}
+        self._paused: dict[TaskId, float] = {}  # until when
+        self._slowed: dict[TaskId, tuple[float, float, float]] = {}  # since and until when, by which factor
         suffer = set() if not drawn else set(tasks)
         suffer |= {task for event in events if event.verb in ON_CONNECTIONS for task in event.targets}
         called = {server for _, server in connections(tasks)} & suffer
@@ -97,14 +98,17 @@ class ChaosInjector:
             self._watch(status, now)
             for event in self._due(now):
                 self._fire(event, now, status, processes)
-        for task, until in [*self._until.items()]:
-            if now >= until:
-                self._go_on(task, processes)
-        return min([self._duty(now, processes), *(until - now for until in self._until.values())], default=1.0)
+        ends = [*self._paused.items(), *((task, until) for task, (_, until, _) in self._slowed.items())]
+        ended = {task for task, until in ends if now >= until}
+        self._paused = {task: until for task, until in self._paused.items() if now < until}
+        self._slowed = {task: slowed for task, slowed in self._slowed.items() if now < slowed[1]}
+        for task in processes.keys() & (ended - self._paused.keys()):
+            processes[task].send(signal.SIGCONT)
+        return min([self._duty(now, processes), *(until - now for _, until in ends if now < until)])
 
     def let_go(self, processes: Mapping[TaskId, TaskProcess]) -> None:
         """The job does not run at present: whoever is stopped goes on, to end as it is told to."""
-        for task in processes.keys() & {*self._until, *self._slowed}:
+        for task in processes.keys() & {*self._paused, *self._slowed}:
             processes[task].send(signal.SIGCONT)
 
     def records(self, updates_lost: int) -> list[dict[str, Any]]:
@@ -177,30 +181,25 @@ class ChaosInjector:
                     suffer = relay.hold if event.verb == "cut" else relay.reset
                     fired.connections += suffer(event.for_s or 0.0, str(client))
             return
+        until = math.inf if event.for_s is None else now + event.for_s
         if event.verb == "slow":
-            self._slowed[target] = now, event.factor
-        if event.for_s is not None:
-            self._until[target] = now + event.for_s
+            self._slowed[target] = now, until, event.factor
+        elif event.verb == "pause":
+            self._paused[target] = until
         signals = {"kill": signal.SIGKILL, "stop": signal.SIGTERM, "pause": signal.SIGSTOP}
         if event.verb in signals:
             processes[target].send(signals[event.verb])
 
     def _duty(self, now: float, processes: Mapping[TaskId, TaskProcess]) -> float:
-        """Stops and continues the slowed ones."""
+        """Stops and continues the slowed ones that are not paused."""
         again_s = 1.0
-        for task, (since, factor) in self._slowed.items():
-            if task not in processes:
+        for task, (since, _, factor) in self._slowed.items():
+            if task not in processes or task in self._paused:
                 continue
             place, run_s = (now - since) % SLOW_PERIOD_S, SLOW_PERIOD_S / factor
             processes[task].send(signal.SIGCONT if place < run_s else signal.SIGSTOP)
             again_s = min(again_s, (run_s if place < run_s else SLOW_PERIOD_S) - place)
         return again_s
-
-    def _go_on(self, task: TaskId, processes: Mapping[TaskId, TaskProcess]) -> None:
-        self._until.pop(task, None)
-        self._slowed.pop(task, None)
-        if task in processes:
-            processes[task].send(signal.SIGCONT)
 
 
 def chaos_words(records: Sequence[Mapping[str, Any]]) -> str:

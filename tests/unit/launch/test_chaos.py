@@ -114,6 +114,23 @@ def test_what_was_told_to_be_lost_at_the_end_is_of_the_last_fault() -> None:
     assert (fired["updates_lost"], waits) == (5, {"event": "kill ps:1@step=9"})
 
 
+def test_a_slowed_task_can_be_paused_and_is_slow_again_afterwards() -> None:
+    """The slowness woke it in its pause, and ended with that."""
+    process = Mock(spec=TaskProcess, pid=7)
+    injector = ChaosInjector("slow ps:0 x4; pause ps:0@1s for=1s", TASKS, Mock(), has_copies=False)
+    status = StatusView(tasks=(TaskState("worker:0", "live", step=1),))
+
+    def sent(*times: float) -> set[int]:
+        process.send.reset_mock()
+        for now in times:
+            injector.tick(now, status, {PS0: process})
+        return {call.args[0] for call in process.send.call_args_list}
+
+    assert sent(0.0, 0.51) == {signal.SIGCONT, signal.SIGSTOP}
+    assert sent(1.0, 1.21, 1.41, 1.99) == {signal.SIGSTOP}
+    assert sent(2.01, 2.12, 5.01, 5.12) == {signal.SIGCONT, signal.SIGSTOP}
+
+
 @pytest.fixture
 def echo() -> Iterator[str]:
     """A server that sends back what it gets."""
