@@ -42,7 +42,8 @@ def make_process_group(given: Any, options: CommunicationOptions | None = None) 
     ``options``: the script's ``pg_options``, else as the variables ``STRATAGEM_…`` of a worker say.
 
     Raises:
-        ConfigurationError: ranks want different things, or cannot reach each other; ``options`` are another backend's.
+        ConfigurationError: ranks want different things, or cannot reach each other; ``options`` are another backend's;
+            compression is asked for.
         ClusterTimeoutError: a rank does not come.
     """
     check_kind(options, CommunicationOptions, NoneType)
@@ -58,6 +59,11 @@ def form(
         raise ConfigurationError(f"there is no rank {rank} among {len(ranks)}: RANK goes from 0 to WORLD_SIZE - 1")
     tasks = [f"worker:{each}" for each in ranks]
     config = _config(tasks[rank])
+    if options is None and config.compression:
+        raise ConfigurationError(
+            f"compression {config.compression!r} (--compression, STRATAGEM_COMPRESSION) is for the ring of a strategy: "
+            "leave it out, and give DDP a communication hook, or this group pg_options=sg.CommunicationOptions()"
+        )
     options = options or CommunicationOptions(
         transport=config.transport,
         wire_dtype=config.wire_dtype,
