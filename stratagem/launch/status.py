@@ -41,7 +41,10 @@ def chief_from_environment(named: str | None, otherwise: str = "") -> str:
         return placement.cluster.chief_address
     if found := os.environ.get("STRATAGEM_CHIEF") or otherwise:
         return found
-    raise ClusterSpecError("which job? Name its chief: --chief host:port, --cluster FILE or TF_CONFIG")
+    raise ClusterSpecError(
+        'which job? Name its chief, host:port (--chief, STRATAGEM_CHIEF, sg.status_widget("host:port")), or its '
+        "cluster (--cluster FILE, TF_CONFIG)"
+    )
 
 
 def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> StatusView:

@@ -148,7 +148,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["run", "--ps", "1", "--strategy", "one", __file__], "the cluster has 1 ps"),
         (["run", "--workers", "2", "--strategy", "one", __file__], "the cluster has 2 workers"),
         (["run", "--ps", "1", "--strategy", "ring", __file__], "without parameter servers"),
-        (["status"], "which job?"),
+        (["status"], 'which job? Name its chief, host:port (--chief, STRATAGEM_CHIEF, sg.status_widget("host:port"))'),
         (["status", "--chief", "nonsense"], "expected an address"),
         (["run", "--wrokers", "2", "x.py"], "No such option"),
         (["run", "--replicas", "2", "x.py"], "--replicas 2: say what the replicas are: --workers 2"),
