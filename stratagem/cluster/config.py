@@ -41,7 +41,7 @@ class RoleConfig(pydantic.BaseModel):
     log_format: Literal["text", "json"] = "text"
     """Form of the log lines on stderr."""
     max_message_bytes: int = pydantic.Field(default=64 << 20, ge=1 << 16, le=MAX_COUNT)
-    """Largest gRPC message accepted, in bytes. Payload travels in frames of about 1 MiB; control messages are small."""
+    """Largest gRPC message accepted, in bytes. Payload travels in frames (a worker's frame_bytes)."""
     peer_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """Seconds to wait for a peer that restarts before giving up with its name."""
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
