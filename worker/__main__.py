@@ -11,14 +11,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from stratagem.checkpoint.ended import note_leaving
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import StratagemError
+from stratagem.errors import FencedError, StratagemError
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
@@ -161,8 +161,11 @@ def _end_at_once(exit_code: int) -> None:
 
 def _write_report(outcome: Outcome) -> None:
     """Leaves the counts of this worker where the launcher asked for them; after a failure what it did last, too."""
-    path, meter = os.environ.get(REPORT_VARIABLE), active_meter()
-    end = {"follows": outcome.follows, "has_stepped": job_script.has_stepped()} if outcome.exit_code else {}
+    path, meter, runtime = os.environ.get(REPORT_VARIABLE), active_meter(), active_runtime()
+    end: dict[str, Any] = {}
+    if outcome.exit_code:
+        was_fenced = runtime is not None and isinstance(runtime.session.stopped, FencedError)
+        end = {"follows": outcome.follows, "has_stepped": job_script.has_stepped(), "was_fenced": was_fenced}
     if path and (meter is not None or end):
         counts = meter.report() | ({"flight": FLIGHT.lines()} if end else {}) if meter is not None else {}
         Path(path).write_text(json.dumps(counts | end))

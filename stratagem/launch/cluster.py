@@ -202,7 +202,9 @@ class LocalCluster:
         chief = process if task == self.chief else self._processes.get(self.chief)
         if chief is not None and chief.returncode == EXIT_FAILED:
             self.supervisor.broken()
-        if read_report(self.folders.report(task)).get("has_stepped"):  # the chief may know of it by the next batch only
+        report = read_report(self.folders.report(task))
+        # The chief may know of a step by the next batch only; and who stood still before its first is no broken script.
+        if report.get("has_stepped") or report.get("was_fenced"):
             self.supervisor.stepped([task])
         if task == self.chief and code == EXIT_DONE:
             self._note_goodbyes(now)

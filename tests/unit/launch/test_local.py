@@ -225,11 +225,13 @@ def test_who_failed_because_of_another_is_not_named_though_it_ended_first(case: 
     assert case.summary["first_failure"]["task"] == "worker:1"
 
 
-def test_a_step_that_only_the_report_knows_of_counts_in_the_life_that_made_it(case: Case) -> None:
+@pytest.mark.parametrize("report", ["has_stepped", "was_fenced"])
+def test_a_step_that_only_the_report_knows_of_counts_in_the_life_that_made_it(case: Case, report: str) -> None:
+    """And so does that the chief had taken the worker for lost: its script did not fail by itself."""
     case.programs["worker:0"] = (
         "import glob, os, sys\n[root] = glob.glob(sys.argv[1] + '/state/stratagem-run-*')\n"
         "if os.environ['LIFE'] == '1':\n"
-        "    open(root + '/report-worker-0.json', 'w').write('{\"has_stepped\": true}')\nsys.exit(1)\n"
+        f"    open(root + '/report-worker-0.json', 'w').write('{{\"{report}\": true}}')\nsys.exit(1)\n"
     )
     case.programs["worker:1"] = WAIT
     assert case.run() == 1
