@@ -95,12 +95,13 @@ class Recovery(ChiefPart):
         return committed
 
     async def carry_out(self, removal: Removal) -> list[Unit]:
-        """Journals and tells every ps what a removal closed, then makes its units pending; returns those."""
+        """Journals and tells every ps what a removal closed, then accepts what is accepted by it, and makes its other
+        units pending; returns those. Not before: a chief that follows would not know that somebody was told."""
         for closing in removal.closings:
             self._journal.write("close_step", step=closing.step, included=encode_units(closing.included))
         for closing in removal.closings:
             await self._ps_pool.insist_all(operator.methodcaller("close_step", closing))
-        self.accepted(removal.accepted)
+        self.accepted(self._lease_book.mark_accepted(removal.accepted))
         back = self._lease_book.give_back(removal.returned)
         self._changed.notify()
         return back
@@ -151,7 +152,7 @@ class Recovery(ChiefPart):
             ]
             removal = self._lease_book.remove([*own, *early], {})
             removal.returned = {unit: who for unit, who in removal.returned.items() if unit not in early}
-            removal.accepted += self._lease_book.mark_accepted(early)
+            removal.accepted += early
             await self.carry_out(removal)
         if missing:
             logger.warning("%d units of %s are computed again: a restore undid them", len(missing), incarnation)

@@ -275,13 +275,13 @@ class LeaseBook:
         return self.remove([Unit(dataset, epoch, index) for index in leases.held_by(incarnation)], {})
 
     def remove(self, units: Sequence[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
-        """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`.
+        """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`, or
+        :meth:`mark_accepted`.
         ``committed``: at staleness 0, ordinals of their updates that some ps has committed or applied."""
         removal = self.steps.remove(units, committed)
         gone = (unit for unit in units if self.steps.find(unit) is None)
         returned = {*removal.returned, *gone}.difference(removal.accepted)
         removal.returned = {unit: self._holder(unit) for unit in sorted(returned)}
-        removal.accepted = self.mark_accepted(removal.accepted)
         return removal
 
     def is_reserved(self, unit: Unit, incarnation: Incarnation) -> bool:

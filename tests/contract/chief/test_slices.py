@@ -100,6 +100,35 @@ async def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path:
             await worker.die()
 
 
+async def test_a_slice_that_stays_in_its_step_is_accepted_once_every_ps_has_heard_it() -> None:
+    """Workers were told that the epoch was over, and a chief that followed, which did not know of it, waited for it."""
+    asked, heard = asyncio.Event(), asyncio.Event()
+
+    class Slow(FakePs):
+        async def CloseStep(self, request: Any, context: Any) -> Any:
+            asked.set()
+            await heard.wait()
+            return await super().CloseStep(request, context)
+
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(num_ps=1))
+        server = await stack.enter_async_context(ps(running.address, Slow(0)))
+        workers = [Task(running.address, f"worker:{index}") for index in range(2)]
+        for worker in workers:
+            await worker.ready()
+            await worker.open(**SYNC)
+            await worker.next()
+        await workers[0].next([0], want=0, wait=False)
+        server.committed_slices = [(1, Unit(1, 0, 1))]
+        await workers[1].die()
+        await until(asked.is_set)
+        accepted = running.job.lease_book.epoch(1, 0).accepted
+        assert 1 not in accepted
+        heard.set()
+        await until(lambda: 1 in accepted and 1 in running.job.journal.history.accepted[1, 0])
+        await workers[0].die()
+
+
 async def test_a_slice_that_was_closed_out_of_its_step_comes_in_a_later_one(tmp_path: Path) -> None:
     """A chief that followed believed a worker that the step had it still, and leased it in that: no ps took it."""
     server = FakePs(0)

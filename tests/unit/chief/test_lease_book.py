@@ -134,7 +134,7 @@ class LendingMachine(RuleBasedStateMachine):
         )
         for closing in removal.closings:
             self.ps.close(closing)
-        self.accepted += removal.accepted
+        self.accepted += self.lease_book.mark_accepted(removal.accepted)
         self.lease_book.give_back(removal.returned)
 
     @rule(index=st.integers(0, 2), want=st.integers(1, 2), lose_reply=st.booleans())
