@@ -143,7 +143,11 @@ class Recovery(ChiefPart):
             described = [each for each in (await self._ps_pool.describe()).values() if each.initialized]
             halves = unfinished_units(described, self._lease_book.steps.per_unit)
             missing = [
-                unit for unit in doubtful if has(halves, unit) or not all(each.ordinals(unit) for each in described)
+                unit
+                for unit in doubtful
+                if has(halves, unit)
+                or not all(each.ordinals(unit) for each in described)
+                or self._lease_book.holder(unit) not in (None, incarnation)  # whose updates these are
             ]
             own = [unit for unit in missing if unit in self._lease_book.held(incarnation)]
             # The checkpoint has it, and it is in another step by now, which nobody has told its worker of.

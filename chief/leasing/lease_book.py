@@ -281,7 +281,7 @@ class LeaseBook:
         removal = self.steps.remove(units, committed)
         gone = (unit for unit in units if self.steps.find(unit) is None)
         returned = {*removal.returned, *gone}.difference(removal.accepted)
-        removal.returned = {unit: self._holder(unit) for unit in sorted(returned)}
+        removal.returned = {unit: self.holder(unit) for unit in sorted(returned)}
         return removal
 
     def is_reserved(self, unit: Unit, incarnation: Incarnation) -> bool:
@@ -299,12 +299,13 @@ class LeaseBook:
 
     def give_back(self, holders: Mapping[Unit, Incarnation | None]) -> list[Unit]:
         """Makes units pending that are (still) leased to those who had them; returns them."""
-        back = [unit for unit, holder in holders.items() if holder is not None and holder == self._holder(unit)]
+        back = [unit for unit, holder in holders.items() if holder is not None and holder == self.holder(unit)]
         for unit in back:
             self.epoch(unit.dataset, unit.epoch).give_back(unit.index)
         return back
 
-    def _holder(self, unit: Unit) -> Incarnation | None:
+    def holder(self, unit: Unit) -> Incarnation | None:
+        """To whom it is leased; None: to nobody."""
         lease = self.epoch(unit.dataset, unit.epoch).lease(unit.index)
         return None if lease is None else lease.incarnation
 

@@ -100,6 +100,31 @@ async def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path:
             await worker.die()
 
 
+async def test_a_report_of_before_all_went_back_says_nothing_of_what_another_worker_has_made_since(
+    tmp_path: Path,
+) -> None:
+    """All ps had the other's updates, so the report was believed, and the worker refused: its script ended."""
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        for worker in workers:
+            await worker.open(**SYNC)
+        await workers[0].next()
+        applied(servers, 1)  # by worker:0, whose report does not come through
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        async with ps(running.address, FakePs(1)) as reborn:
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            [theirs] = (await workers[1].next()).leases
+            assert theirs.unit.index == 1
+            applied([servers[0], reborn], 1)
+            await workers[0].next([1], want=0, wait=False)
+            accepted = running.job.lease_book.epoch(1, 0).accepted
+            assert 1 not in accepted
+            await workers[1].next([1], want=0, wait=False)
+            assert 1 in accepted
+
+
 async def test_a_slice_that_stays_in_its_step_is_accepted_once_every_ps_has_heard_it() -> None:
     """Workers were told that the epoch was over, and a chief that followed, which did not know of it, waited for it."""
     asked, heard = asyncio.Event(), asyncio.Event()
