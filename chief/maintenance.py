@@ -69,7 +69,7 @@ class Maintenance(ChiefPart):
             self._start(self._watch)
         elif self._next_save_at is not None and self._clock() >= self._next_save_at:
             self._start(self._save)
-        elif {str(ps.task) for ps in self._sessions.ps if ps.bytes_held}.difference(self._journal.history.initialized):
+        elif self._holding.difference(self._journal.history.initialized):
             self._start(self._watch)  # one that held nothing has something now, of a model that was prepared since
 
     async def first_checkpoint(self, caller: Incarnation, num_groups: int) -> None:
@@ -95,7 +95,12 @@ class Maintenance(ChiefPart):
             if self._num_groups is not None and self._num_groups < num_groups:
                 raise StaleStoreError("a ps came back from before a model was prepared; attach to all again")
         if self._num_groups is None or self._num_groups < num_groups or self._lacking:
-            await self._watch()  # the same, before an update can be lost that nobody leases
+            await self._watch()  # as by heartbeats, and before any update of what was prepared since
+
+    @property
+    def _holding(self) -> set[str]:
+        """ps that are here and hold something, as they say."""
+        return {str(ps.task) for ps in self._sessions.ps if ps.open and ps.bytes_held}
 
     @property
     def _has_first(self) -> bool:
