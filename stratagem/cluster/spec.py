@@ -22,10 +22,14 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     valid_host = bool(host) and (bracketed or ":" not in host) and not any(c.isspace() or c == "/" for c in host)
-    valid_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
-    if not colon or not valid_host or not valid_port:
+    if not colon or not valid_host or not is_port(port):
         raise ClusterSpecError(f"expected an address like 'host:2222' ('[::1]:2222' for IPv6), got {address!r}")
     return (host[1:-1] if bracketed else host), int(port)
+
+
+def is_port(text: str) -> bool:
+    """Whether it is the number of a port, at most five digits: Python reads no number of thousands."""
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 
 
 def join_address(host: str, port: int) -> str:

@@ -8,7 +8,7 @@ import logging
 import socket
 from typing import Any
 
-from stratagem.cluster.spec import split_address
+from stratagem.cluster.spec import is_port, split_address
 from stratagem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
         ConfigurationError: with the ways out.
     """
     host, colon, port = bind.rpartition(":")
-    if not colon or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+    if not colon or not is_port(port):
         raise ConfigurationError(f"expected host:port to listen on, got {bind!r}")
     if insecure or tls or is_loopback(host):
         return
