@@ -119,10 +119,11 @@ class Maintenance(ChiefPart):
         """
         if not self._config.checkpoint_dir or not self._journal.history.initialized:
             return
-        newest = self.newest or self._found()
-        if newest is None or newest.lacks(await self._described()):
-            # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
-            await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=False)
+        async with self._first:  # else one that waits meanwhile finds another of its step in its way
+            newest = self.newest or self._found()
+            if newest is None or newest.lacks(await self._described()):
+                # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
+                self.saved(await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=False))
 
     async def save_loaded(self) -> CommittedCheckpoint | None:
         """What a worker has just loaded: a ps that is lost would come back with what was there before. None: there

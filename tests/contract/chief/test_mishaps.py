@@ -627,6 +627,22 @@ async def test_a_chief_that_leaves_saves_no_initial_values_of_some_ps_only(tmp_p
         await worker.die()
 
 
+async def test_a_chief_that_leaves_takes_the_first_checkpoint_and_nobody_takes_another(tmp_path: Path) -> None:
+    """Values were loaded between the two: the second one was refused, "it holds other weights", and ended the job."""
+    sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with cluster(initialized=False, **sizes) as (running, _, [server]):
+        maintenance = running.job._maintenance
+        running.job.journal.write("begun")
+        running.job.journal.write("initialized", tasks=["ps:0"])
+        server.save_gate.clear()
+        server.initialized = True
+        taken = asyncio.gather(maintenance.save_last(), maintenance._save_first())
+        await until(lambda: "save" in server.calls)
+        server.save_gate.set()
+        await taken
+        assert server.calls.count("save") == 1
+
+
 async def test_the_first_checkpoint_is_taken_again_where_a_script_prepares_one_model_after_the_other(
     tmp_path: Path,
 ) -> None:
