@@ -1,16 +1,21 @@
 """Jobs with random faults, one after the other: ``python -m tests.cluster.soak --minutes 30 [--first SEED]``.
 
 Each job counts examples on parameter servers while tasks are killed, stopped and slowed and connections are cut and
-reset (``stratagem run --chaos "random ..."``). It has to end well; what its variables lack must be what it told to be
-lost, to the example, in the last checkpoint, and no more of it in what its script saved, after which a ps may still
-lose some; no process and no shared memory may be left. The first that fails ends the soak, with the seed that makes the
-same faults again.
+reset (``stratagem run --chaos "random ..."``). Its seed says, too, over which lane, with copies of ps, a second chief,
+a table or two optimizers or without; who is told to end; and which other numbers of workers and ps are asked for. It
+has to end well; what its variables lack must be what it told to be lost, to the example, in the last checkpoint, and no
+more of it in what its script saved, after which a ps may still lose some; no process and no shared memory may be left.
+The first that fails ends the soak, with the seed that makes the same faults again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +24,51 @@ import click
 import torch
 
 import stratagem as sg
+from stratagem.errors import StratagemError
+from stratagem.launch.status import ask_to_scale
 from tests.cluster.conftest import Cluster, Finished
 from tests.conftest import is_of_others, shared_memory
 
 EVERY_S, BATCH, EPOCHS, DEADLINE_S = 2.5, 4, 4, 400.0
 STALENESS = ("inf", "2", "0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a job is, and what happens to it."""
+
+    staleness: str
+    chaos: str
+    flags: tuple[str, ...]
+    arguments: tuple[str, ...]
+    numbers: tuple[tuple[float, int, int], ...]
+    """After how many seconds which numbers of workers and ps are asked for; 0: as many as there are."""
+
+    def __str__(self) -> str:
+        words = [f"staleness {self.staleness}", *self.flags, *self.arguments, f'"{self.chaos}"']
+        return " ".join([*words, *(f"scale {workers}/{ps}@{at_s:.0f}s" for at_s, workers, ps in self.numbers)])
+
+
+def form_of(seed: int) -> Form:
+    """Of the job of a seed. Connections are cut and reset where they are gRPC's."""
+    chance, staleness = random.Random(seed), STALENESS[seed % len(STALENESS)]
+    transport = chance.choice(("grpc", "tcp", "shm"))
+    copied = staleness != "0" and chance.random() < 0.3
+    flags = ["--ps-replicas", "2"] * copied + ["--chiefs", "2"] * (chance.random() < 0.3)
+    flags += ["--transport", transport] * (transport != "grpc")
+    arguments = chance.choice(((), (), ("--table",), ("--optimizers", "2")))
+    tasks = ("chief", "worker:0", "worker:1", "ps:0", "ps:1")
+    faults = [f"stop {chance.choice(('chief', 'ps:0', 'ps:1'))}@{chance.uniform(2, 30):.0f}s" for _ in range(2)]
+    faults = faults[: chance.choice((0, 0, 1, 2))]
+    if transport == "grpc":
+        faults.append(f"random every={EVERY_S}s seed={seed}")
+    for _ in range(0 if transport == "grpc" else 10):
+        verb, lasts = chance.choice(("kill", "kill", "pause", "slow")), f" for={chance.uniform(1, 5):.1f}s"
+        how = {"kill": "", "pause": lasts, "slow": " x4" + lasts}[verb]
+        faults.append(f"{verb} {chance.choice(tasks)}@{chance.uniform(1, 40):.1f}s{how}")
+    numbers = [(chance.uniform(5, 40), chance.choice((0, 1, 3)), chance.choice((0, 1, 3))) for _ in range(2)]
+    numbers = sorted(numbers) if staleness != "0" and chance.random() < 0.4 else []
+    return Form(staleness, "; ".join(faults), tuple(flags), arguments, tuple(numbers))
 
 
 @click.command()
@@ -34,12 +79,12 @@ def main(minutes: float, first: int) -> None:
     end, num_faults, seed = time.monotonic() + 60 * minutes, 0, first
     print(f"seeds from {first} on", flush=True)
     while time.monotonic() < end:
+        form = form_of(seed)
         with tempfile.TemporaryDirectory(prefix="stratagem-soak-") as folder:
-            staleness = STALENESS[seed % len(STALENESS)]
-            done, wrong = run(Path(folder), seed, staleness)
+            done, wrong = run(Path(folder), seed, form)
         fired = [each for each in done.summary.get("chaos", []) if "after_s" in each]
         num_faults += len(fired)
-        told = f"seed {seed}, staleness {staleness}: {len(fired)} faults, {done.summary.get('restarts')} restarts, "
+        told = f"seed {seed}, {form}: {len(fired)} faults, {done.summary.get('restarts')} restarts, "
         told += f"{done.summary.get('updates_lost')} updates lost, longest standstill "
         told += f"{max((each['standstill_s'] for each in fired), default=0.0)} s, {done.summary.get('duration_s')} s"
         print(told + (f": {wrong}" if wrong else ""), flush=True)
@@ -51,25 +96,30 @@ def main(minutes: float, first: int) -> None:
     print(f"{seed - first} jobs, {num_faults} faults, none wrong")
 
 
-def run(folder: Path, seed: int, staleness: str) -> tuple[Finished, str]:
+def run(folder: Path, seed: int, form: Form) -> tuple[Finished, str]:
     """One job, and what is wrong with it."""
     out, checkpoints = folder / "out.pt", folder / "checkpoints"
-    script = ("--examples", "1200", "--epochs", str(EPOCHS), "--pause-s", "0.05", "--out", str(out))
-    chaos = f"random every={EVERY_S}s seed={seed}"
+    script = ("--examples", "1200", "--epochs", str(EPOCHS), "--pause-s", "0.05", "--out", str(out), *form.arguments)
     saving = ("--checkpoint-every-s", "2", "--checkpoint-dir", str(checkpoints))
-    flags = ("--chaos", chaos, "--max-restarts", "1000", "--staleness", staleness, *saving)
+    flags = ("--chaos", form.chaos, "--max-restarts", "1000", "--staleness", form.staleness, *saving, *form.flags)
     before = shared_memory()
     job = Cluster(folder, 2, 2, "count_examples.py", script, flags)
+    asked = [threading.Timer(at_s, _scale, (folder, workers, ps)) for at_s, workers, ps in form.numbers]
+    for each in asked:
+        each.start()
     try:
         done = job.finish(DEADLINE_S)
     finally:
         left = [process.pid for process in job.processes() if process.pid != job.process.pid]
         job.close()
+        for each in asked:
+            each.cancel()
+            each.join()
     if done.code != 0:
         return done, f"it ended with exit code {done.code}"
     told = BATCH * done.summary["updates_lost"]
     missing = _missing(sg.load_checkpoint(checkpoints))
-    if missing != told:
+    if missing != told and not 0 < missing < told * ("--table" in form.arguments):  # of a batch, a ps has a part
         return done, f"{missing:.0f} examples are missing in the last checkpoint, {told} were told to be lost"
     missing = _missing(torch.load(out, weights_only=True))
     if missing > told:
@@ -78,6 +128,13 @@ def run(folder: Path, seed: int, staleness: str) -> tuple[Finished, str]:
     if left or files:
         return done, f"left behind: processes {left}, shared memory {files}"
     return done, ""
+
+
+def _scale(folder: Path, num_workers: int, num_ps: int) -> None:
+    """As ``stratagem scale``, which may come while the chief is away or does this already."""
+    for address in folder.glob("state/*/chief/chief.address"):
+        with contextlib.suppress(StratagemError):
+            ask_to_scale(f"file:{address}", num_workers, num_ps, 5.0)
 
 
 def _missing(values: Mapping[str, torch.Tensor]) -> float:
