@@ -29,7 +29,7 @@ from stratagem.launch.status import ask_to_scale
 from tests.cluster.conftest import Cluster, Finished
 from tests.conftest import is_of_others, shared_memory
 
-EVERY_S, BATCH, EPOCHS, DEADLINE_S = 2.5, 4, 4, 400.0
+EVERY_S, BATCH, EPOCHS, DEADLINE_S = 2.5, 4, 4, 900.0
 STALENESS = ("inf", "2", "0")
 
 
