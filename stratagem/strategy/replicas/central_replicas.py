@@ -15,7 +15,7 @@ from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_replicas import SeveralReplicas
-from stratagem.strategy.replicas.mirrored import Meet, current, mirrored, original
+from stratagem.strategy.replicas.mirrored import current, mirrored, original
 from stratagem.strategy.replicas.mirrored_module import foreign
 from stratagem.strategy.replicas.mirrored_stepping import MirroredOptimizer
 from stratagem.strategy.replicas.mirrors import Mirrors
@@ -26,6 +26,8 @@ from stratagem.worker.step_meter import StepMeter
 
 class CentralReplicas(SeveralReplicas):
     """Implements :class:`LocalReplicas`: the user's objects stay in one place; replicas have copies of models alone."""
+
+    _mirrors: CentralMirrors
 
     def __init__(
         self,
@@ -40,15 +42,14 @@ class CentralReplicas(SeveralReplicas):
         self._num_seen = num_seen
         super().__init__(strategy, devices, ops, meter)
 
-    def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> Mirrors:
-        self._central = CentralMirrors(
+    def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> CentralMirrors:
+        return CentralMirrors(
             (self._parameter_device, *self.devices),
             lambda: None if (replica := current_replica()) is None else replica + 1,
             meet=self.replica_threads.meet,
             keep=lambda replica, memo: keep(replica - 1, memo),
             num_seen=self._num_seen,
         )
-        return self._central
 
     def on_replica(self, item: Any, replica: int) -> Any:
         return self._mirrors.copies_of(original(item))[replica + 1]
@@ -57,7 +58,7 @@ class CentralReplicas(SeveralReplicas):
         return optimizer if replica == 0 else None
 
     def parameters_of(self, optimizer: torch.optim.Optimizer, replica: int) -> list[nn.Parameter]:
-        return [self._central.twins_of(parameter)[replica] for parameter in parameters_of(optimizer)]
+        return [self._mirrors.twins_of(parameter)[replica] for parameter in parameters_of(optimizer)]
 
     def have_same_gradients(self, optimizer: torch.optim.Optimizer, replica: int) -> bool:
         return len({checksums(self.parameters_of(optimizer, each)) for each in range(len(self.devices))}) == 1
@@ -109,24 +110,13 @@ class CentralMirrors(Mirrors):
 
     def _install_optimizer(self, name: str, copies: list[Any]) -> Any:
         optimizer: torch.optim.Optimizer = copies[0]
-        is_for_all = False
 
-        def step_once() -> None:
-            nonlocal is_for_all
-            is_for_all = True
-            try:
-                optimizer.step()
-            finally:
-                is_for_all = False
-
-        def refuse_original(*_: Any) -> None:
-            here = self.which()
-            if here is not None and not is_for_all:
+        def refuse_in_replica(*_: Any) -> None:
+            if (here := self.which()) is not None:
                 raise foreign(f"stepped the {type(optimizer).__name__}", here - 1, None)
 
-        optimizer.register_step_pre_hook(refuse_original)
-        more = {"name": name, "meet": self._meet, "copies_of": self.twins_of, "step_once": step_once}
-        return mirrored(CentralOptimizer, copies, self, **more)
+        optimizer.register_step_pre_hook(refuse_in_replica)
+        return mirrored(CentralOptimizer, copies, self, name=name)
 
     def _install(self, item: Any, copies: list[Any], others: Any) -> Any:
         if isinstance(item, nn.Module):
@@ -141,12 +131,9 @@ class CentralMirrors(Mirrors):
 class CentralOptimizer(MirroredOptimizer):
     """Stands for the only optimizer (see :class:`Mirrored`): in a step all replicas meet, and it is stepped once."""
 
-    __slots__ = ("_mirrored_copies_of", "_mirrored_meet", "_mirrored_name", "_mirrored_step_once")
+    __slots__ = ("_mirrored_name",)
 
-    _mirrored_copies_of: Callable[[nn.Parameter], Sequence[nn.Parameter]]
-    """From a parameter to its copy on each replica."""
-    _mirrored_step_once: Callable[[], None]
-    _mirrored_meet: Meet
+    _mirrored_home: CentralMirrors
     _mirrored_name: str
     """Of its step, for messages."""
 
@@ -157,14 +144,14 @@ class CentralOptimizer(MirroredOptimizer):
         groups: list[dict[str, Any]] = current(self).param_groups
         if replica is None:
             return groups
-        return [CentralGroup(group, lambda p: self._mirrored_copies_of(p)[replica - 1]) for group in groups]
+        return [CentralGroup(group, lambda p: self._mirrored_home.twins_of(p)[replica - 1]) for group in groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the replica's own copies of the parameters; of all, when called outside of replicas."""
         replica = self._mirrored_home.which()
         for group in current(self).param_groups:
             for parameter in group["params"]:
-                copies = self._mirrored_copies_of(parameter)
+                copies = self._mirrored_home.twins_of(parameter)
                 for one in (parameter, *copies) if replica is None else (copies[replica - 1],):
                     if set_to_none or one.grad is None:
                         one.grad = None
@@ -183,16 +170,16 @@ class CentralOptimizer(MirroredOptimizer):
             )
 
         def decide(offers: list[Any]) -> list[None]:
-            pairs = [(p, self._mirrored_copies_of(p)) for group in optimizer.param_groups for p in group["params"]]
+            pairs = [(parameter, self._mirrored_home.twins_of(parameter)) for parameter in parameters_of(optimizer)]
             for parameter, copies in pairs:
                 gradient = copies[0].grad  # after backward all have the same
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
-            self._mirrored_step_once()
+            optimizer.step()  # outside of replicas, which wait for it
             for parameter, copies in pairs:
                 spread(parameter, copies)
             return [None] * len(offers)
 
-        return self._mirrored_meet(self._mirrored_name, None, decide)
+        return self._mirrored_home.meet(self._mirrored_name, None, decide)
 
 
 class CentralGroup(CopiedAsDict):

@@ -54,7 +54,7 @@ class Mirrors:
         watch_schedulers()
         self.which = which
         self.devices = tuple(devices)
-        self._meet = meet
+        self.meet = meet
         self._copies = [
             Copies(device, self.devices[0], functools.partial(keep, replica))
             for replica, device in enumerate(self.devices[1:], start=1)
@@ -223,7 +223,7 @@ class Mirrors:
         if here != replica:
             raise foreign(f"stepped the {type(optimizer).__name__}", here, replica)
         mine = [] if replica else [_snapshot(settings_of(group)) for group in optimizer.param_groups]
-        all_settings: list[Settings] = self._meet(name, mine, lambda offers: [offers[0]] * len(offers))
+        all_settings: list[Settings] = self.meet(name, mine, lambda offers: [offers[0]] * len(offers))
         if replica:
             for settings, group in zip(all_settings, optimizer.param_groups, strict=True):
                 self._copies[replica - 1].take_settings(settings, group)
@@ -233,7 +233,7 @@ class Mirrors:
             largest = torch.stack([offer.to(offers[0].device) for offer in offers]).amax(0)
             return [largest] * len(offers)
 
-        largest: torch.Tensor = self._meet("step() of a GradScaler", found, decide)
+        largest: torch.Tensor = self.meet("step() of a GradScaler", found, decide)
         return largest
 
     def _own(self, optimizer: Any) -> torch.optim.Optimizer:
