@@ -52,7 +52,7 @@ class CentralReplicas(SeveralReplicas):
         )
 
     def on_replica(self, item: Any, replica: int) -> Any:
-        return self._mirrors.copies_of(original(item))[replica + 1]
+        return self._mirrors.copies_of(item)[replica + 1]
 
     def stepping(self, optimizer: torch.optim.Optimizer, replica: int) -> torch.optim.Optimizer | None:
         return optimizer if replica == 0 else None

@@ -16,7 +16,6 @@ from stratagem.strategy.replicas.context import ReplicaContext
 from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_group import LocalGroup
-from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator, WaitingMeter, reopen
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
@@ -145,7 +144,7 @@ class SeveralReplicas(LocalReplicas):
         return self._mirrors.add(objects)
 
     def on_replica(self, item: Any, replica: int) -> Any:
-        return self._mirrors.copies_of(original(item))[replica]
+        return self._mirrors.copies_of(item)[replica]
 
     def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """See :meth:`LocalReplicas.run`. After an error the replicas go on with what replica 0 has; with other workers

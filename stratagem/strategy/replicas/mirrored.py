@@ -86,6 +86,11 @@ def current(mirrored: Mirrored) -> Any:
     return mirrored._mirrored_copies[0 if replica is None else replica]
 
 
+def copies_of(mirrored: Mirrored) -> Sequence[Any]:
+    """The copy on each replica."""
+    return mirrored._mirrored_copies
+
+
 def copies_to_change(mirrored: Mirrored) -> Iterator[Any]:
     """The copy on the replica that asks; outside of replicas every copy."""
     if mirrored._mirrored_home.which() is None:

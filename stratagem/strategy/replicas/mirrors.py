@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.copies import Copies, Settings, move_original, settings_of
 from stratagem.strategy.replicas.copyable import check_memory, check_module, check_optimizer
-from stratagem.strategy.replicas.mirrored import Meet, mirrored, original
+from stratagem.strategy.replicas.mirrored import Meet, copies_of, current, mirrored, original
 from stratagem.strategy.replicas.mirrored_module import MirroredModule, OnlyReplica, foreign
 from stratagem.strategy.replicas.mirrored_stepping import (
     MirroredOptimizer,
@@ -23,9 +23,6 @@ from stratagem.strategy.replicas.mirrored_stepping import (
     watch_schedulers,
 )
 from stratagem.strategy.replicas.outside_changes import ModelChanges, OptimizerChanges
-
-_Pair = tuple[Any, list[Any]]
-"""A proxy, and what it stands for on each replica."""
 
 
 class Mirrors:
@@ -63,12 +60,12 @@ class Mirrors:
         self._changes: list[ModelChanges | OptimizerChanges] = []
         self._num_optimizers = 0
         self._scalers: list[list[torch.amp.GradScaler]] = []
-        self._all: dict[int, _Pair] = {}
-        """By identity of the original, in the order of preparation."""
+        self._all: dict[int, Any] = {}
+        """Proxies, by identity of the original, in the order of preparation."""
 
     def copies_of(self, item: Any) -> Sequence[Any]:
-        """What an original stands for on each replica."""
-        return self._all[id(item)][1]
+        """What an object that was added is on each replica."""
+        return copies_of(self._all[id(original(item))])
 
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """Mirrors more objects, which may share parameters with those that were given before.
@@ -99,13 +96,13 @@ class Mirrors:
                         copies[id(item)].append(its.of_scaler(item))
         for model in models:
             move_original(model, self.devices[0], optimizers)
-        made: dict[int, _Pair] = {}
+        made: dict[int, Any] = {}
         for item in (*models, *optimizers, *fresh):  # optimizers before their schedulers, whatever the order
             if id(item) not in made:
                 made[id(item)] = self._install(item, copies[id(item)], made)
         self._all.update((id(item), made[id(item)]) for item in fresh)
         self.record()
-        return [self._all[id(item)][0] for item in wanted]
+        return [self._all[id(item)] for item in wanted]
 
     def synchronize(self) -> None:
         """Carries to the other replicas what was changed outside of them.
@@ -181,25 +178,24 @@ class Mirrors:
                         "optimizer with it or before it"
                     )
 
-    def _install(self, item: Any, copies: list[Any], others: Mapping[int, _Pair]) -> _Pair:
+    def _install(self, item: Any, copies: list[Any], others: Mapping[int, Any]) -> Any:
         """Makes the proxy of an original that has been copied; ``others`` were made before it in the same call."""
         if isinstance(item, nn.Module):
             for replica, model in enumerate(copies):
                 for part in (model, *model.children()):
                     part.register_forward_pre_hook(OnlyReplica(replica, self.which), prepend=True)
             self._changes.append(ModelChanges(copies, self._copies, self.devices[0]))
-            return mirrored(MirroredModule, copies, self), copies
+            return mirrored(MirroredModule, copies, self)
         if isinstance(item, torch.optim.Optimizer):
             self._num_optimizers += 1
             name = f"step() of {type(item).__name__} {self._num_optimizers - 1}"
-            return self._install_optimizer(name, copies), copies
+            return self._install_optimizer(name, copies)
         if isinstance(item, torch.amp.GradScaler):
             self._scalers.append(copies)
-            return mirrored(MirroredScaler, copies, self, largest=self._largest, optimizer_of=self._own), copies
+            return mirrored(MirroredScaler, copies, self, largest=self._largest, optimizer_of=self._own)
         if isinstance(item, LRScheduler):
-            optimizer, _ = {**self._all, **others}[id(original(item.optimizer))]
-            copies = [item] * len(self.devices)
-            return mirrored(MirroredScheduler, copies, self, optimizer=optimizer), copies
+            optimizer = {**self._all, **others}[id(original(item.optimizer))]
+            return mirrored(MirroredScheduler, [item] * len(self.devices), self, optimizer=optimizer)
         raise ConfigurationError(f"expected models, optimizers, schedulers and GradScalers, got {type(item).__name__}")
 
     def _copy_optimizer(self, copies: Copies, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -237,9 +233,8 @@ class Mirrors:
         return largest
 
     def _own(self, optimizer: Any) -> torch.optim.Optimizer:
-        copies = self._all.get(id(original(optimizer)))
-        replica = self.which()
-        own: torch.optim.Optimizer = original(optimizer) if copies is None else copies[1][replica or 0]
+        proxy = self._all.get(id(original(optimizer)))
+        own: torch.optim.Optimizer = original(optimizer) if proxy is None else current(proxy)
         return own
 
 

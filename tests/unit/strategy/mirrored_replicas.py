@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from stratagem.strategy.replicas.mirrored import copies_of
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 
@@ -48,7 +49,7 @@ class Replicas:
 
     def copies(self, proxy: Any) -> tuple[Any, ...]:
         """What a proxy stands for on each replica."""
-        return next(tuple(copies) for known, copies in self.mirrors._all.values() if known is proxy)
+        return tuple(copies_of(proxy))
 
     def after_step(self, optimizer: Any, callback: Callable[[int, torch.optim.Optimizer], None]) -> None:
         """Has ``callback`` called after each step of an optimizer, with the number of the replica and its optimizer."""
@@ -65,12 +66,12 @@ class Replicas:
 
 def proxies(mirrors: Mirrors) -> list[Any]:
     """What the script uses: one for each object, in the order in which they were given."""
-    return [proxy for proxy, _ in mirrors._all.values()]
+    return [*mirrors._all.values()]
 
 
 def objects_of(mirrors: Mirrors) -> list[list[Any]]:
     """The objects of each replica, in the same order."""
-    return [[copies[replica] for _, copies in mirrors._all.values()] for replica in range(len(mirrors.devices))]
+    return [[copies_of(proxy)[replica] for proxy in mirrors._all.values()] for replica in range(len(mirrors.devices))]
 
 
 def _averages(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
