@@ -133,10 +133,8 @@ class SynchronousStrategy(SynchronousInput):
         self._remember(models, optimizers, [parameters_of(optimizer) for optimizer in optimizers])
         self._known.update((id(item), item) for item in fresh)
         self._seen_before.update((id(model), self._shares.num_seen) for model in models)
-        replicas = range(len(self._local.devices))
-        self._local.together(
-            [functools.partial(self._attach, replica, models, optimizers, preparation) for replica in replicas]
-        )
+        attach = functools.partial(self._attach, models, optimizers, preparation)
+        self._local.together(attach, range(len(self._local.devices)))
         return prepared
 
     def _remember(
@@ -160,10 +158,10 @@ class SynchronousStrategy(SynchronousInput):
 
     def _attach(
         self,
-        replica: int,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         preparation: Preparation,
+        replica: int,
     ) -> None:
         """Attaches to one replica's objects what belongs to it alone."""
         models = [self._local.on_replica(model, replica) for model in models]
@@ -360,16 +358,15 @@ class SynchronousStrategy(SynchronousInput):
         everywhere = self._everywhere(models)
         parts_of = [[part for model in own for part in model.modules()] for own in everywhere]
         # Together: replicas first get what was changed outside of them (loaded, say), which is to be kept.
-        kept = self._local.together([functools.partial(copies_of_buffers, own) for own in parts_of])
+        kept = self._local.together(copies_of_buffers, parts_of)
         start = [0] * len(self.local_devices)
         before = [self._seen_before.get(id(original(model)), start) for model in models]
         seen = [[now - then[replica] for then in before] for replica, now in enumerate(self._shares.num_seen)]
-        parts = zip(everywhere, seen, self._local.communicators, strict=True)
-        self._local.together([functools.partial(average_by_examples, *part) for part in parts])
+        self._local.together(average_by_examples, everywhere, seen, self._local.communicators)
         try:
             yield
         finally:
-            self._local.together([functools.partial(restore_buffers, buffers) for buffers in kept])
+            self._local.together(restore_buffers, kept)
 
     def random_states(self) -> dict[str, torch.Tensor]:
         return self._local.random_states()
@@ -385,8 +382,7 @@ class SynchronousStrategy(SynchronousInput):
         """Whether all replicas of all workers have the same bits in every parameter; every worker must call it."""
         if not self._local.communicators:
             return True
-        pairs = zip(self._local.communicators, self._everywhere(modules), strict=True)
-        return all(self._local.together([functools.partial(same_everywhere, *pair) for pair in pairs]))
+        return all(self._local.together(same_everywhere, self._local.communicators, self._everywhere(modules)))
 
     def _everywhere(self, modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
         """Each local replica's own of them."""

@@ -69,8 +69,9 @@ class LocalReplicas(abc.ABC):
         """Runs one callable a replica, in its context: a step of the script."""
 
     @abc.abstractmethod
-    def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs one callable a replica that makes collectives; what it changes is each replica's own."""
+    def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+        """Has each replica do ``work``, which may make collectives, with its own of each of the ``arguments``; what it
+        changes is each replica's own."""
 
     def interrupted(self) -> contextlib.AbstractContextManager[None]:
         """Around what runs outside of replicas in the middle of :meth:`run`."""
@@ -113,8 +114,8 @@ class OneReplica(LocalReplicas):
         with self._context.entered():
             return [work[0]()]
 
-    def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        return [work[0]()]
+    def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+        return list(map(work, *arguments))
 
 
 class SeveralReplicas(LocalReplicas):
@@ -164,9 +165,9 @@ class SeveralReplicas(LocalReplicas):
         with self._contexts[replica].entered():
             return work()
 
-    def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
+    def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
         with self._mirrors.running():
-            return self.replica_threads.run(work)
+            return self.replica_threads.run([functools.partial(work, *its) for its in zip(*arguments, strict=True)])
 
     def interrupted(self) -> contextlib.AbstractContextManager[None]:
         return self._mirrors.interrupted()
