@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 from stratagem.arguments import checked
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
-from stratagem.nn.remote_rows import RemoteRows, TableLayer, check_rows, has_sparse_gradient
+from stratagem.nn.remote_rows import RemoteRows, Sizes, TableLayer, check_rows, has_sparse_gradient
 
 
 class Embedding(TableLayer, nn.Embedding):
@@ -78,11 +79,9 @@ class Embedding(TableLayer, nn.Embedding):
             norm_type,
             scale_grad_by_freq,
             sparse=not scale_grad_by_freq,  # which torch has no sparse gradient for
-            _weight=own_weight(num_embeddings, embedding_dim, _weight, device, dtype),
+            _weight=own_weight(sizes, initial, device, dtype),
             _freeze=_freeze,
         )
-        if not isinstance(initial, torch.Tensor):
-            fill(self.weight, initial)
 
     @classmethod
     @checked
@@ -125,7 +124,7 @@ class RemoteEmbedding(RemoteRows, Embedding):
 
 def checked_sizes(
     num_embeddings: int, embedding_dim: int, padding_idx: int | None, dtype: torch.dtype | None, sparse: bool
-) -> tuple[int, int, int | None]:
+) -> Sizes:
     """The sizes, and ``padding_idx`` counted from the beginning, as numbers of Python, which have no largest one.
 
     Raises:
@@ -160,18 +159,20 @@ def with_sparse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any
 
 
 def own_weight(
-    num_embeddings: int,
-    embedding_dim: int,
-    weight: torch.Tensor | None,
+    sizes: Sizes,
+    initial: InitialRows | torch.Tensor,
     device: torch.device | str | int | None,
     dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """The weight of a table of this process: what was given, or memory to be filled.
+    """The weight of a table of this process, with its values.
 
     Raises:
-        ConfigurationError: what was given is of another shape.
+        ConfigurationError: rows that were given are of another shape.
     """
-    if weight is None:
-        return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
-    check_rows(num_embeddings, embedding_dim, weight)
-    return weight.to(device=device, dtype=dtype)
+    num_embeddings, embedding_dim, _ = sizes
+    if isinstance(initial, torch.Tensor):
+        check_rows(num_embeddings, embedding_dim, initial)
+        return initial.to(device=device, dtype=dtype)
+    weight = torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
+    fill(weight, initial)
+    return weight

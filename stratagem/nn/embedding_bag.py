@@ -11,7 +11,7 @@ from torch.nn import functional
 from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.nn.embedding import checked_sizes, own_weight, with_sparse
-from stratagem.nn.initial import Init, Normal, fill, initial_rows
+from stratagem.nn.initial import Init, Normal, initial_rows
 from stratagem.nn.remote_rows import RemoteRows, TableLayer, has_sparse_gradient, pooled
 
 
@@ -78,12 +78,10 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
             scale_grad_by_freq,
             mode=mode,
             sparse=not scale_grad_by_freq,
-            _weight=own_weight(num_embeddings, embedding_dim, _weight, device, dtype),
+            _weight=own_weight(sizes, initial, device, dtype),
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
         )
-        if not isinstance(initial, torch.Tensor):
-            fill(self.weight, initial)
 
     @classmethod
     @checked

@@ -18,6 +18,8 @@ from stratagem.strategy.current import current_strategy
 from stratagem.worker.push.remote_table import RemoteTable
 
 Places = npt.NDArray[np.int64]
+Sizes = tuple[int, int, int | None]
+"""Of a table: rows, elements of a row, the row of the padding."""
 
 
 class Occurrences(NamedTuple):
@@ -103,7 +105,7 @@ class RemoteRows(nn.Module):
 
     def build(
         self,
-        sizes: tuple[int, int, int | None],
+        sizes: Sizes,
         initial: InitialRows | torch.Tensor,
         dtype: torch.dtype | None,
         max_norm: float | None,
@@ -114,7 +116,6 @@ class RemoteRows(nn.Module):
         """In the place of the constructor of the class in ``torch.nn``, whose arguments these are.
 
         Args:
-            sizes: rows, elements of a row, the row of the padding.
             initial: how the rows begin, or all of them, which are read in ``prepare``.
             dtype: None: that of the rows, or torch's default dtype.
         """
@@ -277,10 +278,9 @@ class _Pooled(torch.autograd.Function):
         return summed_by_row(ctx.found, gradient, ctx.per_bag), None, None, None
 
 
-def pooled(rows: torch.Tensor, place: torch.Tensor, mode: str, found: Occurrences | None = None) -> torch.Tensor:
-    """Sums or means of ``rows`` by bag, ``(bags, width)``; ``place``: ``(bags, ids of each)``, on the CPU, which is
-    also ``found`` where somebody knows it."""
-    found = found or Occurrences.of(place.view(-1).numpy(), len(rows))
+def pooled(rows: torch.Tensor, place: torch.Tensor, mode: str, found: Occurrences) -> torch.Tensor:
+    """Sums or means of ``rows`` by bag, ``(bags, width)``; ``place``: ``(bags, ids of each)``, on the CPU; ``found``
+    is the same."""
     result: torch.Tensor = _Pooled.apply(rows, place, mode, found)  # type: ignore[no-untyped-call]
     return result
 

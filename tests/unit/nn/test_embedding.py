@@ -308,7 +308,8 @@ def test_bags_of_one_size_give_the_gradients_of_torch(mode: str, shape: tuple[in
     values = torch.randn(int(place.max()) + 1, 4)
     weights = torch.randn(shape[0], 4)
     expected, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
-    pooled = [functional.embedding_bag(place, expected, mode=mode), remote_rows.pooled(ours, place, mode)]
+    found = remote_rows.Occurrences.of(place.view(-1).numpy(), len(values))
+    pooled = [functional.embedding_bag(place, expected, mode=mode), remote_rows.pooled(ours, place, mode, found)]
     assert torch.equal(*pooled)
     for each in pooled:
         (each * weights).sum().backward()
