@@ -189,7 +189,7 @@ class ParameterServerStrategy(Strategy):
         from stratagem.strategy.prepared_metric import prepare_metric
         from stratagem.strategy.ps.metrics import CountedMetric
 
-        made: list[Any] = [*prepare_metric(metric, self, lambda one: CountedMetric(one, self, self.servers.chief))]
+        made: list[Any] = [*prepare_metric(metric, self, lambda one, _: CountedMetric(one, self, self.servers.chief))]
         self._metrics += made
 
     def _pace(self, scheduler: LRScheduler) -> None:

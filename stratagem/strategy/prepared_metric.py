@@ -12,7 +12,7 @@ from stratagem.data.nested import to_device
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import States, states_of_all
-from stratagem.strategy.replicas.context import get_replica_context
+from stratagem.strategy.replicas.context import replica_of
 from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
 
 
@@ -27,8 +27,7 @@ class PreparedMetric:
 
     def own(self) -> torchmetrics.Metric | None:
         """The metric of the replica that asks, outside of replicas that of the first; None: its batch is empty."""
-        context = get_replica_context()
-        if context is None or context.strategy is not self.strategy:
+        if (context := replica_of(self.strategy)) is None:
             return self._copies[0]
         replica = context.replica_id_in_sync_group - self.strategy.first_replica_id
         return self._copies[replica] if self.strategy.has_examples(replica) else None
@@ -47,8 +46,7 @@ class PreparedMetric:
         return to_device(merged(self._copies[0], parts).compute(), self._copies[0].device)
 
     def _check_outside(self, verb: str) -> None:
-        context = get_replica_context()
-        if context is not None and context.strategy is self.strategy:
+        if replica_of(self.strategy) is not None:
             raise ConfigurationError(
                 f"{self.name}.{verb}() of a prepared metric is about all replicas: call it outside of strategy.run, on "
                 "every worker; in a step there is update()"
@@ -87,10 +85,10 @@ def install(metric: torchmetrics.Metric, prepared: PreparedMetric) -> None:
 def prepare_metric(
     metric: torchmetrics.Metric | torchmetrics.MetricCollection,
     strategy: Strategy,
-    make: Callable[[torchmetrics.Metric], PreparedMetric] | None = None,
+    make: Callable[[torchmetrics.Metric, Strategy], PreparedMetric] = PreparedMetric,
 ) -> list[PreparedMetric]:
     """Connects a metric or a collection to a strategy, in place. Returns what was made for it. One that is prepared
-    already is left as it is. ``make``: what counts in its stead; None: a :class:`PreparedMetric`.
+    already is left as it is. ``make``: what counts in its stead.
 
     Raises:
         ConfigurationError: another strategy has it.
@@ -100,7 +98,7 @@ def prepare_metric(
         return [made for one in metric.values(copy_state=False) for made in prepare_metric(one, strategy, make)]
     before: PreparedMetric | None = getattr(type(metric), "prepared", None)
     if before is None:
-        prepared = PreparedMetric(metric, strategy) if make is None else make(metric)
+        prepared = make(metric, strategy)
         install(metric, prepared)
         return [prepared]
     if before.strategy is not strategy:

@@ -53,6 +53,12 @@ def get_replica_context() -> ReplicaContext | None:
     return ReplicaContext(current_strategy())
 
 
+def replica_of(strategy: Strategy) -> ReplicaContext | None:
+    """The replica of a strategy whose step runs here; None: code here is for all of its replicas."""
+    here = get_replica_context()
+    return here if here is not None and here.strategy is strategy else None
+
+
 @functools.cache
 def watch_torch() -> None:
     """From now on strategies hear of each step of an optimizer in a replica, and of each parameter of their scope."""

@@ -16,7 +16,7 @@ from stratagem.data.values import PerReplica, ReduceOp
 from stratagem.errors import ConfigurationError, VariableError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
-from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
+from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context, replica_of
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.tensorflow_names import WithWaysOut
 
@@ -130,7 +130,7 @@ class Variable(TensorOperators, WithWaysOut):
         Raises:
             ConfigurationError: an ON_READ variable without aggregation, read outside of replicas when it has several.
         """
-        context = self._context()
+        context = replica_of(self._strategy)
         if context is not None:
             replica = self._local(context)
             return self.tensors[self._index(replica)].to(self._devices[replica])
@@ -172,7 +172,7 @@ class Variable(TensorOperators, WithWaysOut):
         return self._change(torch.sub, value)
 
     def _change(self, change: _Change, value: Any) -> Variable:
-        context = self._context()
+        context = replica_of(self._strategy)
         if context is None:
             here = get_replica_context()
             if here is not None and here.num_replicas_in_sync > 1:
@@ -244,11 +244,6 @@ class Variable(TensorOperators, WithWaysOut):
             self.tensors[index] = new
 
     # -- replicas ----------------------------------------------------------------------------------------------
-
-    def _context(self) -> ReplicaContext | None:
-        """The replica that asks; None: all of them together."""
-        context = get_replica_context()
-        return context if context is not None and context.strategy is self._strategy else None
 
     def _local(self, context: ReplicaContext) -> int:
         return context.replica_id_in_sync_group % len(self._devices)
