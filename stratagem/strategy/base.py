@@ -183,16 +183,16 @@ class Strategy(WithWaysOut):
         return weakref.WeakSet()
 
     @functools.cached_property
-    def _variables(self) -> list[weakref.ref[Any]]:
-        return []
+    def _variables(self) -> weakref.WeakKeyDictionary[Any, None]:
+        return weakref.WeakKeyDictionary()
 
     def keep_variable(self, variable: Any) -> None:
         """A :class:`Variable` of this strategy was created."""
-        self._variables.append(weakref.ref(variable))
+        self._variables[variable] = None
 
     def variables(self) -> list[Any]:
         """Those that are still there, in the order in which they were created."""
-        return [variable for reference in self._variables if (variable := reference()) is not None]
+        return list(self._variables)
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
         """What a strategy does with what it was given. Returns what the script uses in its stead, in the same order."""

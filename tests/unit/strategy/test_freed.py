@@ -34,3 +34,12 @@ def test_a_strategy_that_has_trained_is_freed(kind: Kind) -> None:
     while gc.collect():
         pass
     assert [one() for one in left] == [None, None, None]
+
+
+def test_of_variables_that_are_gone_a_strategy_keeps_nothing() -> None:
+    strategy = sg.OneDeviceStrategy()
+    with strategy.scope():
+        kept = [sg.Variable(float(number)) for number in range(6)][::2]
+    while gc.collect():
+        pass
+    assert strategy.variables() == kept and len(strategy._variables) == 3
