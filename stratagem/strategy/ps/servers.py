@@ -183,24 +183,17 @@ class Servers:
 
     def claim(self, target: pathlib.Path) -> bool:
         """Says that this worker saves there. False when another worker, or an earlier job, has done so."""
+        topic = f"checkpoint {target}"
         if not is_complete(target):  # looked at first: whoever writes it says so before
-            self.announce(target)
+            self.chief.record_logs(topic, 0, {})
             return True
-        if not self.is_announced(target):
+        if self.chief.logs(topic, 0) is None:
             logger.warning(
                 "%s is of an earlier job and stays as it is: nothing is saved. Go on from it (restore_or_initialize), "
                 "or save into another directory",
                 target,
             )
         return False
-
-    def announce(self, target: pathlib.Path) -> None:
-        """Tells the job that a worker of it is about to save there."""
-        self.chief.record_logs(f"checkpoint {target}", 0, {})
-
-    def is_announced(self, target: pathlib.Path) -> bool:
-        """Whether a worker of this job has said that."""
-        return self.chief.logs(f"checkpoint {target}", 0) is not None
 
     def names(self) -> dict[Place, str]:
         """Names of tables and of the variables that optimizers change on the ps, by :func:`place_of` the copy in this

@@ -155,19 +155,17 @@ class FakeServers(Servers):
         self._model = model
         self.error: Exception | None = None
         self.saved: list[Path] = []
-        self.announced: list[Path] = []
+        said: dict[str, dict[str, float]] = {}
+        self.chief: Any = SimpleNamespace(
+            record_logs=lambda group, ordinal, logs: said.update({group: logs}),
+            logs=lambda group, ordinal: said.get(group),
+        )
 
     def save(self, directory: Path) -> Path:
         if self.error is not None:
             raise self.error
         self.saved.append(directory)
         return written_by_servers(directory)
-
-    def announce(self, target: Path) -> None:
-        self.announced.append(target)
-
-    def is_announced(self, target: Path) -> bool:
-        return target in self.announced
 
     def names(self) -> dict[tuple[int, torch.Size], str]:
         return {(value.data_ptr(), value.shape): name for name, value in self._model.named_parameters()}
