@@ -16,6 +16,11 @@ from torch import nn
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.copyable import copied
 
+GRADIENT_HOOKS = {
+    "register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}
+"""Hooks of a parameter's gradient: how they are registered, and where torch keeps them."""
 _converting = threading.Lock()
 """How torch converts modules is said for the whole process."""
 Settings = dict[str, Any]
@@ -136,12 +141,10 @@ class Copies:
         if not (other.is_floating_point() or other.is_complex()):
             return
         wanted, other.requires_grad = other.requires_grad, True
-        if not other._backward_hooks:
-            for hook in (one._backward_hooks or {}).values():
-                other.register_hook(hook)
-        if not other._post_accumulate_grad_hooks:
-            for hook in (one._post_accumulate_grad_hooks or {}).values():
-                other.register_post_accumulate_grad_hook(hook)
+        for register, name in GRADIENT_HOOKS.items():
+            if not getattr(other, name):
+                for hook in (getattr(one, name) or {}).values():
+                    getattr(other, register)(hook)
         other.requires_grad = wanted
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.replicas.copies import Copies, settings_of
+from stratagem.strategy.replicas.copies import GRADIENT_HOOKS, Copies, settings_of
 
 _OF_ONE_MODULE = frozenset({"_compiled_call_impl"})
 """Attributes that are not carried, or in a way of their own."""
@@ -118,7 +118,7 @@ class GradientHookChanges:
                 for register, hook in (found for number, found in hooks.items() if number not in known):
                     getattr(twin, register)(hook)
                 for _, gone in (known[number] for number in known.keys() - hooks.keys()):
-                    for name in _GRADIENT_HOOKS.values():
+                    for name in GRADIENT_HOOKS.values():
                         own = getattr(twin, name) or {}
                         for number in [number for number, hook in own.items() if hook is gone]:
                             del own[number]
@@ -131,15 +131,9 @@ class GradientHookChanges:
         )
 
 
-_GRADIENT_HOOKS = {
-    "register_hook": "_backward_hooks",
-    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
-}
-
-
 def _gradient_hooks(parameter: nn.Parameter) -> dict[int, tuple[str, Any]]:
     """By their numbers: how each is registered, and itself."""
-    every = ((register, getattr(parameter, name) or {}) for register, name in _GRADIENT_HOOKS.items())
+    every = ((register, getattr(parameter, name) or {}) for register, name in GRADIENT_HOOKS.items())
     return {number: (register, hook) for register, hooks in every for number, hook in hooks.items()}
 
 
