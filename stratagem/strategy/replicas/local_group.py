@@ -17,9 +17,6 @@ from stratagem.worker.ring.group import Group, Tag
 
 T = TypeVar("T")
 
-MEETING_TIMEOUT_S = 300.0
-"""Seconds to wait for replicas while no step runs; in a step, one that computes is waited for."""
-
 
 class LocalGroup(Group):
     """Implements :class:`stratagem.worker.ring.group.Group` for one of several replicas.
@@ -46,18 +43,13 @@ class LocalGroup(Group):
 
     @classmethod
     def make(
-        cls,
-        replica_threads: ReplicaThreads,
-        ops: CrossDeviceOps,
-        workers: Communicator | None = None,
-        timeout_s: float = MEETING_TIMEOUT_S,
+        cls, replica_threads: ReplicaThreads, ops: CrossDeviceOps, workers: Communicator | None = None
     ) -> list[LocalGroup]:
         """The groups of all replicas of this process, in their order. Collective among workers.
 
         Args:
             replica_threads: whose ``first_replica`` is this worker's rank times its size.
             workers: collectives between workers; None: there is one.
-            timeout_s: seconds to wait for replicas while no step runs.
 
         Raises:
             ConfigurationError: workers with different numbers of replicas.
@@ -70,7 +62,7 @@ class LocalGroup(Group):
                     f"{replica_threads.size} and all have, in the order of their indices, {counts}"
                 )
             assert replica_threads.first_replica == workers.rank * replica_threads.size
-        meeting = Meeting(replica_threads, timeout_s)
+        meeting = Meeting(replica_threads)
         return [cls(meeting, local, ops, workers) for local in range(replica_threads.size)]
 
     @property

@@ -24,14 +24,14 @@ class Meeting:
     One that computes is waited for, as long as that takes; while no step runs, ``timeout_s`` seconds.
     """
 
-    def __init__(self, replica_threads: ReplicaThreads, timeout_s: float) -> None:
+    def __init__(self, replica_threads: ReplicaThreads) -> None:
         self.replica_threads = replica_threads
         self.size = replica_threads.size
         self.positions: list[Callable[[], str] | None] = [None] * self.size
         """Where a replica's communicator stands, in words; None: it has none."""
         self.num_queued = [0] * self.size
         """Collectives, or parts of programs with some, that are still to come from a replica's communicator."""
-        self.timeout_s = timeout_s
+        self.timeout_s = 300.0
         self._offers: list[Offer | None] = [None] * self.size
         self._results: list[Any] = [None] * self.size
         self._num_met = 0

@@ -247,7 +247,8 @@ def test_what_a_replica_has_queued_is_waited_for_while_it_meets(two: Replicas) -
 
 def test_a_replica_that_computes_long_is_waited_for() -> None:
     replica_threads = ReplicaThreads([torch.device("cpu")] * 2)
-    groups = LocalGroup.make(replica_threads, ReductionToOneDevice(), timeout_s=0.001)
+    groups = LocalGroup.make(replica_threads, ReductionToOneDevice())
+    groups[0].timeout_s = 0.001
     communicators = [ReplicaCommunicator(group) for group in groups]
     timed_out = threading.Event()  # nobody sets it
 
