@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
 from stratagem.chief.checkpointing.saving import Saving
@@ -24,7 +24,7 @@ from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.backups import backup_of
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.errors import CheckpointError, StratagemError
+from stratagem.errors import CheckpointError, PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,9 @@ class PsReturn(ChiefPart):
     ) -> None:
         super().__init__(state)
         self.lock = asyncio.Lock()
-        """Held while units change hands or a ps goes back."""
+        """Held while units change hands or a ps goes back; by who closes steps, in :meth:`closing_steps`."""
+        self.is_awaited = False
+        """At staleness 0 commits are held, until a ps is back perhaps."""
         self.origin: RestoredServers | None = None
         """The checkpoint that the job starts from."""
         self.put_back: dict[Incarnation, RestoredServers | None] = {}
@@ -68,6 +70,28 @@ class PsReturn(ChiefPart):
         """Those that came for another number of ps, and have begun."""
         self._fresh: dict[Incarnation, str] = {}
         """Those that serve, with the checkpoint that they begin from once there is another number of them."""
+
+    @contextlib.asynccontextmanager
+    async def closing_steps(self) -> AsyncIterator[None]:
+        """Inside, the lock is held and steps may be closed: a ps may have to apply one then, for which it waits while
+        commits are held, and the ps that these wait for would wait for the lock."""
+        while True:
+            async with self.lock:
+                if not self.is_awaited:
+                    yield
+                    return
+            await self._changed.wait()
+
+    def await_back(self) -> None:
+        """Commits are held, and stay so until a ps is back that is to end now.
+
+        Raises:
+            PeerUnavailableError: a step is being closed.
+        """
+        if self._lease_book.synchronous and not self.is_awaited:
+            if self.lock.locked():
+                raise PeerUnavailableError("what a worker or ps has left is being put in order")
+            self.is_awaited = True
 
     async def bring_up_to_date(self, server: Server) -> None:
         """Has it go on from a checkpoint or a copy, or ends the job where that cannot be; not when the end was told."""

@@ -58,7 +58,7 @@ class Recovery(ChiefPart):
     async def release(self, incarnation: Incarnation) -> None:
         """Every live ps refuses ``incarnation``: gives its units back."""
         lease_book = self._lease_book
-        async with self.ps_return.lock:
+        async with self.ps_return.closing_steps():
             slices = self._committed.pop(incarnation, set())
             units = lease_book.held(incarnation)
             if units and lease_book.is_done_where_closed(incarnation):
@@ -139,7 +139,7 @@ class Recovery(ChiefPart):
         if not self._lease_book.synchronous:
             await self.ps_return.lost_after_restarts(positions_of(doubtful))
             return list(indices)
-        async with self.ps_return.lock:
+        async with self.ps_return.closing_steps():
             described = [each for each in (await self._ps_pool.describe()).values() if each.initialized]
             halves = unfinished_units(described, self._lease_book.steps.per_unit)
             missing = [

@@ -180,7 +180,7 @@ class Scaling(ChiefPart):
     async def move(self) -> None:
         """Gives the variables to the number of ps that is wanted, and lets those end that are to. If that fails before
         it is in the journal, everything stays as it was, and another attempt follows."""
-        sessions, began = self._sessions, self._clock()
+        sessions, ps_return, began = self._sessions, self._recovery.ps_return, self._clock()
         self._is_moving = True
         self._gone.clear()
         # Without workers nobody completes what only some ps have: it stays so until the job goes on.
@@ -199,6 +199,7 @@ class Scaling(ChiefPart):
                         logger.info("There are %d ps now; commits were held for %.2f s", target, self._clock() - began)
                     elif sessions.leaving:
                         await self._check_units(saved.path)
+                        ps_return.await_back()
                         self._gone.update(session.task.index for session in sessions.leaving)
                         self._let_go(sessions.leaving)
                     elif self._gone and (saved.manifest.unfinished or not self._lease_book.synchronous):
@@ -221,6 +222,8 @@ class Scaling(ChiefPart):
             )
         finally:
             self._is_moving, self._move_at = False, self._clock() + RETRY_S
+            ps_return.is_awaited = False
+            self._changed.notify()
 
     def forget_checkpoint(self) -> None:
         """Other values were loaded since: the next change takes one of these."""

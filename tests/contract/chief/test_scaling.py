@@ -133,6 +133,39 @@ async def test_half_a_batch_of_which_a_ps_that_ends_has_its_part_waits_for_the_n
         assert tokens and all(tokens), "commits are held until all have gone back"
 
 
+async def test_a_worker_that_dies_while_a_ps_is_waited_for_is_put_in_order_after_it_is_back(tmp_path: Path) -> None:
+    """Its step was to be closed at once: a ps waited with that for its commits to be let through, these for the one
+    that was away, and that one for the lock of the chief who closed the step."""
+
+    class Held(FakePs):
+        async def CloseStep(self, request: Any, context: Any) -> Any:
+            await until(lambda: not self.token)
+            return await super().CloseStep(request, context)
+
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(**folders(tmp_path) | {"num_ps": 2, "num_workers": 2}))
+        job = running.job
+        first = await stack.enter_async_context(ps(running.address, FakePs(0)))
+        staying = await stack.enter_async_context(ps(running.address, Held(1)))
+        workers = [Task(running.address, f"worker:{index}") for index in range(2)]
+        for worker in workers:
+            stack.push_async_callback(worker.die)
+            await worker.ready()
+        await until(lambda: job.journal.history.checkpoint)
+        for worker in workers:
+            await worker.open(num_slices=2, staleness=0.0)
+            await worker.next(steps_per_unit=2)
+        first.apply(Unit(1, 0, 0), 0, num_servers=1)
+        assert first.session is not None
+        first.session.beat(leaving=True)
+        await until(lambda: job.sessions.tasks["ps:0"].state is SessionState.LOST)
+        await first.session.die()
+        workers[0].goodbye(exit_code=1)
+        await until(lambda: "worker:0" in staying.fenced)
+        await stack.enter_async_context(ps(running.address, FakePs(0)))
+        await until(lambda: len(job.sessions.live("ps")) == 2 and not staying.token)
+
+
 async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
