@@ -210,7 +210,7 @@ class SessionStreams(ChiefPart):
         now = self._clock()
         if (asleep_s := now - self._ticked_at - TICK_S) > 0:
             logger.warning("This chief stood still for %.1f s, in which it heard nobody", asleep_s + TICK_S)
-            self._sessions.excuse(asleep_s)
+            self._sessions.excuse(asleep_s, now)
         self._ticked_at = now
         self.perform(self._sessions.tick(now))
         missing = [] if self._sessions.ready else self._sessions.waiting_for

@@ -263,12 +263,12 @@ class Sessions(Roster):
         session = self.tasks[incarnation.task]
         return self._lose(session, now, "its session broke off without a goodbye, and nothing listens at its address")
 
-    def excuse(self, seconds: float) -> None:
-        """The chief was away for that long: it is nobody's silence."""
+    def excuse(self, seconds: float, now: float) -> None:
+        """The chief was away for that long: it is nobody's silence. No event was after ``now``."""
         for session in self.tasks.values():
-            session.heard_at += seconds
-            session.broken_at += seconds
-            session.lost_at += seconds
+            session.heard_at = min(session.heard_at + seconds, now)
+            session.broken_at = session.broken_at and min(session.broken_at + seconds, now)
+            session.lost_at = min(session.lost_at + seconds, now)
 
     def tick(self, now: float) -> list[Action]:
         config = self._config

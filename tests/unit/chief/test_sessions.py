@@ -124,6 +124,27 @@ def test_silence_loses_a_session_and_heartbeats_keep_it() -> None:
         sessions.check(W1)
 
 
+def test_a_chief_that_stood_still_has_heard_of_nobody_in_the_future() -> None:
+    """Who was heard of before the chief looked at the time might be silent for as long once more."""
+    sessions = ready()
+    sessions.heartbeat("worker:0", 1, 100.0)
+    sessions.excuse(90.0, 100.5)
+    assert [sessions.tasks[task].heard_at for task in ("worker:0", "worker:1")] == [100.5, 90.0]
+
+
+def test_an_evaluator_that_failed_is_not_back_soon_after_a_chief_stood_still() -> None:
+    sessions = ready()
+    join(sessions, "evaluator:0", 4)
+    sessions.goodbye("evaluator:0", 4, 1, "", 1.0)
+    assert not sessions.evaluator_is_back_soon
+    sessions.excuse(5.0, 8.0)
+    assert not is_back_soon(sessions)
+
+
+def is_back_soon(sessions: Sessions) -> bool:
+    return sessions.evaluator_is_back_soon  # a call, as above
+
+
 def test_a_ps_that_is_to_end_serves_until_it_is_let_go_and_its_next_process_does_not_leave() -> None:
     sessions = ready()
     assert sessions.heartbeat("ps:0", 3, 1.0, leaving=True) == [Announce()] and sessions.is_live(PS)
