@@ -139,7 +139,7 @@ def read_slurm(
 
 def _roles(environ: Mapping[str, str], jobs: Mapping[str, int] | None, num_tasks: int) -> list[str]:
     if jobs is None:
-        num_ps = _number({"STRATAGEM_NUM_PS": "0", **environ}, "STRATAGEM_NUM_PS")
+        num_ps = _number({"STRATAGEM_NUM_PS": environ.get("STRATAGEM_NUM_PS") or "0"}, "STRATAGEM_NUM_PS")
         if num_ps >= num_tasks:
             raise ClusterSpecError(f"expected STRATAGEM_NUM_PS below the {num_tasks} tasks of the step, got {num_ps}")
         jobs = {"worker": num_tasks - num_ps, "ps": num_ps}

@@ -62,7 +62,8 @@ def flag_layer(values: Mapping[str, Any]) -> Layer:
 
 
 def environment_layer(model: type[RoleConfig], environ: Mapping[str, str]) -> Layer:
-    """The variables ``STRATAGEM_<FIELD>`` of a role; those of other roles are left alone.
+    """The variables ``STRATAGEM_<FIELD>`` of a role; those of other roles are left alone. An empty one is not set:
+    docker-compose passes ``${NAME:-}`` so.
 
     Raises:
         ConfigurationError: a variable belongs to no role; offers the nearest one that does.
@@ -75,7 +76,7 @@ def environment_layer(model: type[RoleConfig], environ: Mapping[str, str]) -> La
                 f"unknown variable {variable}={environ[variable]!r} in the environment; {nearest(variable, known)}"
             )
     names = {name: ENV_PREFIX + name.upper() for name in model.model_fields}
-    values = {name: environ[variable] for name, variable in names.items() if variable in environ}
+    values = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
     return Layer("environment " + ENV_PREFIX + "{NAME}", values, textual=True)
 
 

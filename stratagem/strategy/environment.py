@@ -45,7 +45,7 @@ def strategy_from_environment(
     placement = placement_from_environment(os.environ)
     cluster = placement.cluster if placement is not None else None
     num_workers, num_ps = (cluster.num_workers, cluster.num_ps) if cluster is not None else (1, 0)
-    chosen = name or os.environ.get("STRATAGEM_STRATEGY", "auto")
+    chosen = name or os.environ.get("STRATAGEM_STRATEGY") or "auto"
     names = devices or os.environ.get("STRATAGEM_DEVICES", "")
     if chosen == "auto" and cluster is not None and cluster.chief and not num_ps:
         chosen = "ring"  # of one worker, perhaps: the chief has somebody to serve, and does not train beside it

@@ -123,6 +123,11 @@ def test_the_last_tasks_may_be_parameter_servers() -> None:
     assert (cluster.num_workers, cluster.ps, resolver.task) == (3, ("n02:0",), TaskId("ps", 0))
 
 
+def test_an_empty_number_of_ps_is_none() -> None:
+    cluster = TFConfigClusterResolver(environ=STEP | {"STRATAGEM_NUM_PS": ""}).cluster_spec()
+    assert cluster is not None and cluster.num_ps == 0
+
+
 def test_jobs_and_port_of_the_resolver() -> None:
     resolver = SlurmClusterResolver({"chief": 1, "ps": 1, "worker": 2}, port_base=8888, environ=STEP)
     cluster = ClusterSpec(chief=("n01:8888",), ps=("n01:0",), worker=("n02:0", "n02:0"))

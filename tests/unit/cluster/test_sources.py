@@ -51,6 +51,13 @@ def test_environment_is_read_as_the_field_s_type() -> None:
     assert config.insecure is True
 
 
+@pytest.mark.parametrize("role", ROLES.values())
+def test_an_empty_variable_is_not_set(role: type[RoleConfig]) -> None:
+    """docker-compose passes what has no value so; of a number it was refused, of a path it hid the cluster file's."""
+    environ = {f"STRATAGEM_{name.upper()}": "" for name in role.model_fields}
+    assert environment_layer(role, environ).values == {}
+
+
 def test_folders_are_those_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     layers = [environment_layer(WorkerConfig, {"STRATAGEM_CHECKPOINT_DIR": "ck", "STRATAGEM_TASK": "worker:0"})]

@@ -27,6 +27,11 @@ def test_batches_follow_the_plan() -> None:
     assert len(dataset) == 3
 
 
+def test_an_empty_variable_names_no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_STRATEGY", "")
+    assert isinstance(sg.strategy_from_environment(devices="cpu"), sg.OneDeviceStrategy)
+
+
 def test_order_without_shuffling_and_drop_last() -> None:
     dataset = sg.OneDeviceStrategy("cpu").distribute_dataset(loader(drop_last=True))
     assert [batch[0].view(-1).tolist() for batch in dataset] == [[0, 1, 2, 3], [4, 5, 6, 7]]
