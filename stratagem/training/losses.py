@@ -18,7 +18,7 @@ from stratagem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
+LossFunction = nn.Module | Callable[[Any, Any], torch.Tensor]
 
 KERAS_EPSILON = 1e-7
 """How near to 0 and 1 a probability counts as it is, in Keras's losses."""
@@ -90,6 +90,11 @@ class Loss:
     def __init__(self, given: str | LossFunction) -> None:
         if isinstance(given, str) and given not in _NAMED:
             raise ConfigurationError(f"expected a loss of {', '.join(sorted(_NAMED))} or a callable, got {given!r}")
+        if not isinstance(given, str) and not callable(given):
+            raise ConfigurationError(
+                f"expected the name of a loss or a callable, got a {type(given).__name__}: of several outputs, give "
+                "loss=f, where f(outputs, targets) adds up their losses"
+            )
         if isinstance(given, type):
             raise ConfigurationError(f"expected a loss, got the class {given.__name__}: give {given.__name__}()")
         if getattr(given, "reduction", "mean") not in ("mean", "none"):

@@ -95,6 +95,8 @@ def test_forms_of_validation_data(data: Any) -> None:
         ({"x": X[:0], "y": Y[:0]}, "expected at least one example, got none"),
         ({"compile_with": {"optimizer": {"name": "sgd"}}}, "expected the name of an optimizer.*got dict"),
         ({"compile_with": {"loss": "categorical_crossentropy"}}, 'loss="categorical_crossentropy" is Keras'),
+        ({"compile_with": {"loss": {"a": "mse"}}}, r"got a dict: of several outputs, give loss=f, .* adds up their"),
+        ({"compile_with": {"loss": ["mse", "mse"]}}, "got a list: of several outputs, give loss=f"),
         ({"compile_with": {"metrics": [torch.nn.L1Loss]}}, "got the class L1Loss"),
         ({"compile_with": {"metrics": [scalar]}}, "scalar returned a scalar"),
         ({"validation_data": (X, Y), "validation_freq": 0}, "expected validation_freq of at least 1"),
