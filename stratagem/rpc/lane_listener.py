@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -26,6 +28,8 @@ from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.tcp_lane import tune
 from stratagem.rpc.tls_files import Stamp, identity_of
 
+logger = logging.getLogger(__name__)
+
 Kind = Literal["tcp", "shm"]
 TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 5.0
@@ -35,6 +39,9 @@ MAX_PENDING_PEERS = 64
 honest peer is done within milliseconds."""
 MAX_LANES_PER_PEER = 128
 _MAX_TOKENS = 4096
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors under which who wants to come in waits until something is free."""
+_RETRY_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +179,18 @@ class LaneListener:
         return listener
 
     def _accept(self, listener: socket.socket) -> None:
+        is_told = False
         while not self._closed.is_set():
             try:
                 peer, _ = listener.accept()
-            except OSError:  # closed (the loop ends), or a peer that went away again
+            except OSError as error:  # else closed (the loop ends), or a peer that went away again
+                if error.errno in _SHORT:
+                    if not is_told:
+                        logger.warning("No lane can come in until something is free here: %s", error)
+                    is_told = True
+                    self._closed.wait(_RETRY_S)
                 continue
+            is_told = False
             # A peer of its own thread: one that shows nothing must not keep the others waiting.
             thread = threading.Thread(target=self._attend, args=(peer,), name="listener-check", daemon=True)
             with self._changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +31,25 @@ def listener() -> Iterator[LaneListener]:
     made = LaneListener("127.0.0.1")
     yield made
     made.close()
+
+
+def test_a_listener_without_a_free_descriptor_says_so_once_and_waits(
+    listener: LaneListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asked again at once, took a whole core from training, and nobody knew why."""
+    waits: list[float | None] = []
+
+    def accept() -> None:
+        if len(waits) == 3:
+            listener._closed.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(listener._closed, "wait", waits.append)
+    listener._accept(SimpleNamespace(accept=accept))  # type: ignore[arg-type]
+    assert waits == [door_module._RETRY_S] * 4
+    assert [record.message for record in caplog.records] == [
+        "No lane can come in until something is free here: [Errno 24] Too many open files"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
