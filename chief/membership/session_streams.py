@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from stratagem.chief.chief_state import ChiefPart, ChiefState
@@ -132,10 +134,12 @@ class SessionStreams(ChiefPart):
                     return  # it may be of the task's machine, and not of this one: the grace decides
                 _, writer = await asyncio.open_connection(host, port)
                 writer.close()
-            except ConnectionRefusedError:
+            except (OSError, StratagemError) as error:
+                # Of a name with several addresses asyncio tells what each said in one text.
+                said = set(re.findall(r"\[Errno (\d+)\]", str(error)))
+                if not isinstance(error, ConnectionRefusedError) and said != {str(errno.ECONNREFUSED)}:
+                    return  # the network, or no address: the grace decides
                 self.perform(self._sessions.nobody_there(incarnation, self._clock()))
-            except (OSError, StratagemError):
-                return  # the network, or no address: the grace decides
             await asyncio.sleep(PROBE_S)
 
     def _join(self, join: Join, stream: int, outbox: asyncio.Queue[Event | None]) -> Session:

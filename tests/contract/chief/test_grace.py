@@ -35,10 +35,17 @@ async def test_a_worker_whose_connection_broke_keeps_what_it_holds() -> None:
             assert not running.job.sessions.fenced
 
 
-async def test_a_worker_whose_port_is_closed_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["127.0.0.1", "127.0.0.2"]], ids=["one address", "two"])
+async def test_a_worker_whose_port_is_closed_is_not_waited_for(
+    addresses: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        port = closed.getsockname()[1]
+        address = f"{'127.0.0.1' if len(addresses) == 1 else 'localhost'}:{port}"
+        if len(addresses) > 1:
+            found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: found)
         async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
             task = Task(running.address, "worker:0", address)
             await task.ready()
