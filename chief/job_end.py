@@ -48,7 +48,7 @@ class JobEnd(ChiefPart):
 
     async def see_off(self, stop: StopJob) -> int:
         """Takes the last checkpoint, tells all tasks, and waits until they have gone; returns the chief's exit code:
-        that of the job, or 1 where the work is done and is not on the disk, on which it was to stay."""
+        that of the job, or 1 where what was done is not on the disk, on which it was to stay."""
         log = logger.info if stop.exit_code == 0 else logger.error
         log("The job ends with exit code %d: %s", stop.exit_code, stop.reason)
         # Scripts may end before every task of their cluster has started, and a ps may have died a moment ago: who comes
@@ -74,14 +74,15 @@ class JobEnd(ChiefPart):
         await self._until(all_gone, max(deadline, self._clock() + self._config.session_timeout_s))
         await self._until(lambda: False, self._returned_by)
         self._say_end(stop, sessions.absent_servers + sessions.unfinished)
-        if not (is_good and unsaved and self._config.checkpoints_stay):
+        if not (stop.exit_code in (0, 143) and unsaved and self._config.checkpoints_stay):
             return stop.exit_code
-        journal = f" with another journal than that in {self._config.state_dir}" if self._config.state_dir else ""
+        journal = f" with another journal than that in {self._config.state_dir}"
         newest = next(iter(checkpoints.newest(self._config.checkpoint_dir) or ["none"]))
         logger.error(
-            "The work is done and not saved: no last checkpoint (%s); the newest is %s. A job that is started%s goes "
-            "on from that",
-            *(unsaved, newest, journal),
+            "The %s and not saved: no last checkpoint (%s); the newest is %s. A job that is started%s goes on "
+            "from that",
+            *("work is done" if is_good else "job was told to end", unsaved, newest),
+            journal if is_good and self._config.state_dir else "",
         )
         return 1
 

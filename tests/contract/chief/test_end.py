@@ -135,6 +135,27 @@ class Full(FakePs):
 
 
 @pytest.mark.parametrize("stays", [True, False])
+async def test_a_job_that_is_told_to_end_and_not_saved_is_not_preempted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stays: bool
+) -> None:
+    """It ended with 143, which says that a checkpoint is saved."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with chief(**config, checkpoints_stay=stays) as running, ps(running.address, Full(0)) as server:
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        await until(lambda: running.job.journal.history.checkpoint)
+        server.apply(Unit(1, 0, 0))
+        running.job.stop(143, "the chief got SIGINT")
+        worker.goodbye(143)
+        assert server.session is not None
+        await until(functools.partial(server.session.ended, "stop"))
+        server.session.goodbye()
+        assert await running.exit_code() == (1 if stays else 143)
+    assert ("told to end and not saved: no last checkpoint (ps:0 cannot write" in caplog.text) is stays
+    assert (f"the newest is {tmp_path}/step-00000000. A job that is started goes on from" in caplog.text) is stays
+
+
+@pytest.mark.parametrize("stays", [True, False])
 async def test_work_that_is_done_and_not_saved_is_not_done_well_unless_nobody_asked_for_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stays: bool
 ) -> None:

@@ -452,6 +452,15 @@ def test_an_interrupt_is_forwarded_and_the_second_kills(signum: int, finish: int
     assert supervisor.failure is None
 
 
+@pytest.mark.parametrize(("code", "finish"), [(143, 130), (1, 1)])
+def test_a_job_that_is_interrupted_and_not_saved_has_failed(code: int, finish: int) -> None:
+    supervisor = _running()
+    supervisor.interrupted(signal.SIGINT, 1.0)
+    for task in (W0, W1, CHIEF):
+        supervisor.exited(task, code if task == CHIEF else 143, 1.1)
+    assert supervisor.exited(PS, 143, 1.2) == [Finish(finish)]
+
+
 def test_a_terminal_that_closes_ends_a_job_as_sigterm_does_and_may_say_so_twice() -> None:
     supervisor = _running()
     assert supervisor.interrupted(signal.SIGHUP, 1.0) == [Signal(task, signal.SIGTERM) for task in (W0, W1, CHIEF)]
