@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 LIVE_S, IDLE_S = 1.0, 10.0
 """Seconds between two looks, while somebody watches and while nobody does."""
+NUM_SOON = 10
+"""So many first looks of a chief, which may have taken over, are as close as if somebody watched: curves begin."""
 PATIENCE = 20
 """A look may take this part of the time between two: with a great many tasks there are fewer."""
 MAX_VIEWERS = 32
@@ -51,7 +53,8 @@ class PageWatch:
                 await asyncio.sleep(max(LIVE_S, PATIENCE * took_s))
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wanted.wait(), max(IDLE_S, PATIENCE * took_s))
+                    pause_s = LIVE_S if self.num_looks < NUM_SOON else IDLE_S
+                    await asyncio.wait_for(self._wanted.wait(), max(pause_s, PATIENCE * took_s))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

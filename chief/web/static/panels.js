@@ -106,7 +106,7 @@ export function showTasks(tasks) {
     ["loss", (task) => loss(task.loss), "number"],
     ["exposed", (task) => (task.step_s > 0 ? percent(task.exposed_s / task.step_s) : "–"), "number"],
     ["units", (task) => (task.task.startsWith("worker:") ? String(task.units_held) : "–"), "number"],
-    ["heard of", (task) => (task.task === "chief:0" ? "–" : `${task.heartbeat_age_s.toFixed(1)} s ago`), "number"],
+    ["heard of", (task) => (task.task === "chief:0" || !task.incarnation ? "–" : `${task.heartbeat_age_s.toFixed(1)} s ago`), "number"],
     ["waiting on", (task) => (task.waiting_on ? `${task.waiting_on} (${task.waiting_s.toFixed(1)} s)` : "–"), "words"],
     ["backup", (task) => task.backup || "–"],
     ["address", (task) => task.address || "–"],

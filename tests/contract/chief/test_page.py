@@ -161,6 +161,17 @@ async def test_who_watches_sees_the_job_end(monkeypatch: pytest.MonkeyPatch) -> 
             await stopping
 
 
+async def test_the_curves_of_a_chief_that_has_just_taken_over_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They began with its second look, 10 s later."""
+    monkeypatch.setattr(page_watch, "LIVE_S", 0.02)
+    async with chief() as running:
+        watches = watches_of(monkeypatch)
+        async with page_of(running):
+            await until(lambda: watches and watches[0].num_looks == page_watch.NUM_SOON)
+            await asyncio.sleep(0.2)
+            assert watches[0].num_looks == page_watch.NUM_SOON
+
+
 async def test_nobody_pays_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_watch, "LIVE_S", 0.02)
     async with chief() as running:
