@@ -26,6 +26,10 @@ def lacking(status: StatusView, num_workers: int, num_ps: int) -> str:
     parts += [f"{', '.join(over)} to end"] if over else []
     if num_ps and status.num_ps != num_ps:
         parts.append(status.scaling or f"{status.num_ps} ps to become {num_ps}")
+    wanted = {*late, *(f"ps:{index}" for index in range(num_ps))}
+    states = {task.task: task.state for task in status.tasks if task.task in wanted and task.incarnation}
+    if ended := [task for task, state in states.items() if state == ("done" if task.startswith("ps:") else "waiting")]:
+        parts.append(f"{', '.join(ended)} ended when not wanted: start it again (Kubernetes: delete its Job, apply it)")
     return "; ".join(parts)
 
 
