@@ -127,6 +127,9 @@ class DistributedDataset(WithWaysOut):
                         raise ConfigurationError("a newer iter() of this distributed dataset goes on with another pass")
             self._current = None
             self._source.end_epoch()
+        except SystemExit:  # this process is to end: its goodbye gives everything back, and no chief may be there now
+            self._current = object()
+            raise
         finally:
             if self._current is this:
                 self._current = None

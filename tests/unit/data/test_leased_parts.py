@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,22 @@ def test_parts_are_pieces_of_passes(num_examples: int, batch_size: int, num_batc
         assert source.lending.examples_accepted == sum(len(batch) for part in found for batch in part)
     else:
         assert found == [[]] * 4
+
+
+def test_a_process_that_is_told_to_end_while_it_waits_for_the_chief_asks_it_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With peer_timeout_s=inf it waited to give its units back to a chief that was gone, and heard no SIGTERM."""
+    dataset, source = leased(8, 2)
+    monkeypatch.setattr(source, "next", lambda wait: sys.exit(143))
+    calls: list[str] = []
+    monkeypatch.setattr(source, "leave", lambda: calls.append("leave"))
+    with pytest.raises(SystemExit):
+        next(iter(dataset))
+    assert not calls
+    with pytest.raises(SystemExit):  # a script that goes on gives them back then
+        next(iter(dataset))
+    assert calls == ["leave"]
 
 
 def test_what_is_held_goes_back_when_a_loop_is_left_in_whatever_way() -> None:
