@@ -108,6 +108,11 @@ class JobHistory:
         )
 
     @property
+    def num_units(self) -> int:
+        """Accepted."""
+        return sum(map(len, self.accepted.values()))
+
+    @property
     def updates_lost(self) -> int:
         """How many updates went with the memory of a ps."""
         return sum(len(bitmap) for units in self.lost.values() for bitmap in units.values())

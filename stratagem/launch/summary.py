@@ -49,6 +49,14 @@ def last_status(status: StatusView | None, journal: Path) -> StatusView:
     return status
 
 
+def units_accepted(journal: Path) -> int:
+    """How many units the chief has accepted, by its ``journal``, a folder: the steps of workers that were started again
+    too, whatever these made of each."""
+    with contextlib.suppress(ConfigurationError):
+        return replay(journal / NAME).num_units
+    return 0
+
+
 def build_summary(
     job: LocalJob,
     supervisor: Supervisor,
@@ -59,6 +67,7 @@ def build_summary(
     tail: list[str],
     checkpoint: str = "",
     lived_s: Mapping[str, float] | None = None,
+    num_units: int = 0,
 ) -> dict[str, Any]:
     """The summary that ``--summary`` writes.
 
@@ -69,10 +78,11 @@ def build_summary(
         tail: last lines of stderr of the task that failed first.
         checkpoint: path of the newest checkpoint that stays.
         lived_s: how long the last process of each task ran.
+        num_units: see :func:`units_accepted`.
     """
     in_turn = job.chosen_strategy == "ring" or (job.staleness == 0 and job.chosen_strategy == "ps")
     steps = [int(report.get("steps", 0)) for report in reports.values()]
-    reported_steps = max(steps, default=0) if in_turn else sum(steps)
+    reported_steps = max(steps, default=0) if in_turn else max(sum(steps), num_units)
     applied = max((task.step for task in status.tasks if task.task.startswith("ps:")), default=0)
     ended = [report for report in reports.values() if report.get("metrics")]
     from_status = next((worker.metrics for worker in status.workers if worker.metrics), {})

@@ -28,7 +28,7 @@ from stratagem.launch.local import run_local
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
 from stratagem.launch.plan import Launch, LocalJob, RunFolders, check_size, plan_launch
 from stratagem.launch.processes import LineReader, Stream
-from stratagem.launch.summary import build_summary, failure_words, last_status, write_summary
+from stratagem.launch.summary import build_summary, failure_words, last_status, units_accepted, write_summary
 from stratagem.launch.supervisor import Supervisor
 from stratagem.rpc.status_view import StatusView, TaskState
 
@@ -332,6 +332,19 @@ def test_a_summary_has_what_the_journal_says_of_the_last_second(tmp_path: Path) 
     job = _job(tmp_path, num_ps=1)
     summary = build_summary(job, Supervisor(job.workers, job.servers), status, {W0: {"steps": 1}}, 0, 1.0, [])
     assert (summary["steps"], summary["examples"]) == (4, 12)
+
+
+def test_the_steps_of_a_summary_are_those_of_workers_that_were_started_again_too(tmp_path: Path) -> None:
+    """Of a script that updates at some batches only it said the updates, or what the last processes had made."""
+    journal = Journal(str(tmp_path))
+    journal.write("plan", dataset=1, plan=dataclasses.asdict(Plan(10, 1)))
+    journal.write("accepted", units=[[1, 0, index] for index in range(10)], oldest_step=0)
+    journal.close()
+    status = _status(tasks=(TaskState("ps:0", "live", step=2),))
+    for job, steps in ((_job(tmp_path, num_ps=1), 10), (_job(tmp_path, num_ps=1, staleness=0.0), 3)):
+        told: Any = (status, {W0: {"steps": 3}}, 0, 1.0, [""], "", {}, units_accepted(tmp_path))
+        assert build_summary(job, Supervisor(job.workers, job.servers), *told)["steps"] == steps
+    assert units_accepted(tmp_path / "none") == 0
 
 
 def test_a_summary_is_json_whatever_the_loss_is(tmp_path: Path) -> None:
