@@ -47,7 +47,7 @@ def from_bytes(data: bytes) -> States:
 
 
 def states_of_all(strategy: Strategy, own: Sequence[States]) -> list[States]:
-    """What all replicas of all workers have counted, in the order of the replicas, on every worker.
+    """What all replicas of all workers have counted (or hold otherwise), in the order of the replicas, on every worker.
 
     Workers that run in step all have to call it. Without collectives between workers it is ``own``, of the local
     replicas.

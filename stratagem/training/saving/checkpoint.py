@@ -38,6 +38,7 @@ from stratagem.measuring import measures
 from stratagem.rpc.heap import give_back_freed_memory
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
+from stratagem.strategy.metric_states import States, states_of_all
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.random_states import all_random_states, set_all_random_states
 from stratagem.tensorflow_names import WithWaysOut, no_attribute
@@ -297,7 +298,8 @@ class Checkpoint:
             self.wait()
             self._first = self._members.first
             writes = self._members.rank == 0
-            generators = self._members.gather(all_random_states(self._strategy))
+            own: States = {**all_random_states(self._strategy)}
+            generators = states_of_all(self._strategy, [own])
             states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
             if writes:
                 encoded = encode(generators, "random number generators", copy=False)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-
-import safetensors.torch
-import torch
 
 from stratagem.checkpoint.tree import EncodedState, Json
 from stratagem.errors import CheckpointError, CollectiveError
@@ -91,14 +88,6 @@ class CheckpointMembers:
             own = states.get(name, EncodedState(tree, {}))
             states[name] = EncodedState(tree, broadcast_tensors(self._ring, own.tensors))
         return states
-
-    def gather(self, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """What every member gave, by rank."""
-        if self._ring is None:
-            return [dict(tensors)]
-        data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
-        everybody = self._ring.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return [safetensors.torch.load(other.numpy().tobytes()) for other in everybody]
 
     def _tell(self, ring: Communicator, first: str, news: dict[str, Json] | None) -> dict[str, Json]:
         """Rank 0's news, on every rank."""

@@ -15,6 +15,7 @@ from torch import nn
 from stratagem.checkpoint.reading import load_checkpoint
 from stratagem.errors import CheckpointError
 from stratagem.strategy.default import DefaultStrategy
+from stratagem.strategy.metric_states import States, states_of_all
 from stratagem.training.saving import members
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
@@ -76,11 +77,9 @@ def test_one_checkpoint_with_averaged_buffers_whoever_calls(tmp_path: Path) -> N
 
 def test_every_worker_has_its_own_random_numbers(tmp_path: Path) -> None:
     def gather(communicator: Communicator) -> list[float]:
-        mine = {"torch": torch.full((2,), float(communicator.rank)), "only": torch.ones(communicator.rank)}
-        return [
-            float(states["torch"][0]) + states["only"].numel()
-            for states in CheckpointMembers(communicator).gather(mine)
-        ]
+        mine: States = {"torch": torch.full((2,), float(communicator.rank)), "only": torch.ones(communicator.rank)}
+        found: list[Any] = states_of_all(InStep(communicator), [mine])
+        return [float(states["torch"][0]) + states["only"].numel() for states in found]
 
     assert run_ranks(3, gather) == [[0.0, 2.0, 4.0]] * 3
 
