@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import safetensors
@@ -129,31 +129,17 @@ def _read(saved: SavedCheckpoint, name: str, servers: ServerState | None) -> Enc
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{saved.folder / file} cannot be read: {error}. {offer(saved.path)}") from None
     if servers is None:
-        return EncodedState({"kind": entry.kind, "state": entry.tree}, tensors)
-    kind, value = entry.kind, _decode(entry.tree, tensors, servers.variable)
+        return EncodedState(entry.tree, tensors).of_kind(entry.kind)
+    kind, value = entry.kind, decode(entry.tree, tensors, servers.variable)
     if kind == SERVED_OPTIMIZER:
         kind = OPTIMIZER
         value = {"state": servers.optimizer_state(value["variables"]), "param_groups": value["param_groups"]}
-    encoded = encode(value, name, copy=False)
-    return EncodedState({"kind": kind, "state": encoded.tree}, encoded.tensors)
+    return encode(value, name, copy=False).of_kind(kind)
 
 
 def kind_and_state(state: EncodedState) -> tuple[str, Any]:
     """What :func:`read_states` gave, as the object wants it."""
-    return state.tree["kind"], _decode(state.tree["state"], state.tensors, _no_variable)
-
-
-def _no_variable(name: str) -> torch.Tensor:
-    raise CheckpointError(f"variable {name} is not in the checkpoint: parameter servers should have written it")
-
-
-def _decode(tree: Json, tensors: Mapping[str, torch.Tensor], variable: Callable[[str], torch.Tensor]) -> Any:
-    def tensor(key: str) -> torch.Tensor:
-        if key not in tensors:
-            raise CheckpointError(f"the checkpoint lacks the tensor {key}")
-        return tensors[key]
-
-    return decode(tree, tensor, variable)
+    return state.tree["kind"], decode(state.tree["state"], state.tensors)
 
 
 @checked

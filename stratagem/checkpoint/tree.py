@@ -37,6 +37,10 @@ class EncodedState:
     tensors: dict[str, torch.Tensor]
     """Contiguous, on the CPU, by key."""
 
+    def of_kind(self, kind: str) -> EncodedState:
+        """The same, as the state of an object of a kind (:mod:`stratagem.checkpoint.reading` has them)."""
+        return EncodedState({"kind": kind, "state": self.tree}, self.tensors)
+
 
 def encode(value: Any, name: str, *, copy: bool) -> EncodedState:
     """Takes a state apart.
@@ -128,16 +132,21 @@ class _Encoder:
         return leaf
 
 
-def decode(tree: Json, tensor: Callable[[str], torch.Tensor], variable: Callable[[str], torch.Tensor]) -> Any:
-    """The inverse of :func:`encode`. ``tensor`` gives a tensor by its key, ``variable`` a variable of parameter servers
-    by its name.
+def _no_variable(name: str) -> torch.Tensor:
+    raise CheckpointError(f"variable {name} is not in the checkpoint: parameter servers should have written it")
+
+
+def decode(
+    tree: Json, tensors: Mapping[str, torch.Tensor], variable: Callable[[str], torch.Tensor] = _no_variable
+) -> Any:
+    """The inverse of :func:`encode`; ``variable`` gives a variable of parameter servers by its name.
 
     Raises:
-        CheckpointError: a tag that this version does not know.
+        CheckpointError: a tag that this version does not know, or a tensor that is not there.
     """
 
     def of(value: Json) -> Any:  # calls no closure of itself, whose circle would keep every tensor
-        return decode(value, tensor, variable)
+        return decode(value, tensors, variable)
 
     if isinstance(tree, list):
         return [of(item) for item in tree]
@@ -148,7 +157,9 @@ def decode(tree: Json, tensor: Callable[[str], torch.Tensor], variable: Callable
         return {key: of(item) for key, item in tree.items()}
     content = tree[tag]
     if tag == "$tensor":
-        found = tensor(content)
+        if content not in tensors:
+            raise CheckpointError(f"the checkpoint lacks the tensor {content}")
+        found = tensors[content]
         return found.view(_dtype(tree["dtype"])).view(tree["shape"]) if "dtype" in tree else found
     if tag == "$variable":
         return variable(content)

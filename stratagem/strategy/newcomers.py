@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.checkpoint.reading import kind_and_state
-from stratagem.checkpoint.tree import EncodedState, encode
+from stratagem.checkpoint.tree import EncodedState, decode, encode
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.random_states import random_states, set_random_states
@@ -97,8 +96,7 @@ class Newcomers:
             return
         tensors = broadcast_tensors(ring, state.tensors, donor, wants=is_new)
         if is_new:
-            given = kind_and_state(EncodedState({"kind": "training", "state": tree}, tensors))[1]
-            self._take(ordinal, given)
+            self._take(ordinal, decode(tree, tensors))
 
     def _state(self, ordinal: int, streams: Sequence[str]) -> dict[str, Any]:
         states, loop = random_states(), self._healing.loop

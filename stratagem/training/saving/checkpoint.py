@@ -302,8 +302,7 @@ class Checkpoint:
             generators = states_of_all(self._strategy, [own])
             states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
             if writes:
-                encoded = encode(generators, "random number generators", copy=False)
-                states[RANDOM] = EncodedState({"kind": "random", "state": encoded.tree}, encoded.tensors)
+                states[RANDOM] = encode(generators, "random number generators", copy=False).of_kind("random")
             chosen = self._members.from_first(lambda: choose(folder, name, step), self._first)
             target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
             is_there = self._servers is not None and not self._servers.claim(target)

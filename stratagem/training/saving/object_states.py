@@ -79,8 +79,7 @@ def take(
             else:
                 state = _state(kind, item, names)
             if keep:
-                encoded = encode(state, name, copy=copy)
-                states[name] = EncodedState({"kind": kind, "state": encoded.tree}, encoded.tensors)
+                states[name] = encode(state, name, copy=copy).of_kind(kind)
     return states
 
 
@@ -152,8 +151,7 @@ def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[
                 raise CheckpointError(f"{name} changes parameters that are not the model's")
             variables = [keys[id(parameter)] for parameter in parameters]
             value = {"state": state.optimizer_state(variables), "param_groups": param_groups(item)}
-        encoded = encode(value, name, copy=False)
-        states[name] = EncodedState({"kind": kind_of(name, item), "state": encoded.tree}, encoded.tensors)
+        states[name] = encode(value, name, copy=False).of_kind(kind_of(name, item))
     return states
 
 
