@@ -8,17 +8,20 @@ import pathlib
 import secrets
 
 
-def write_durably(path: pathlib.Path, data: bytes) -> tuple[int, str]:
+def write_durably(path: pathlib.Path, *pieces: bytes | memoryview) -> tuple[int, str]:
     """Writes a file that does not exist yet. Returns its size in bytes and its SHA-256 in hex.
 
     Raises:
         OSError: it exists or cannot be written.
     """
+    digest = hashlib.sha256()
     with path.open("xb") as file:
-        file.write(data)
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-    return len(data), hashlib.sha256(data).hexdigest()
+        return file.tell(), digest.hexdigest()
 
 
 def sync(path: pathlib.Path) -> None:

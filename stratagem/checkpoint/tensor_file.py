@@ -6,17 +6,16 @@ format is small: length of the header (8 bytes, little endian), JSON header, the
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from stratagem.checkpoint.draft import CheckpointDraft
+from stratagem.checkpoint.durable import write_durably
 
 _WRITE_BYTES = 1 << 22
 DTYPES = {
@@ -41,21 +40,15 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> tu
     Raises:
         OSError: the file exists or cannot be written.
     """
-    digest = hashlib.sha256()
-    with path.open("xb") as file:
-        header = _header(tensors)
-        digest.update(header)
-        file.write(header)
-        for tensor in tensors.values():
-            view: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-            data = memoryview(view)
-            for start in range(0, data.nbytes, _WRITE_BYTES):
-                chunk = data[start : start + _WRITE_BYTES]
-                digest.update(chunk)
-                file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell(), digest.hexdigest()
+    return write_durably(path, _header(tensors), *_pieces(tensors))
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors.values():
+        view: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+        data = memoryview(view)
+        for start in range(0, data.nbytes, _WRITE_BYTES):
+            yield data[start : start + _WRITE_BYTES]
 
 
 def add_tensors(

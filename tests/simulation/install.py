@@ -47,7 +47,7 @@ _STAND_INS: dict[Any, Any] = {
     concurrent.futures.Future: Future,
     concurrent.futures.ThreadPoolExecutor: ThreadPoolExecutor,
 }
-_ON_DISK = ("stratagem.chief.journal.journal", "stratagem.checkpoint.durable", "stratagem.checkpoint.tensor_file")
+_ON_DISK = ("stratagem.chief.journal.journal", "stratagem.checkpoint.durable")
 _NOT = ("stratagem.rpc.throttle", "stratagem.rpc.tls_files", "stratagem.cli", "stratagem.launch")
 
 

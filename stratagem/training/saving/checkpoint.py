@@ -334,7 +334,7 @@ class Checkpoint:
             for name, state in states.items()
         }
         description = json.dumps({"format": FORMAT, "objects": objects}, separators=(",", ":"), allow_nan=False)
-        draft.add(DESCRIPTION, partial(write_durably, data=description.encode()))
+        draft.add(DESCRIPTION, lambda path: write_durably(path, description.encode()))
         # What the bits of a training depend on besides its script (docs/protocol.md 24).
         facts = {
             "strategy": type(self._strategy).__name__,
