@@ -39,73 +39,64 @@ class Measure:
     """What stands behind the bar; empty: nothing does."""
 
 
-FORWARD, BACKWARD, OPTIMIZER, SCRIPT = "forward_s", "backward_s", "optimizer_s", "script_s"
-DATA_WAIT, PUSH, WAIT = "data_wait_s", "push_s", "wait_s"
-GATE_WAIT, MEETING, ROWS_WAIT = "gate_wait_s", "meeting_s", "rows_wait_s"
-SAVE, LEASE_WAIT, OUTSIDE = "save_s", "lease_wait_s", "outside_s"
-STEPS, DATA_CPU, STEP_CPU, PEER_WAIT = "steps", "data_wait_cpu_s", "step_cpu_s", "peer_wait_s"
-LOADER_WORKERS, THREADS, CORES = "loader_workers", "threads", "cores"
-IN_STEP, STARVED_MAIN = "in_step", "starved_main_s"
-CPU, STARVED, GIL_WAIT, GIL_PROBES, THREAD_CPU = "cpu_s", "starved_s", "gil_wait_s", "gil_probes", "thread_cpu_s"
-RECEIVE, QUEUE, HELD, MERGE = "receive_s", "queue_s", "held_s", "merge_s"
-APPLY, REPLY, COMMITS, STALENESS = "apply_s", "reply_s", "commits", "staleness"
-GROUP_APPLY, ROW_SHARE = "group_apply_s", "row_share"
-SENT, RECEIVED, SENT_FRAMES, RECEIVED_FRAMES = "sent_bytes", "received_bytes", "sent_frames", "received_frames"
-LINK_BUSY, ROUND_TRIP = "link_busy_s", "round_trip_s"
-CHECKPOINTS, CHECKPOINT = "checkpoints", "checkpoint_s"
+MEASURES: dict[str, Measure] = {}
+"""By name."""
 
+
+def _row(name: str, meaning: str, kind: Kind, of: tuple[str, ...], label: str = "") -> str:
+    MEASURES[name] = Measure(name, meaning, kind, of, label)
+    return name
+
+
+_PHASE, _COUNTER, _GAUGE = Kind
 _WORKER, _PS, _BOTH = ("worker",), ("ps",), ("worker", "ps")
 
-MEASURES: Mapping[str, Measure] = {
-    each.name: each
-    for each in (
-        Measure(DATA_WAIT, "Waiting for the next batch: read, collated, copied.", Kind.PHASE, _WORKER),
-        Measure(FORWARD, "The script's own before an optimizer's step, outside backward().", Kind.PHASE, _WORKER),
-        Measure(BACKWARD, "backward(), from the first gradient of a prepared model on.", Kind.PHASE, _WORKER),
-        Measure(OPTIMIZER, "The optimizer's own: looking at gradients, its step.", Kind.PHASE, _WORKER),
-        Measure(SCRIPT, "The script's own after an optimizer's step.", Kind.PHASE, _WORKER),
-        Measure(PUSH, "Encoding gradients and handing them to the lanes.", Kind.PHASE, _WORKER),
-        Measure(WAIT, "Waiting for ps or other ranks.", Kind.PHASE, _WORKER),
-        Measure(GATE_WAIT, "Waiting for slower workers at the staleness bound.", Kind.PHASE, _WORKER),
-        Measure(MEETING, "Waiting until all workers agree: on a step, on the end of a pass.", Kind.PHASE, _WORKER),
-        Measure(ROWS_WAIT, "Waiting for rows of tables.", Kind.PHASE, _WORKER),
-        Measure(LEASE_WAIT, "Waiting for the chief to lease units.", Kind.PHASE, _WORKER),
-        Measure(SAVE, "Writing checkpoints.", Kind.PHASE, _WORKER),
-        Measure(OUTSIDE, "Outside the loops over distributed datasets.", Kind.PHASE, _WORKER),
-        Measure(STEPS, "Steps completed in this process.", Kind.COUNTER, _WORKER),
-        Measure(DATA_CPU, "CPU time of the training thread while it waited for data.", Kind.COUNTER, _WORKER),
-        Measure(STEP_CPU, "CPU time of the training thread in the rest of its steps.", Kind.COUNTER, _WORKER),
-        Measure(PEER_WAIT, "The part of wait_s that waited for this peer.", Kind.COUNTER, _WORKER, "peer"),
-        Measure(LOADER_WORKERS, "Processes of the DataLoader.", Kind.GAUGE, _WORKER),
-        Measure(THREADS, "Threads that torch computes with.", Kind.GAUGE, _BOTH),
-        Measure(CORES, "CPU cores that the process may use.", Kind.GAUGE, _BOTH),
-        Measure(CPU, "CPU time of the process.", Kind.COUNTER, _BOTH),
-        Measure(STARVED, "Its threads were ready and had no core.", Kind.COUNTER, _BOTH),
-        Measure(STARVED_MAIN, "The training thread was ready and had no core.", Kind.COUNTER, _WORKER),
-        Measure(IN_STEP, "Whether each step waits for those of the other workers.", Kind.GAUGE, _WORKER),
-        Measure(GIL_WAIT, "A thread that slept woke later than it asked to, less starved_s.", Kind.COUNTER, _BOTH),
-        Measure(GIL_PROBES, "How often that was tried.", Kind.COUNTER, _BOTH),
-        Measure(THREAD_CPU, "CPU time of a Python thread that the script started.", Kind.COUNTER, _WORKER, "thread"),
-        Measure(RECEIVE, "Taking frames of gradients in.", Kind.COUNTER, _PS),
-        Measure(QUEUE, "Commits waited for their turn: for others on the same variables.", Kind.COUNTER, _PS),
-        Measure(HELD, "Commits were held, for a checkpoint or an evaluation.", Kind.COUNTER, _PS),
-        Measure(MERGE, "Adding the slices of a synchronous step.", Kind.COUNTER, _PS),
-        Measure(APPLY, "Applying updates.", Kind.COUNTER, _PS),
-        Measure(REPLY, "Sending weights back.", Kind.COUNTER, _PS),
-        Measure(COMMITS, "Updates applied.", Kind.COUNTER, _PS),
-        Measure(STALENESS, "Commits by how many updates their weights lacked.", Kind.COUNTER, _PS, "at_most"),
-        Measure(GROUP_APPLY, "Applying updates of this group of variables.", Kind.COUNTER, _PS, "group"),
-        Measure(ROW_SHARE, "The part of a table's row updates here that this row got of late.", Kind.GAUGE, _PS, "row"),
-        Measure(SENT, "Payload sent over a lane.", Kind.COUNTER, _BOTH, "lane"),
-        Measure(RECEIVED, "Payload received over a lane.", Kind.COUNTER, _BOTH, "lane"),
-        Measure(SENT_FRAMES, "Frames sent over a lane.", Kind.COUNTER, _BOTH, "lane"),
-        Measure(RECEIVED_FRAMES, "Frames received over a lane.", Kind.COUNTER, _BOTH, "lane"),
-        Measure(LINK_BUSY, "Bytes were under way over tcp, and there was room for more.", Kind.COUNTER, _BOTH, "lane"),
-        Measure(ROUND_TRIP, "Round trip of a tcp lane, as the kernel measures it.", Kind.GAUGE, _BOTH, "lane"),
-        Measure(CHECKPOINTS, "Checkpoints taken.", Kind.COUNTER, ("chief",)),
-        Measure(CHECKPOINT, "Commits were held for checkpoints.", Kind.COUNTER, ("chief",)),
-    )
-}  # fmt: skip
+DATA_WAIT = _row("data_wait_s", "Waiting for the next batch: read, collated, copied.", _PHASE, _WORKER)
+FORWARD = _row("forward_s", "The script's own before an optimizer's step, outside backward().", _PHASE, _WORKER)
+BACKWARD = _row("backward_s", "backward(), from the first gradient of a prepared model on.", _PHASE, _WORKER)
+OPTIMIZER = _row("optimizer_s", "The optimizer's own: looking at gradients, its step.", _PHASE, _WORKER)
+SCRIPT = _row("script_s", "The script's own after an optimizer's step.", _PHASE, _WORKER)
+PUSH = _row("push_s", "Encoding gradients and handing them to the lanes.", _PHASE, _WORKER)
+WAIT = _row("wait_s", "Waiting for ps or other ranks.", _PHASE, _WORKER)
+GATE_WAIT = _row("gate_wait_s", "Waiting for slower workers at the staleness bound.", _PHASE, _WORKER)
+MEETING = _row("meeting_s", "Waiting until all workers agree: on a step, on the end of a pass.", _PHASE, _WORKER)
+ROWS_WAIT = _row("rows_wait_s", "Waiting for rows of tables.", _PHASE, _WORKER)
+LEASE_WAIT = _row("lease_wait_s", "Waiting for the chief to lease units.", _PHASE, _WORKER)
+SAVE = _row("save_s", "Writing checkpoints.", _PHASE, _WORKER)
+OUTSIDE = _row("outside_s", "Outside the loops over distributed datasets.", _PHASE, _WORKER)
+STEPS = _row("steps", "Steps completed in this process.", _COUNTER, _WORKER)
+DATA_CPU = _row("data_wait_cpu_s", "CPU time of the training thread while it waited for data.", _COUNTER, _WORKER)
+STEP_CPU = _row("step_cpu_s", "CPU time of the training thread in the rest of its steps.", _COUNTER, _WORKER)
+PEER_WAIT = _row("peer_wait_s", "The part of wait_s that waited for this peer.", _COUNTER, _WORKER, "peer")
+LOADER_WORKERS = _row("loader_workers", "Processes of the DataLoader.", _GAUGE, _WORKER)
+THREADS = _row("threads", "Threads that torch computes with.", _GAUGE, _BOTH)
+CORES = _row("cores", "CPU cores that the process may use.", _GAUGE, _BOTH)
+CPU = _row("cpu_s", "CPU time of the process.", _COUNTER, _BOTH)
+STARVED = _row("starved_s", "Its threads were ready and had no core.", _COUNTER, _BOTH)
+STARVED_MAIN = _row("starved_main_s", "The training thread was ready and had no core.", _COUNTER, _WORKER)
+IN_STEP = _row("in_step", "Whether each step waits for those of the other workers.", _GAUGE, _WORKER)
+GIL_WAIT = _row("gil_wait_s", "A thread that slept woke later than it asked to, less starved_s.", _COUNTER, _BOTH)
+GIL_PROBES = _row("gil_probes", "How often that was tried.", _COUNTER, _BOTH)
+THREAD_CPU = _row("thread_cpu_s", "CPU time of a Python thread that the script started.", _COUNTER, _WORKER, "thread")
+RECEIVE = _row("receive_s", "Taking frames of gradients in.", _COUNTER, _PS)
+QUEUE = _row("queue_s", "Commits waited for their turn: for others on the same variables.", _COUNTER, _PS)
+HELD = _row("held_s", "Commits were held, for a checkpoint or an evaluation.", _COUNTER, _PS)
+MERGE = _row("merge_s", "Adding the slices of a synchronous step.", _COUNTER, _PS)
+APPLY = _row("apply_s", "Applying updates.", _COUNTER, _PS)
+REPLY = _row("reply_s", "Sending weights back.", _COUNTER, _PS)
+COMMITS = _row("commits", "Updates applied.", _COUNTER, _PS)
+STALENESS = _row("staleness", "Commits by how many updates their weights lacked.", _COUNTER, _PS, "at_most")
+GROUP_APPLY = _row("group_apply_s", "Applying updates of this group of variables.", _COUNTER, _PS, "group")
+ROW_SHARE = _row("row_share", "The part of a table's row updates here that this row got of late.", _GAUGE, _PS, "row")
+SENT = _row("sent_bytes", "Payload sent over a lane.", _COUNTER, _BOTH, "lane")
+RECEIVED = _row("received_bytes", "Payload received over a lane.", _COUNTER, _BOTH, "lane")
+SENT_FRAMES = _row("sent_frames", "Frames sent over a lane.", _COUNTER, _BOTH, "lane")
+RECEIVED_FRAMES = _row("received_frames", "Frames received over a lane.", _COUNTER, _BOTH, "lane")
+LINK_BUSY = _row("link_busy_s", "Bytes were under way over tcp, and there was room for more.", _COUNTER, _BOTH, "lane")
+ROUND_TRIP = _row("round_trip_s", "Round trip of a tcp lane, as the kernel measures it.", _GAUGE, _BOTH, "lane")
+CHECKPOINTS = _row("checkpoints", "Checkpoints taken.", _COUNTER, ("chief",))
+CHECKPOINT = _row("checkpoint_s", "Commits were held for checkpoints.", _COUNTER, ("chief",))
+
 PHASES = tuple(name for name, measure in MEASURES.items() if measure.kind is Kind.PHASE)
 COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, SCRIPT)
 """Phases in which the script computes."""
