@@ -108,8 +108,7 @@ class Bar(Callback):
     def on_train_end(self, logs: LogsArgument = None) -> None:
         self._progress.stop()
 
-    def on_train_interrupted(self) -> None:
-        self._progress.stop()
+    on_train_interrupted = on_train_end
 
     def _draw(self, logs: Mapping[str, float], total: float | None = None) -> None:
         assert self._task is not None

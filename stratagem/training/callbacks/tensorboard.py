@@ -75,12 +75,6 @@ class TensorBoard(Callback):
             self._writer("validation").add_scalar(f"evaluation_{name}", value, self.model.num_steps)
         self._close()
 
-    def on_train_end(self, logs: LogsArgument = None) -> None:
-        self._close()
-
-    def on_train_interrupted(self) -> None:
-        self._close()
-
     def _write_batch(self, batch: int, logs: LogsArgument = None) -> None:
         step = self.model.num_steps
         if step % self._every == 0 and self.model.strategy.is_lead:
@@ -94,7 +88,9 @@ class TensorBoard(Callback):
             self._writers[part] = SummaryWriter(self._folder / part)
         return self._writers[part]
 
-    def _close(self) -> None:
+    def _close(self, logs: LogsArgument = None) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+
+    on_train_end = on_train_interrupted = _close
