@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stratagem.arguments import checked, known_arguments, whole_number, whole_numbers
+from stratagem.data.loaders import length_of
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.current import current_strategy
@@ -34,7 +35,6 @@ from stratagem.training.fit.sources import (
     for_prediction,
     for_training,
     source_of,
-    steps_in,
     validation_source,
 )
 from stratagem.training.fit.steps import Compiled, FitSteps
@@ -251,8 +251,9 @@ class Model(SingleBatches):
             last = [callback for callback in callbacks if getattr(callback, "runs_last", False)]
             first = [callback for callback in callbacks if callback not in last]
             every = [*first, history, pace, *display(verbose, self.strategy.is_lead, pace), *last]
-            # Of parameter servers the workers take as many as they can.
-            num_steps = None if self.has_servers else steps_in(dataset, steps_per_epoch)
+            num_steps = None  # of parameter servers the workers take as many as they can
+            if not self.has_servers:
+                num_steps = length_of(dataset) if steps_per_epoch is None else steps_per_epoch
             called = self._called(every, verbose, num_steps, epochs)
             self._running = running
             self._position = FitPosition(dataset, running, [*first, history], initial_epoch)

@@ -127,7 +127,7 @@ def source_of(
             f"{type(x).__name__}"
         )
     if isinstance(x, DataLoader | Distributed):
-        if steps_in(x, None) == 0:
+        if length_of(x) == 0:
             raise ConfigurationError(
                 f"the {type(x).__name__} gives no batch: it has no examples, or drop_last=True and fewer than a batch"
             )
@@ -204,11 +204,6 @@ def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> Spl
             "the arrays, the Dataset or the DataLoader"
         )
     return distribute(source, placement=InputPlacement(devices_of(strategy, device)))
-
-
-def steps_in(dataset: Any, asked: int | None) -> int | None:
-    """GLOBAL batches of an epoch: as many as were asked for, else those of a pass; None: nobody knows."""
-    return length_of(dataset) if asked is None else asked
 
 
 def devices_of(strategy: Strategy, device: torch.device) -> tuple[torch.device, ...]:
