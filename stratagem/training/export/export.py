@@ -79,14 +79,14 @@ def export_model(
     if not is_lead():
         return Path(path)
     failures: list[ExportError] = []
-    with export_folder.writing(target) as draft:
+    with export_folder.writing(target) as (folder, description):
         try:
             plain = bare_copy(module)
         except ExportError as error:
             plain = module
             failures.append(error)
-        _write_state_dict(plain, draft.path / export_folder.STATE_DICT)
-        draft.description |= {
+        _write_state_dict(plain, folder / export_folder.STATE_DICT)
+        description |= {
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"stratagem": stratagem.__version__, "torch": torch.__version__},
             "class": type(plain).__name__,
@@ -94,12 +94,12 @@ def export_model(
         }
         if not failures:
             try:
-                draft.description |= _write_program(plain, arguments, draft.path)
-                _write_onnx(draft.path, onnx)
+                description |= _write_program(plain, arguments, folder)
+                _write_onnx(folder, onnx)
             except ExportError as error:
                 failures.append(error)
         if failures:
-            draft.description["failure"] = str(failures[0])
+            description["failure"] = str(failures[0])
     if failures:
         raise ExportError(f"{failures[0]}. What could be written is in {target}") from failures[0]
     return Path(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import os
 import shutil
@@ -25,17 +24,10 @@ VERSION = 1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-@dataclasses.dataclass
-class ExportDraft:
-    """A folder that is being written. The files in ``path`` and the ``description`` become the export."""
-
-    path: Path
-    description: dict[str, Any]
-
-
 @contextlib.contextmanager
-def writing(target: Path) -> Iterator[ExportDraft]:
-    """Gives a folder to write into, and puts it in the place of ``target`` at the end; an earlier export is replaced.
+def writing(target: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Gives a folder to write files into and a description to fill in, and puts them in the place of ``target`` at the
+    end; an earlier export is replaced.
 
     Raises:
         ExportError: ``target`` is something else than an earlier export, or cannot be written.
@@ -46,9 +38,9 @@ def writing(target: Path) -> Iterator[ExportDraft]:
     remove_drafts(target.parent)
     try:
         with Draft(target.parent) as draft:
-            content = ExportDraft(draft.path, {})
-            yield content
-            _commit(content, target)
+            description: dict[str, Any] = {}
+            yield draft.path, description
+            _commit(draft.path, description, target)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
         raise ExportError(f"cannot write the export {target}: {error}") from error
 
@@ -88,17 +80,17 @@ def _describe(folder: Path) -> dict[str, Any] | None:
     return found if is_ours else None
 
 
-def _commit(draft: ExportDraft, target: Path) -> None:
-    files = sorted(path for path in draft.path.iterdir() if path.is_file())
+def _commit(draft: Path, description: dict[str, Any], target: Path) -> None:
+    files = sorted(path for path in draft.iterdir() if path.is_file())
     table = {path.name: {"num_bytes": path.stat().st_size, "sha256": hash_file(path)} for path in files}
     head = {"format": FORMAT, "format_version": VERSION}
-    text = json.dumps(head | draft.description | {"files": table}, indent=1)
-    (draft.path / METADATA).write_text(text + "\n", encoding="utf-8")
-    for path in [*files, draft.path / METADATA, draft.path]:
+    text = json.dumps(head | description | {"files": table}, indent=1)
+    (draft / METADATA).write_text(text + "\n", encoding="utf-8")
+    for path in [*files, draft / METADATA, draft]:
         sync(path)
     # A folder that is not empty cannot be replaced by a rename (POSIX): the two change places, where they can.
-    if not _exchange(draft.path, target):
-        _replace(draft.path, target)
+    if not _exchange(draft, target):
+        _replace(draft, target)
     sync(target.parent)
 
 

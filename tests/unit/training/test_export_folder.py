@@ -13,19 +13,19 @@ import pytest
 from stratagem.checkpoint.draft import DRAFT
 from stratagem.errors import ExportError
 from stratagem.training.export import folder as export_folder
-from stratagem.training.export.folder import ExportDraft, read, writing
+from stratagem.training.export.folder import read, writing
 
 
 def write(target: Path, text: str) -> None:
-    with writing(target) as draft:
-        (draft.path / "weights").write_text(text)
-        draft.description["class"] = "Net"
+    with writing(target) as (draft, description):
+        (draft / "weights").write_text(text)
+        description["class"] = "Net"
 
 
 def test_it_is_complete_or_not_there(tmp_path: Path) -> None:
     target = tmp_path / "new" / "out"
-    with writing(target) as draft:
-        (draft.path / "weights").write_text("abc")
+    with writing(target) as (draft, _):
+        (draft / "weights").write_text("abc")
         assert not target.exists()
     assert sorted(path.name for path in target.iterdir()) == ["metadata.json", "weights"]
     assert read(target)["files"]["weights"]["num_bytes"] == 3
@@ -56,14 +56,14 @@ def test_what_is_no_export_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_the_earlier_export(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
-    with pytest.raises(ZeroDivisionError), writing(tmp_path / "out") as draft:
-        (draft.path / "weights").write_text("half")
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "out") as (draft, _):
+        (draft / "weights").write_text("half")
         raise ZeroDivisionError
     with (
         pytest.raises(ExportError, match=r"cannot write the export .*No such file"),
-        writing(tmp_path / "out") as draft,
+        writing(tmp_path / "out") as (draft, _),
     ):
-        (draft.path / "nowhere" / "weights").write_text("half")
+        (draft / "nowhere" / "weights").write_text("half")
     assert (tmp_path / "out" / "weights").read_text() == "old"
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
@@ -99,10 +99,10 @@ def test_there_is_an_export_at_any_time(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path / "out", "old")
     commit = export_folder._commit
 
-    def watched(draft: ExportDraft, target: Path) -> None:
+    def watched(draft: Path, description: dict[str, Any], target: Path) -> None:
         sys.settrace(look)
         try:
-            commit(draft, target)
+            commit(draft, description, target)
         finally:
             sys.settrace(None)
 
@@ -112,12 +112,12 @@ def test_there_is_an_export_at_any_time(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_a_crash_left_goes_with_the_next_export(tmp_path: Path) -> None:
-    with writing(tmp_path / "one") as draft:
+    with writing(tmp_path / "one") as (draft, _):
         (tmp_path / f"{DRAFT}1a2b3c4d").mkdir()
         (tmp_path / f"{DRAFT}1a2b3c4d.lock").touch()
         (tmp_path / ".removed-by-me").mkdir()
         write(tmp_path / "other", "")
-        kept = {draft.path.name, f"{draft.path.name}.lock", ".removed-by-me"}
+        kept = {draft.name, f"{draft.name}.lock", ".removed-by-me"}
         assert {each.name for each in tmp_path.iterdir()} == {*kept, "other"}, "one is being written, one is none"
 
 
@@ -150,8 +150,7 @@ def test_other_folders_and_newer_formats_are_refused(tmp_path: Path, monkeypatch
 
 
 def test_the_description_cannot_hide_the_files(tmp_path: Path) -> None:
-    with writing(tmp_path / "out") as draft:
-        assert isinstance(draft, ExportDraft)
-        draft.description["files"] = {}
-        (draft.path / "weights").write_text("abc")
+    with writing(tmp_path / "out") as (draft, description):
+        description["files"] = {}
+        (draft / "weights").write_text("abc")
     assert list(read(tmp_path / "out")["files"]) == ["weights"]
