@@ -155,13 +155,16 @@ def find_damage(path: pathlib.Path) -> list[str]:
             continue
         for file in manifest.files:
             place = part / file.name
-            found = _size(place)
-            if found is None:
+            try:
+                found = place.stat().st_size
+                if found != file.num_bytes:
+                    damage.append(f"{place}: expected {file.num_bytes:,} bytes, found {found:,}")
+                elif hash_file(place) != file.sha256:
+                    damage.append(f"{place} was altered: its SHA-256 is not the one in the manifest")
+            except FileNotFoundError:
                 damage.append(f"{place} is missing")
-            elif found != file.num_bytes:
-                damage.append(f"{place}: expected {file.num_bytes:,} bytes, found {found:,}")
-            elif _hash(place) != file.sha256:
-                damage.append(f"{place} was altered: its SHA-256 is not the one in the manifest")
+            except OSError as error:
+                damage.append(f"{place} cannot be read: {error.strerror}")
     return damage
 
 
@@ -195,10 +198,3 @@ def _size(path: pathlib.Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
-
-
-def _hash(path: pathlib.Path) -> str:
-    try:
-        return hash_file(path)
-    except OSError as error:
-        return f"unreadable: {error.strerror}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from stratagem.checkpoint.catalog import find_damage
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.rpc.heap import ENVIRONMENT
@@ -134,6 +136,19 @@ def test_a_folder_that_may_not_be_looked_into_is_left_out(tmp_path: Path, monkey
 
     monkeypatch.setattr(Path, "stat", refused)
     assert Script().checkpoint.save(tmp_path / "step") == latest_checkpoint(tmp_path)
+
+
+def test_a_file_that_the_disk_does_not_give_is_not_called_altered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(Checkpoint(number=1).save(tmp_path / "step"))
+
+    def broken(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("stratagem.checkpoint.catalog.hash_file", broken)
+    damage = find_damage(path)
+    assert damage and all(line.endswith(" cannot be read: Input/output error") for line in damage)
 
 
 def test_write_keeps_the_folder_to_one_checkpoint(tmp_path: Path) -> None:
