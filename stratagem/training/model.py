@@ -214,21 +214,15 @@ class Model(SingleBatches):
         whole_numbers(steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
         whole_numbers(validation_batch_size=validation_batch_size)
         callbacks = listed(callbacks)
-        held_out: list[Arrays] = []
-
-        def keep(arrays: Arrays) -> Arrays:
-            if not validation_split:
-                return arrays
-            first, rest = arrays.split(validation_split)
-            held_out.append(rest)
-            return first
-
-        source = source_of(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, keep=keep)
-        if validation_split and (not held_out or validation_data is not None):
-            raise ConfigurationError("validation_split is for arrays, and instead of validation_data")
+        source = source_of(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle)
         validation = None
-        if held_out:
-            validation = source_of(*held_out[0].parts, batch_size=validation_batch_size or batch_size)
+        if validation_split:
+            arrays = getattr(source, "dataset", None)
+            if not isinstance(arrays, Arrays) or validation_data is not None:
+                raise ConfigurationError("validation_split is for arrays, and instead of validation_data")
+            trained, held_out = arrays.split(validation_split)
+            source = source_of(*trained.parts, batch_size=batch_size, shuffle=shuffle)
+            validation = source_of(*held_out.parts, batch_size=validation_batch_size or batch_size)
         elif validation_data is not None:
             validation = validation_source(validation_data, validation_batch_size, batch_size)
         if isinstance(source, Iterator) and steps_per_epoch is None and epochs - initial_epoch > 1:

@@ -84,7 +84,6 @@ def source_of(
     *,
     batch_size: int | None = None,
     shuffle: bool = False,
-    keep: Callable[[Arrays], Arrays] = lambda arrays: arrays,
 ) -> Any:
     """A DataLoader, an iterable of global batches or a distributed dataset that gives what ``x`` holds.
 
@@ -97,7 +96,6 @@ def source_of(
         sample_weight: weights of the examples, only with arrays.
         batch_size: examples in a GLOBAL batch, only with arrays and a Dataset; None: 32.
         shuffle: arrays and map-style Datasets are gone through in another order each epoch.
-        keep: which of the examples of arrays are meant.
 
     Raises:
         ConfigurationError: arguments that do not go together.
@@ -108,7 +106,7 @@ def source_of(
     if _is_arrays(x, y):
         if sample_weight is not None and y is None:
             raise ConfigurationError(WEIGHTS_ALONE)
-        arrays = keep(Arrays([part for part in (x, y, sample_weight) if part is not None]))
+        arrays = Arrays([part for part in (x, y, sample_weight) if part is not None])
         return DataLoader(_some(arrays), num_in_batch, shuffle=shuffle, collate_fn=_as_is)
     for name, given in (("y", y), ("sample_weight", sample_weight)):
         if given is not None:
