@@ -313,8 +313,6 @@ class Passes:
     manager: in the end it leaves the pass that is open."""
 
     def __init__(self, dataset: Heard | SplitDataset, num_steps: int | None, is_once: bool = False) -> None:
-        if num_steps is not None and num_steps < 1:
-            raise ConfigurationError(f"expected at least 1 step an epoch, got {num_steps}")
         self._dataset = dataset
         self._num_steps = num_steps
         self._is_once = is_once

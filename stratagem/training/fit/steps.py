@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from stratagem.data.nested import map_leaves, num_examples, on_cpu, tensors
-from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.fit.batches import Batch, call, unpack
 from stratagem.training.fit.running_metrics import StepResult
@@ -87,8 +86,7 @@ class FitSteps:
         return map_leaves(outputs, on_cpu)
 
     def _forward(self, parts: Batch) -> tuple[Any, torch.Tensor, float | None]:
-        if self.compiled.loss is None:
-            raise ConfigurationError("the model has no loss: give compile(loss=...)")
+        assert self.compiled.loss is not None
         with precision(self.compiled.autocast, parts.inputs):
             outputs = call(self.module, parts.inputs)
             loss, divisor = self.compiled.loss(outputs, parts.targets, parts.weights)
