@@ -144,9 +144,7 @@ class NumPasses:
         Raises:
             ConfigurationError: there is none left.
         """
-        if self._once is None:
-            return
-        if self._is_spent:
+        if self._once is not None and self._is_spent:
             raise ConfigurationError(
                 f"a {type(self._once).__name__} gives its batches once, and this is the second pass: distribute "
                 "something that starts anew with each iter(), such as a DataLoader, a list, or a class with "
