@@ -50,33 +50,24 @@ class RankReduction:
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> Run:
         """``out`` = the reduction of every rank's ``source``; it may be the same memory."""
 
-        def run(group: Group, tag: Tag) -> None:
-            if self.op is None:
-                out.copy_(self._combined(source, group, tag))
-                return
-            result = self.wide(out)
-            group.all_reduce(self._scaled(source), self._real(result), self.op, tag)
-            self.finish(result, group.size)
-            out.copy_(result)
-
-        return run
+        return functools.partial(self._run, source, out, False)
 
     def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor) -> Run:
         """``out`` = this rank's one of as many equal parts of the reduction as there are ranks."""
 
-        def run(group: Group, tag: Tag) -> None:
-            if self.op is None:
-                out.copy_(self._combined(source, group, tag).view(group.size, -1)[group.rank])
-                return
-            result = self.wide(out)
-            group.reduce_scatter(self._scaled(source), self._real(result), self.op, tag)
-            self.finish(result, group.size)
-            out.copy_(result)
+        return functools.partial(self._run, source, out, True)
 
-        return run
-
-    def _scaled(self, source: torch.Tensor) -> torch.Tensor:
-        return self._real(self.wide(source) if self.factor is None else source * self.factor)
+    def _run(self, source: torch.Tensor, out: torch.Tensor, scatters: bool, group: Group, tag: Tag) -> None:
+        if self.op is None:
+            combined = self._combined(source, group, tag)
+            out.copy_(combined.view(group.size, -1)[group.rank] if scatters else combined)
+            return
+        scaled = self.wide(source) if self.factor is None else source * self.factor
+        result = self.wide(out)
+        reduce = group.reduce_scatter if scatters else group.all_reduce
+        reduce(self._real(scaled), self._real(result), self.op, tag)
+        self.finish(result, group.size)
+        out.copy_(result)
 
     def _real(self, values: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(values).view(-1) if self.is_of_pairs else values
