@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ _LOOK_S = 2.0
 """How often a receive looks whether a rank lives that has never sent."""
 _NUM_LOOKS = 3
 """So often in a row it must not answer."""
+_NO_DEADLINE = math.inf
+"""Of a read: a rank may have nothing to say for as long as it likes."""
 
 
 class Messages:
@@ -183,7 +186,7 @@ class Messages:
         return lane
 
     def _read_message(self, lane: ReceivingLane, rank: int) -> None:
-        frame = lane.receive(0, _deadline())
+        frame = lane.receive(0, _NO_DEADLINE)
         total, tag, dtype = frame.offset, frame.transfer - 1, frame.tensor.dtype
         if frame.tensor.numel() == total:
             self.mailbox.put(rank, tag, frame.tensor)
@@ -195,7 +198,7 @@ class Messages:
             values[:filled].copy_(frame.tensor)
             del frame
             while filled < total:
-                part = lane.receive(0, _deadline(), values[filled:]).tensor
+                part = lane.receive(0, _NO_DEADLINE, values[filled:]).tensor
                 if part.data_ptr() != values[filled:].data_ptr():
                     values[filled : filled + part.numel()].copy_(part)
                 filled += part.numel()
@@ -207,8 +210,3 @@ class Messages:
             receive.done.set_result(rank)
         else:
             self.mailbox.put(rank, tag, values)
-
-
-def _deadline() -> float:
-    """None: a rank may have nothing to say for as long as it likes."""
-    return time.monotonic() + 1e6
