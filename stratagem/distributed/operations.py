@@ -40,18 +40,7 @@ class Operation:
 
     def limit(self, timeout_s: float) -> None:
         """Gives the steps a timeout of their own."""
-
-        def limited(step: Run) -> Run:
-            def run(group: Group, tag: Tag) -> None:
-                usual, group.timeout_s = group.timeout_s, timeout_s
-                try:
-                    step(group, tag)
-                finally:
-                    group.timeout_s = usual
-
-            return run
-
-        self.steps = [(what, limited(step)) for what, step in self.steps]
+        self.steps = [(what, functools.partial(_limited, step, timeout_s)) for what, step in self.steps]
 
 
 class Operations:
@@ -287,6 +276,14 @@ class Operations:
             raise ConfigurationError(
                 f"expected {self.size} × {told(part)} in a {what} of {self.size} ranks, got {told(whole)}"
             )
+
+
+def _limited(step: Run, timeout_s: float, group: Group, tag: Tag) -> None:
+    usual, group.timeout_s = group.timeout_s, timeout_s
+    try:
+        step(group, tag)
+    finally:
+        group.timeout_s = usual
 
 
 def _in_inference_mode(run: Callable[[Tag], None], tag: Tag) -> None:
