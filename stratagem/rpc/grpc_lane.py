@@ -109,13 +109,12 @@ class GrpcLane(Corkable):
 
     def flush(self, deadline: float) -> None:
         with self._taken:
-            while self._num_taken < self._num_queued:
-                if self._inbox.error is not None:
-                    raise self._inbox.error
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PeerUnavailableError(f"{self._peer} takes no frames")
-                self._taken.wait(left)
+            self._taken.wait_for(
+                lambda: self._num_taken == self._num_queued or self._inbox.error is not None,
+                deadline - time.monotonic(),
+            )
+            if self._num_taken < self._num_queued:
+                raise self._inbox.error or PeerUnavailableError(f"{self._peer} takes no frames")
 
     def close(self, reason: str) -> None:
         self._fail(PeerUnavailableError(reason))

@@ -128,13 +128,9 @@ class TcpSender(Corkable):
         if not self._num_waiting:
             return
         with self._sent:
-            while self._num_waiting:
-                if self._error is not None:
-                    raise self._error
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PeerUnavailableError(f"{self._peer} takes no frames")
-                self._sent.wait(left)
+            self._sent.wait_for(lambda: not self._num_waiting or self._error is not None, deadline - time.monotonic())
+            if self._num_waiting:
+                raise self._error or PeerUnavailableError(f"{self._peer} takes no frames")
 
     def close(self, reason: str) -> None:
         self._fail(PeerUnavailableError(reason))
