@@ -9,11 +9,7 @@ import grpc.aio
 
 from stratagem.cluster.identity import server_name
 from stratagem.rpc.binding import check_token_path
-from stratagem.rpc.declaring import (
-    AioStreamDeclaringInterceptor,
-    AioUnaryDeclaringInterceptor,
-    DeclaringInterceptor,
-)
+from stratagem.rpc.declaring import AioDeclaringInterceptor, DeclaringInterceptor
 from stratagem.rpc.security import OPEN, Security, channel_credentials
 
 KEEPALIVE_TIME_MS = 2000
@@ -67,11 +63,9 @@ def connect(address: str, peer: str = "", security: Security = OPEN) -> grpc.Cha
 
 
 def connect_aio(address: str, peer: str = "", security: Security = OPEN) -> grpc.aio.Channel:
-    """The same for ``grpc.aio``."""
+    """The same for ``grpc.aio``, for unary calls: streams would not show the token."""
     options, credentials = _prepared(address, peer, security)
-    declare: list[Any] = []
-    if security.token is not None:
-        declare = [AioUnaryDeclaringInterceptor(security), AioStreamDeclaringInterceptor(security)]
+    declare: list[Any] = [] if security.token is None else [AioDeclaringInterceptor(security)]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=declare)
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=declare)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from stratagem.rpc.security import CALLER_KEY, TOKEN_KEY, Security
-
-if TYPE_CHECKING:  # generic in the stubs only
-    _UnaryUnary = grpc.UnaryUnaryClientInterceptor[Any, Any]
-    _StreamStream = grpc.StreamStreamClientInterceptor[Any, Any]
-    _AioUnaryUnary = grpc.aio.UnaryUnaryClientInterceptor[Any, Any]
-    _AioStreamStream = grpc.aio.StreamStreamClientInterceptor[Any, Any]
-else:
-    _UnaryUnary, _StreamStream = grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor
-    _AioUnaryUnary = grpc.aio.UnaryUnaryClientInterceptor
-    _AioStreamStream = grpc.aio.StreamStreamClientInterceptor
 
 
 def declaration(security: Security) -> tuple[tuple[str, str], ...]:
@@ -28,7 +18,8 @@ def declaration(security: Security) -> tuple[tuple[str, str], ...]:
     return ((TOKEN_KEY, security.token.header), (CALLER_KEY, security.identity))
 
 
-class DeclaringInterceptor(_UnaryUnary, _StreamStream):
+# The interceptors of gRPC are generic in the stubs only.
+class DeclaringInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[type-arg]
     """Sync channels."""
 
     def __init__(self, security: Security) -> None:
@@ -44,23 +35,12 @@ class DeclaringInterceptor(_UnaryUnary, _StreamStream):
         return details._replace(metadata=(*(details.metadata or ()), *self._declaration))
 
 
-class _AioDeclaring:
+class AioDeclaringInterceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    """Unary calls of ``grpc.aio`` channels, which make no others: each kind would want an interceptor of its own."""
+
     def __init__(self, security: Security) -> None:
         self._declaration = declaration(security)
 
-    def _declared(self, details: Any) -> Any:
-        return details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), *self._declaration))
-
-
-class AioUnaryDeclaringInterceptor(_AioDeclaring, _AioUnaryUnary):
-    """Unary calls of ``grpc.aio`` channels; gRPC wants an interceptor of its own for each kind of call."""
-
     async def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        return await continuation(self._declared(details), request)
-
-
-class AioStreamDeclaringInterceptor(_AioDeclaring, _AioStreamStream):
-    """Streams of ``grpc.aio`` channels."""
-
-    async def intercept_stream_stream(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
-        return await continuation(self._declared(details), requests)
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._declaration)
+        return await continuation(details._replace(metadata=metadata), request)

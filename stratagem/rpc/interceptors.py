@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,12 +21,6 @@ from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.limits import CallCounter, CountedCall, check_ids
 from stratagem.rpc.permissions import OPEN_METHODS, authorize
 from stratagem.rpc.security import Security
-
-if TYPE_CHECKING:  # generic in the stubs only
-    _Sync = grpc.ServerInterceptor[Any, Any]
-    _Aio = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Sync, _Aio = grpc.ServerInterceptor, grpc.aio.ServerInterceptor
 
 SENDER_KEY = "stratagem-task"
 """Metadata of a grpc lane: the task that it speaks for."""
@@ -93,7 +87,7 @@ class _Gated:
         """Makes that of a method; those of a server count together."""
 
 
-class Interceptor(_Gated, _Sync):
+class Interceptor(_Gated, grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Of sync servers. Every method takes a stream here: so a call is counted before its request is read."""
 
     def intercept_service(
@@ -130,7 +124,7 @@ class Interceptor(_Gated, _Sync):
         return _replaced(handler, answering, streaming)
 
 
-class AioInterceptor(_Gated, _Aio):
+class AioInterceptor(_Gated, grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """The same of ``grpc.aio`` servers."""
 
     async def intercept_service(
