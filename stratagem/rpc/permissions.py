@@ -77,8 +77,6 @@ def authorize(identity: str, method: str) -> None:
         IdentityError: the method needs an identity, and there is none.
         ForbiddenError: the caller's role may not call it.
     """
-    if method in OPEN_METHODS:
-        return
     name = method.rpartition("/")[2]
     if not identity:
         raise IdentityError(f"{name} needs a caller that says who it is, and this one did not: give --token-file")
