@@ -296,8 +296,7 @@ class SessionClient:
             with self._changed:
                 self._connected = False
                 self._changed.notify_all()
-            if not self._closing and self.stopped is None:
-                with self._changed:
+                if self.stopped is None:
                     self._changed.wait_for(lambda: self._closing, RECONNECT_PAUSE_S)
 
     def _renew_channel(self) -> None:
