@@ -48,14 +48,11 @@ def cut_buckets(
         parameter = parameters[index]
         key = (parameter.dtype, parameter.device)
         num_bytes = aligned(parameter.numel() * parameter.dtype.itemsize)
-        limit = limits.setdefault(key, min(first_bytes, bucket_bytes))
-        if key in opened and opened[key].num_bytes + num_bytes > limit:
-            limits[key] = bucket_bytes
-            del opened[key]
-        if key not in opened:
-            opened[key] = Bucket(*key)
-            buckets.append(opened[key])
-        bucket = opened[key]
+        bucket = opened.get(key)
+        if bucket is None or bucket.num_bytes + num_bytes > limits[key]:
+            limits[key] = min(first_bytes, bucket_bytes) if bucket is None else bucket_bytes
+            bucket = opened[key] = Bucket(*key)
+            buckets.append(bucket)
         bucket.parameters.append(index)
         bucket.offsets.append(bucket.num_bytes)
         bucket.num_bytes += num_bytes
