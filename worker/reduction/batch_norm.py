@@ -25,7 +25,7 @@ class _Sync:
     """What a converted layer reduces with. Copies of the model share it."""
 
     communicator: Communicator
-    weight: Callable[[], Weight] | None
+    weight: Callable[[], Weight]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sync:
         return self
@@ -89,14 +89,11 @@ _CONVERTED: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
 }
 
 
-def convert_batch_norm(
-    module: nn.Module, communicator: Communicator, weight: Callable[[], Weight] | None = None
-) -> None:
+def convert_batch_norm(module: nn.Module, communicator: Communicator, weight: Callable[[], Weight]) -> None:
     """Makes every BatchNorm in ``module`` take its statistics from all ranks; the layers stay the same objects.
 
     Args:
-        weight: how much this rank's gradient counts, as the reducer is told; asked in each backward. None: as much as
-            its elements are of all ranks' elements, which is right for a loss that is a mean over examples.
+        weight: how much this rank's gradient counts, as the reducer is told; asked in each backward.
 
     Raises:
         ConfigurationError: a BatchNorm of a class of its own, whose forward cannot be known.
@@ -206,11 +203,10 @@ class _Normalise(torch.autograd.Function):
         of_bias, of_weight = grad.sum(dims), (grad * normal).sum(dims)
         of_x: torch.Tensor | None = None
         if ctx.needs_input_grad[0]:
-            local = x.numel() // x.shape[1]
-            scale = local / max(ctx.count, 1) if ctx.sync.weight is None else ctx.sync.weight().scale
+            scale = ctx.sync.weight().scale
             sums = torch.stack([of_bias, of_weight]).double()
             total = ctx.sync.communicator.all_reduce(sums * scale if scale else torch.zeros_like(sums))
-            if scale and local:
+            if scale and x.numel():
                 shared = (total / (ctx.count * scale)).to(mean.dtype)
                 factor = inverse if weight is None else inverse * weight
                 of_x = (grad - shared[0].view(shape) - normal * shared[1].view(shape)) * factor.view(shape)

@@ -35,6 +35,11 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
 }
 
 
+def whole() -> Weight:
+    """Losses that are added."""
+    return Weight(1.0)
+
+
 def inputs(shape: tuple[int, ...]) -> torch.Tensor:
     """Far from zero."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 2 + 30
@@ -67,7 +72,7 @@ def test_forward_backward_and_buffers(kind: str, shares: list[int], options: dic
 
     def work(communicator: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         module = layer(kind, **options).double()
-        convert_batch_norm(module, communicator, lambda: Weight(1.0))
+        convert_batch_norm(module, communicator, whole)
         local = run(module, share_of((x,), shares, communicator.rank)[0])
         found = [communicator.all_reduce(p.grad) for p in module.parameters() if p.grad is not None]
         return local, [*found, *module.buffers()]
@@ -88,7 +93,7 @@ def test_variance_of_large_values_in_float32() -> None:
 
     def work(communicator: Communicator) -> torch.Tensor:
         module = nn.BatchNorm1d(5, momentum=1.0)
-        convert_batch_norm(module, communicator)
+        convert_batch_norm(module, communicator, whole)
         module(share_of((x,), [40, 24], communicator.rank)[0])
         assert module.running_var is not None
         return module.running_var
@@ -107,7 +112,7 @@ class Conv(nn.Module):
         return self.inner(torch.relu(self.norm(self.conv(x)))).mean((2, 3))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("weighting", ["by elements", "by share", "set_weight"])
+@pytest.mark.parametrize("weighting", ["by share", "set_weight"])
 @pytest.mark.parametrize("shares", SHARES)
 def test_training_with_a_reducer(shares: list[int], weighting: str) -> None:
     x = torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -127,7 +132,7 @@ def test_training_with_a_reducer(shares: list[int], weighting: str) -> None:
         weight = weight_of(shares, communicator.rank)
         if weighting == "set_weight":
             weight = lambda: Weight(mine, mine)  # noqa: E731
-        convert_batch_norm(model, communicator, None if weighting == "by elements" else weight)
+        convert_batch_norm(model, communicator, weight)
         with reducing(model, communicator, weight):
             return train(model, *share_of((x, y), shares, communicator.rank))
 
@@ -141,7 +146,7 @@ def test_training_with_a_reducer(shares: list[int], weighting: str) -> None:
 def test_evaluation_is_that_of_the_layer_it_was_and_needs_no_other_rank() -> None:
     def work(communicator: Communicator) -> None:
         module, plain = layer("2d").eval(), layer("2d").eval()
-        convert_batch_norm(module, communicator)
+        convert_batch_norm(module, communicator, whole)
         if communicator.rank == 0:
             x = inputs((8, 5, 4, 3))
             assert torch.equal(module(x), plain(x))
@@ -154,8 +159,8 @@ def test_conversion_keeps_objects_state_and_class() -> None:
         model = build(Conv)
         model.register_forward_hook(lambda *_: None)
         norm, parameters, state = model.norm, list(model.parameters()), copy.deepcopy(model.state_dict())
-        convert_batch_norm(model, communicator)
-        convert_batch_norm(model, communicator)
+        convert_batch_norm(model, communicator, whole)
+        convert_batch_norm(model, communicator, whole)
         assert model.norm is norm and isinstance(norm, SyncBatchNorm) and isinstance(norm, nn.BatchNorm2d)
         assert isinstance(model.inner[1], SyncBatchNorm)
         assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
@@ -169,7 +174,7 @@ def test_conversion_keeps_objects_state_and_class() -> None:
 def test_a_copied_model_reduces_with_the_same_communicator() -> None:
     def work(communicator: Communicator) -> bool:
         model = build(Conv)
-        convert_batch_norm(model, communicator)
+        convert_batch_norm(model, communicator, whole)
         copied = copy.deepcopy(model)
         before = communicator.position.ordinal
         copied(torch.ones(2, 2, 6, 6))
@@ -183,7 +188,7 @@ def test_half_precision_input() -> None:
 
     def work(communicator: Communicator) -> torch.Tensor:
         module = layer("2d")
-        convert_batch_norm(module, communicator)
+        convert_batch_norm(module, communicator, whole)
         out = module(share_of((x,), [5, 3], communicator.rank)[0])
         assert isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16
         out.float().sum().backward()
@@ -195,7 +200,7 @@ def test_half_precision_input() -> None:
 def test_one_value_per_channel_is_refused_on_every_rank() -> None:
     def work(communicator: Communicator) -> None:
         module = layer("1d")
-        convert_batch_norm(module, communicator)
+        convert_batch_norm(module, communicator, whole)
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             module(torch.ones(1 - communicator.rank, 5))
 
@@ -205,7 +210,7 @@ def test_one_value_per_channel_is_refused_on_every_rank() -> None:
 def test_nothing_anywhere_changes_nothing() -> None:
     def work(communicator: Communicator) -> None:
         module, plain = layer("1d"), layer("1d")
-        convert_batch_norm(module, communicator)
+        convert_batch_norm(module, communicator, whole)
         assert module(torch.ones(0, 5)).shape == (0, 5)
         assert_same(list(module.buffers()), list(plain.buffers()))
 
@@ -216,7 +221,7 @@ def test_nothing_anywhere_changes_nothing() -> None:
 def test_input_of_the_wrong_shape_is_refused(shape: tuple[int, ...]) -> None:
     def work(communicator: Communicator) -> None:
         module = layer("1d")
-        convert_batch_norm(module, communicator)
+        convert_batch_norm(module, communicator, whole)
         with pytest.raises(ValueError, match="expected"):
             module(torch.ones(shape))
 
@@ -231,7 +236,7 @@ class Own(nn.BatchNorm1d):
 def test_layers_that_cannot_be_converted_are_named(module: nn.Module) -> None:
     def work(communicator: Communicator) -> None:
         with pytest.raises(ConfigurationError, match=r"is a (Own|LazyBatchNorm1d)"):
-            convert_batch_norm(module, communicator)
+            convert_batch_norm(module, communicator, whole)
 
     run_ranks(1, work)
 

@@ -79,7 +79,8 @@ def test_a_prepared_model_is_exported_bare(tmp_path: Path) -> None:
     strategy = OneDeviceStrategy("cpu")
     model = reader()
     prepared, _ = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    convert_batch_norm(prepared, cast(Any, Unreachable()))  # as prepare(sync_batchnorm=True) does in a ring
+    # As prepare(sync_batchnorm=True) does in a ring.
+    convert_batch_norm(prepared, cast(Any, Unreachable()), cast(Any, None))
     exported_reader(tmp_path / "out", prepared)
     torch.testing.assert_close(load_model(tmp_path / "out")(words(3)), answer_of(reader(), 3))
 

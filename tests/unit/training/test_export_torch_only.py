@@ -21,7 +21,8 @@ print(json.dumps({"found": found, "answer": program(torch.tensor(rows)).tolist()
 
 def test_torch_alone_runs_it(tmp_path: Path) -> None:
     model = reader()
-    convert_batch_norm(model, cast(Any, None))  # a class of ours inside, as prepare(sync_batchnorm=True) does
+    # A class of ours inside, as prepare(sync_batchnorm=True) makes.
+    convert_batch_norm(model, cast(Any, None), cast(Any, None))
     exported_reader(tmp_path / "out", model)
     python = torch_only_python(tmp_path)
     said = json.loads(run_python(python, RUN, tmp_path / "out", json.dumps(words(3).tolist())))
