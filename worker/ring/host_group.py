@@ -125,7 +125,7 @@ class HostGroup:
                 start, stop = cut(source.numel(), self.size)[self.rank]
                 self._reduction(op, source)(self._staged(1, start, stop - start, source.dtype), out)
                 return
-            part = self._part_elements(self.size, source.dtype)
+            part = self._scratch.part_elements(self.size, source.dtype)
             slices = [source[start:stop] for start, stop in cut(source.numel(), self.size)]
             reduction = self._reductions(op, source.dtype, part)
             is_inside = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
@@ -166,7 +166,7 @@ class HostGroup:
                     if rank != self.rank:
                         self._fetch(rank, 0, 0, out)
                 return
-            part = self._part_elements(1, source.dtype)
+            part = self._scratch.part_elements(1, source.dtype)
             arena, start = self._arenas.place_of_all(outs) if min(out.numel() for out in outs) > part else (0, 0)
             if arena and outs[self.rank].data_ptr() != source.data_ptr():
                 outs[self.rank].copy_(source)
@@ -190,7 +190,7 @@ class HostGroup:
     def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
         """See :meth:`Group.broadcast`. A buffer at the same place of an arena on every rank is read where it is."""
         with self._signals.collective(tag) as signals:
-            part = self._part_elements(1, buffer.dtype)
+            part = self._scratch.part_elements(1, buffer.dtype)
             arena, start, _ = self._arenas.place(buffer, buffer) if buffer.numel() > part else (0, 0, 0)
             if self._all_are_at(arena, start, start):
                 if self.rank != root:
@@ -210,7 +210,7 @@ class HostGroup:
 
     def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
         with self._signals.collective(tag):
-            part = self._part_elements(self.size, sources[0].dtype)
+            part = self._scratch.part_elements(self.size, sources[0].dtype)
 
             def write(k: int) -> None:
                 for rank, source in enumerate(sources):
@@ -302,7 +302,7 @@ class HostGroup:
     def _reduce_in_pieces(self, source: torch.Tensor, out: torch.Tensor | None, op: ReduceOp, root: int | None) -> None:
         """Round k: writes piece k of the source, and the own slice of the reduced piece k-1; reads both from peers."""
         size, rank, dtype = self.size, self.rank, source.dtype
-        part = self._part_elements(size + 1, dtype)
+        part = self._scratch.part_elements(size + 1, dtype)
         num_pieces = -(-source.numel() // (part * size))
         reduction = self._reductions(op, dtype, part)
         private: torch.Tensor | None = None
@@ -365,15 +365,10 @@ class HostGroup:
             if k + 1 >= count:
                 return
 
-    def _part_elements(self, num_parts: int, dtype: torch.dtype) -> int:
-        """How many elements each of so many parts of a slot has room for."""
-        return self._scratch.part_bytes(num_parts) // dtype.itemsize
-
     def _stage(self, place: int, part: int, values: torch.Tensor) -> None:
         """Writes values to a part of the own slot."""
         if values.numel():
-            start = place * part * values.itemsize
-            self._scratch.view(self.rank, start, values.numel(), values.dtype).copy_(values)
+            self._scratch.view(self.rank, place * part, values.numel(), values.dtype).copy_(values)
 
     def _others(self, own: torch.Tensor, outs: Sequence[torch.Tensor], k: int, part: int) -> Iterator[Any]:
         """The peers, each with its result. First a rank keeps what is its own: it may lie where theirs will."""
@@ -384,10 +379,8 @@ class HostGroup:
     def _fetch(self, peer: int, place: int, part: int, into: torch.Tensor) -> None:
         """Reads a part of a rank's slot."""
         if into.numel():
-            start = place * part * into.itemsize
-            into.copy_(self._scratch.view(peer, start, into.numel(), into.dtype))
+            into.copy_(self._scratch.view(peer, place * part, into.numel(), into.dtype))
 
     def _staged(self, place: int, part: int, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The same part of every rank's slot."""
-        start = place * part * dtype.itemsize
-        return [self._scratch.view(rank, start, num_elements, dtype) for rank in range(self.size)]
+        return [self._scratch.view(rank, place * part, num_elements, dtype) for rank in range(self.size)]

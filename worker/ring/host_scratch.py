@@ -36,13 +36,13 @@ class Scratch:
         """From now on the other slot is the one that is written and read."""
         self._slot = 1 - self._slot
 
-    def part_bytes(self, num_parts: int) -> int:
-        """The length of each of so many equal parts of a slot, aligned."""
-        return self.slot_bytes // num_parts // ALIGNMENT * ALIGNMENT
+    def part_elements(self, num_parts: int, dtype: torch.dtype) -> int:
+        """How many elements each of so many equal parts of a slot has room for; the parts are aligned."""
+        return self.slot_bytes // num_parts // ALIGNMENT * ALIGNMENT // dtype.itemsize
 
-    def view(self, rank: int, start_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A range of a rank's slot; fastest where ``start_bytes`` is a multiple of :data:`ALIGNMENT`."""
-        return self._views(self._slot, rank, start_bytes, num_elements, dtype)
+    def view(self, rank: int, start: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A range of a rank's slot, from its ``start``-th element on; fastest where that is aligned."""
+        return self._views(self._slot, rank, start, num_elements, dtype)
 
     def row(self, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The start of every rank's slot, in rank order."""
@@ -53,10 +53,10 @@ class Scratch:
         self._views.cache_clear()
         self._rows.cache_clear()
 
-    def _make_view(self, slot: int, rank: int, start_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        start = slot * self.slot_bytes + start_bytes
+    def _make_view(self, slot: int, rank: int, start: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        first = slot * self.slot_bytes + start * dtype.itemsize
         with torch.inference_mode(False):  # a view made in that mode could not be written outside of it
-            return self._segments[rank][start : start + num_elements * dtype.itemsize].view(dtype)
+            return self._segments[rank][first : first + num_elements * dtype.itemsize].view(dtype)
 
     def _make_row(self, slot: int, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [self._make_view(slot, rank, 0, num_elements, dtype) for rank in range(len(self._segments))]
