@@ -120,15 +120,12 @@ class Healing:
         is_new: this rank is a newcomer: alone for now, without the state of the training.
     """
 
-    placements: list[Placement]
-    losses: list[LostMembers]
-
     def __init__(self, me: str, members: tuple[str, ...], heal: Heal, is_new: bool = False) -> None:
         self.me = me
         self.members = members
         """Those of the group as it is, by rank."""
         self.placements = [Placement(0, members)]
-        self.losses = []
+        self.losses: list[LostMembers] = []
         self.counted_steps = collections.deque([0], NUM_COUNTED)
         """The newest steps whose examples have had their effect; see ``is_training`` of :meth:`run`."""
         self.is_new = is_new
