@@ -233,8 +233,7 @@ class SocketLanes:
             with self._guard:
                 if self._expected.get(sender.key) == number:
                     del self._expected[sender.key]
-            for purpose in ("up", "down"):
-                self._listener.forget((*sender.key, number, purpose))
+            self._listener.forget(lambda who: who[:-1] == (*sender.key, number))  # both ways
 
         with self._guard:
             self._num_open += 1

@@ -18,8 +18,8 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Hashable
-from typing import Literal
+from collections.abc import Callable, Hashable
+from typing import Any, Literal
 
 from stratagem.cluster.identity import server_name
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError
@@ -101,7 +101,7 @@ class LaneListener:
         with self._changed:
             if self._closed.is_set():
                 raise PeerUnavailableError("this task opens no further lanes")
-            self._withdraw(who)
+            self._withdraw(lambda other: other == who)
             self._check_room(task)
             listener = self._listeners.get(kind) or self._listen(kind)
             self._tokens[token] = _PendingPeer(who, task)
@@ -124,15 +124,15 @@ class LaneListener:
                 raise PeerUnavailableError(f"{task} did not connect in time")
             return self._arrived.pop(who)[1]
 
-    def forget(self, who: Hashable) -> None:
-        """Does not let ``who`` in any more."""
+    def forget(self, is_meant: Callable[[Any], bool]) -> None:
+        """Does not let those in any more of whom ``is_meant(who)`` holds."""
         with self._changed:
-            self._withdraw(who)
+            self._withdraw(is_meant)
 
-    def _withdraw(self, who: Hashable) -> None:
-        self._tokens = {known: pending for known, pending in self._tokens.items() if pending.who != who}
-        if (stale := self._arrived.pop(who, None)) is not None:
-            stale[1].close()
+    def _withdraw(self, is_meant: Callable[[Any], bool]) -> None:
+        self._tokens = {token: pending for token, pending in self._tokens.items() if not is_meant(pending.who)}
+        for who in filter(is_meant, [*self._arrived]):
+            self._arrived.pop(who)[1].close()
 
     def close(self) -> None:
         """Stops listening; sockets that nobody has taken are closed."""

@@ -325,10 +325,9 @@ class RingMember:
             plan = plan_lanes(said, options, failures)
             opener = Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
             group, told, num_tries = None, RankInfo(me.task), num_tries + 1
+            purpose = f"round {peers.num_meetings}"
             try:
-                group = build(
-                    plan, peers, opener, options, device, said[0].store_address, f"round {peers.num_meetings}"
-                )
+                group = build(plan, peers, opener, options, device, said[0].store_address, purpose)
             except LaneFailedError as error:
                 peers.tell_again = functools.partial(peers.abort, str(error), False, GIVE_UP_S)
                 if self.ring_service.given_up < peers.meeting:  # who waits for a lane of this rank need not
@@ -340,6 +339,8 @@ class RingMember:
                 if group is not None:
                     group.close("the ring did not form")
                 raise
+            finally:
+                self.ring_service.forget(peers.members.generation, purpose)
             new: dict[str, str] = {}
             for task, lane, why in [(one.task, *failure) for one in replies for failure in one.failures.items()]:
                 new[lane] = f"{new[lane]}; {task}: {why}" if lane in new else f"{task}: {why}"

@@ -194,6 +194,19 @@ class RingService:
                 raise PeerUnavailableError(f"{peer_key[0]} opened no lane in time")
             return self._lanes.pop(peer_key)
 
+    def forget(self, generation: int, purpose: str) -> None:
+        """All ranks have tried to open the lanes of this purpose: those that nobody has taken are let go."""
+
+        def is_meant(peer_key: PeerKey) -> bool:
+            return peer_key[2] == generation and peer_key[3].partition("/")[0].endswith(purpose)
+
+        self.listener.forget(is_meant)
+        with self._changed:
+            self._tokens = {token: peer_key for token, peer_key in self._tokens.items() if not is_meant(peer_key)}
+            lanes = [self._lanes.pop(peer_key) for peer_key in filter(is_meant, [*self._lanes])]
+        for lane in lanes:
+            lane.close("the ring did not form")
+
     def abort(self, caller: Incarnation, meeting: tuple[int, int], reason: str, is_out_of_step: bool) -> None:
         """A rank found out that the collectives of a group are broken. ``meeting``: generation and number of that in
         which it was made; ``is_out_of_step``: see :class:`stratagem.worker.ring.group.OutOfStepError`."""

@@ -167,3 +167,12 @@ def test_without_sockets_auto_takes_grpc_and_says_why(
         assert [one.group.name for one in ring_of(members)] == ["ring over grpc"] * 2
         assert sums(ring_of(members)) == [3.0, 3.0]
     assert "no tcp: worker:0: " in caplog.text and why in caplog.text
+
+
+def test_lanes_of_a_try_that_failed_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_member, "own_host_id", lambda: threading.current_thread().name)  # two hosts
+    monkeypatch.setattr(ring_member, "OPEN_S", 3.0)
+    door, shut = LaneListener("127.0.0.1", OPEN, 1), LaneListener("2001:db8::1")
+    with formed("127.0.0.1", [door, shut], CommunicationOptions(chunk_bytes=1 << 16)) as members:
+        assert [one.group.name for one in ring_of(members)] == ["ring over grpc"] * 2
+        assert door.expect("the next try", "tcp", "worker:1").port  # the visit of the first one does not count any more
