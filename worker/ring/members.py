@@ -41,7 +41,7 @@ class MembershipSource(Protocol):
     def raise_if_stopped(self) -> None:
         """Raises the reason when this process is to end."""
 
-    def wait_stopped(self, timeout_s: float | None) -> StratagemError | None:
+    def wait_stopped(self, timeout_s: float) -> StratagemError | None:
         """Waits for the end; None when it goes on after ``timeout_s`` seconds."""
 
 
