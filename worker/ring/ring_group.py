@@ -75,13 +75,11 @@ class RingGroup(Neighbours):
             out.copy_(source)
         elif num_elements * source.itemsize * self.size <= SMALL_BYTES:
             self._all_reduce_small(source, out, op, tag)
-        elif (wire_dtype := self._wire(source.dtype)) is not None:
-            wire = self._scratch("held", num_elements, wire_dtype)
-            steps = all_reduce_schedule(self.size, self.rank, num_elements, self._chunk_elements(wire_dtype))
-            self._run_converted(steps, source, wire, out, op, tag)
         else:
-            steps = all_reduce_schedule(self.size, self.rank, num_elements, self._chunk_elements(source.dtype))
-            self._run(steps, source, out, op, tag)
+            dtype = self._wire(source.dtype)
+            held = out if dtype is source.dtype else self._scratch("held", num_elements, dtype)
+            steps = all_reduce_schedule(self.size, self.rank, num_elements, self._chunk_elements(dtype))
+            self._run(steps, source, held, out, op, tag)
         self.flush(tag)
 
     def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
@@ -89,14 +87,10 @@ class RingGroup(Neighbours):
         if self.size == 1:
             out.copy_(source)
             return
-        wire_dtype = self._wire(source.dtype)
-        dtype = wire_dtype or source.dtype
+        dtype = self._wire(source.dtype)
         held = self._scratch("held", source.numel(), dtype)
         steps = reduce_scatter_schedule(self.size, self.rank, source.numel(), self._chunk_elements(dtype))
-        if wire_dtype is None:
-            self._run(steps, source, held, op, tag)
-        else:
-            self._run_converted(steps, source, held, None, op, tag)
+        self._run(steps, source, held, held, op, tag)
         self.flush(tag)
         out.copy_(held[slice(*cut(source.numel(), self.size)[self.rank])])
 
@@ -180,55 +174,38 @@ class RingGroup(Neighbours):
         for other in every[2:]:
             REDUCE[op](out, other, out=out)
 
-    def _run(self, steps: Schedule, source: torch.Tensor, held: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        """Leaves partial results, then results, in ``held``.
+    def _run(
+        self, steps: Schedule, source: torch.Tensor, held: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag
+    ) -> None:
+        """Leaves partial results, then results, in ``held``, which has the dtype of the wire, and results in ``out``
+        too, as decoded from it, if that is another tensor.
 
         ``held`` may be ``source`` and may be sent from while it is written to: a chunk that comes a second time is
         reduced with what this rank sent the first time, so that has left this memory.
         """
-        reduce = REDUCE[op]
+        reduce, converts = REDUCE[op], held.dtype is not source.dtype
         for step in steps:
-            part = held[step.start : step.stop]
+            own, part = source[step.start : step.stop], held[step.start : step.stop]
             if step.action is ChunkAction.REDUCE:
-                scratch = self._scratch("chunk", step.stop - step.start, source.dtype)
-                received = self.receive(scratch, step.start, tag)
-                reduce(source[step.start : step.stop], received, out=part)
+                received = self.receive(self._scratch("chunk", own.numel(), held.dtype), step.start, tag)
+                if converts:
+                    total = self._scratch("total", own.numel(), source.dtype)
+                    total.copy_(received)
+                    part.copy_(reduce(own, total, out=total))
+                else:
+                    reduce(own, received, out=part)
             elif step.action is ChunkAction.STORE:
                 self.receive_into(part, step.start, tag)
-            elif step.action is ChunkAction.SEND:
-                self.send(part, step.start, tag)
-            else:
-                self.send(source[step.start : step.stop], step.start, tag)
-
-    def _run_converted(
-        self,
-        steps: Schedule,
-        source: torch.Tensor,
-        wire: torch.Tensor,
-        out: torch.Tensor | None,
-        op: ReduceOp,
-        tag: Tag,
-    ) -> None:
-        """The same with another dtype on the wire: results in ``wire``, and as decoded from it in ``out``."""
-        reduce = REDUCE[op]
-        for step in steps:
-            part = wire[step.start : step.stop]
-            if step.action is ChunkAction.REDUCE:
-                num_elements = step.stop - step.start
-                total = self._scratch("total", num_elements, source.dtype)
-                total.copy_(self.receive(self._scratch("chunk", num_elements, wire.dtype), step.start, tag))
-                reduce(source[step.start : step.stop], total, out=total)
-                part.copy_(total)
-            elif step.action is ChunkAction.STORE:
-                self.receive_into(part, step.start, tag)
+            elif step.action is ChunkAction.SEND_OWN and not converts:
+                self.send(own, step.start, tag)
             else:
                 if step.action is ChunkAction.SEND_OWN:
-                    part.copy_(source[step.start : step.stop])
+                    part.copy_(own)
                 self.send(part, step.start, tag)
-            complete = step.action is ChunkAction.STORE or (
+            is_complete = step.action is ChunkAction.STORE or (
                 step.action is ChunkAction.REDUCE and step.slice == self.rank
             )
-            if complete and out is not None:
+            if is_complete and out is not held:
                 out[step.start : step.stop].copy_(part)
 
     def _pass_around(self, every: Sequence[torch.Tensor] | torch.Tensor, tag: Tag) -> None:
@@ -246,9 +223,9 @@ class RingGroup(Neighbours):
             self.receive_into(received[start:stop], start, tag)
         self.flush(tag)
 
-    def _wire(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Another dtype than the tensor's own, for the wire."""
-        return self._wire_dtype if dtype is torch.float32 and self._wire_dtype is not torch.float32 else None
+    def _wire(self, dtype: torch.dtype) -> torch.dtype:
+        """As which dtype tensors of this one travel."""
+        return self._wire_dtype if dtype is torch.float32 and self._wire_dtype is not None else dtype
 
     def _chunk_elements(self, dtype: torch.dtype) -> int:
         return max(1, self.chunk_bytes // dtype.itemsize)
