@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from stratagem.cli.options import SECONDS, cluster_option, read_cluster_file
+from stratagem.cli.options import SECONDS, cluster_option, read_cluster_file, variable_option
 from stratagem.cluster.sources import gather, written_cluster
 from stratagem.launch.status import chief_from_environment
 from stratagem.rpc.security import Security, operator_security
@@ -58,16 +58,9 @@ _OPTIONS = (
     cluster_option,
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     click.option("--timeout-s", type=SECONDS, default=5.0, show_default=True, help="Seconds to wait for an answer."),
-    click.option(
-        "--tls", default="", envvar="STRATAGEM_TLS", help="Folder with ca.crt and the operator's certificate."
-    ),
-    click.option("--token-file", default="", envvar="STRATAGEM_TOKEN_FILE", help="File with the token of the job."),
-    click.option(
-        "--insecure",
-        is_flag=True,
-        envvar="STRATAGEM_INSECURE",
-        help="Send the token beyond this machine in the clear.",
-    ),
+    variable_option("--tls", default="", help="Folder with ca.crt and the operator's certificate."),
+    variable_option("--token-file", default="", help="File with the token of the job."),
+    variable_option("--insecure", is_flag=True, help="Send the token beyond this machine in the clear."),
 )
 
 

@@ -15,7 +15,7 @@ import yaml
 from pydantic_core import PydanticUndefined
 
 from stratagem.cluster.config import RoleConfig
-from stratagem.cluster.sources import ROLES, Resolved, gather
+from stratagem.cluster.sources import ENV_PREFIX, ROLES, Resolved, gather
 from stratagem.cluster.tf_config import TaskPlacement
 from stratagem.errors import ConfigurationError
 from stratagem.launch.replica import own_environment
@@ -90,6 +90,11 @@ def field_options(role: str, names: Sequence[str]) -> Callable[[Command], Comman
         return command
 
     return decorate
+
+
+def variable_option(name: str, **attributes: Any) -> Callable[[Command], Command]:
+    """One that, not given, the variable of its name gives: ``--log-format`` is STRATAGEM_LOG_FORMAT."""
+    return click.option(name, envvar=ENV_PREFIX + name.strip("-").replace("-", "_").upper(), **attributes)
 
 
 def script_arguments(command: Command) -> Command:

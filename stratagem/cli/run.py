@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from stratagem.cli import roles
-from stratagem.cli.options import File, Folder, field_options, script_arguments
+from stratagem.cli.options import File, Folder, field_options, script_arguments, variable_option
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
@@ -70,40 +70,28 @@ def _check_tasks(job: LocalJob) -> None:
 @click.command("run", context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option("--workers", "num_workers", default=1, help="Workers, each a process that runs the script.")
 @click.option("--replicas", hidden=True, expose_value=False, callback=_refuse_replicas)
-@click.option(
+@variable_option(
     "--min-workers",
     default=0,
-    envvar="STRATAGEM_MIN_WORKERS",
     help="Workers with which a ring goes on until lost ones are back; 0: a lost worker ends it.",
 )
-@click.option(
+@variable_option(
     "--max-workers",
     default=0,
-    envvar="STRATAGEM_MAX_WORKERS",
     help="Workers that the job takes while it runs (`stratagem worker`); 0: as many as --workers.",
 )
 @click.option("--chiefs", "num_chiefs", default=1, help="2: a second chief stands by and takes over when one dies.")
 @click.option("--ps", "num_ps", default=0, help="Parameter servers.")
-@click.option(
-    "--ps-replicas",
-    default=1,
-    envvar="STRATAGEM_PS_REPLICAS",
-    help="Copies of what each ps holds; with 2 nothing is lost when a ps dies.",
+@variable_option(
+    "--ps-replicas", default=1, help="Copies of what each ps holds; with 2 nothing is lost when a ps dies."
 )
-@click.option(
+@variable_option(
     "--strategy",
     type=click.Choice(STRATEGIES),
     default="auto",
-    envvar="STRATAGEM_STRATEGY",
     help="auto: ps when there are any, a ring of several workers, mirrored on several GPUs, else one.",
 )
-@click.option(
-    "--staleness",
-    type=float,
-    default=math.inf,
-    envvar="STRATAGEM_STALENESS",
-    help="Staleness bound: 0 synchronous, inf asynchronous.",
-)
+@variable_option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
 @click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring: as a whole).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
 @click.option("--log-dir", type=Folder(), help="Where each task's output is kept as <type>-<index>.log.")
@@ -111,49 +99,36 @@ def _check_tasks(job: LocalJob) -> None:
 @click.option(
     "--state-dir", type=Folder(), help="Where the run's folder is made and kept (journal, checkpoints, logs)."
 )
-@click.option(
-    "--checkpoint-dir",
-    type=Folder(),
-    envvar="STRATAGEM_CHECKPOINT_DIR",
-    help="Where checkpoints are committed; a folder of the run if not given.",
+@variable_option(
+    "--checkpoint-dir", type=Folder(), help="Where checkpoints are committed; a folder of the run if not given."
 )
-@click.option(
+@variable_option(
     "--checkpoint-roots",
     default=current_folder,
     show_default="the current folder",
-    envvar="STRATAGEM_CHECKPOINT_ROOTS",
     help="Folders (with : between them) below which SCRIPT may have ps write its own checkpoints.",
 )
-@click.option(
-    "--checkpoint-every-s",
-    default=0.0,
-    envvar="STRATAGEM_CHECKPOINT_EVERY_S",
-    help="Seconds between checkpoints the chief takes by itself; 0: none.",
+@variable_option(
+    "--checkpoint-every-s", default=0.0, help="Seconds between checkpoints the chief takes by itself; 0: none."
 )
 @click.option(
     "--shutdown-timeout", "shutdown_timeout_s", default=25.0, help="Seconds to end in before processes are killed."
 )
-@click.option(
-    "--log-format",
-    type=click.Choice(["text", "json"]),
-    default="text",
-    envvar="STRATAGEM_LOG_FORMAT",
-    help="Form of the tasks' log lines.",
+@variable_option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", help="Form of the tasks' log lines."
 )
 @click.option("--evaluator", is_flag=True, help="Start an evaluator too: SCRIPT, evaluating each new checkpoint.")
-@click.option(
+@variable_option(
     "--tls",
     is_flag=False,
     flag_value=AUTO,
     default="",
-    envvar="STRATAGEM_TLS",
     help="Encrypt: folder of certificates (`stratagem certs` makes them), or auto for throw-away ones.",
 )
-@click.option(
+@variable_option(
     "--token-file",
     type=click.Path(dir_okay=False),
     default="",
-    envvar="STRATAGEM_TOKEN_FILE",
     help="File with a token that the tasks show each other.",
 )
 @click.option(
