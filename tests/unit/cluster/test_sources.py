@@ -91,6 +91,11 @@ def test_unknown_variable() -> None:
         environment_layer(PsConfig, {"STRATAGEM_STALNESS": "1"})
 
 
+def test_an_empty_task_is_none() -> None:
+    told = emit_tf_config(ClusterSpec(worker=("h:1", "h:2")), TaskId("worker", 1))
+    assert gather("worker", {"STRATAGEM_TASK": "", "TF_CONFIG": told})[0].config.task == "worker:1"
+
+
 def test_variables_of_others_are_left_alone() -> None:
     environ = {"STRATAGEM_REPORT_FILE": "r", "STRATAGEM_BENCHMARK_RESULT": "x", "STRATAGEM_SESSION_TIMEOUT_S": "1"}
     environ |= {"STRATAGEM_TF_PYTHON": "python", "STRATAGEM_MPI_PYTHON": "python"}
