@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from stratagem.cli.options import SECONDS, cluster_option, read_cluster_file, variable_option
+from stratagem.cluster.identity import CHIEF
 from stratagem.cluster.sources import gather, written_cluster
 from stratagem.launch.status import chief_from_environment
 from stratagem.rpc.security import Security, operator_security
@@ -47,9 +48,9 @@ class Asking:
         Raises:
             ConfigurationError: the cluster file has an unknown section or key, or a value of another type.
         """
-        flags = {"tls": self.tls or None, "token_file": self.token_file or None, "insecure": self.insecure or None}
+        given = {"tls": self.tls or None, "token_file": self.token_file or None, "insecure": self.insecure or None}
         document = {**read_cluster_file(self.cluster_file), "cluster": None, "chief": {}}
-        config = gather("chief", {}, flags, document, str(self.cluster_file), of_every_role=True)[0].config
+        config = gather(None, {}, {"task": CHIEF, **given}, document, str(self.cluster_file))[0].config
         return operator_security(config.tls, config.token_file, config.insecure)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import click
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.cli.options import SECONDS, cluster_option, read_cluster_file
+from stratagem.cli.options import SECONDS, cluster_option, configure
 from stratagem.cluster.config import RoleConfig
-from stratagem.cluster.sources import ENV_PREFIX, gather
+from stratagem.cluster.sources import ENV_PREFIX
 from stratagem.cluster.spec import join_address, split_address
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import ClusterSpecError, ConfigurationError
-from stratagem.launch.replica import own_environment
+from stratagem.errors import ConfigurationError
 from stratagem.rpc.asking import asking
 from stratagem.rpc.security import Security, security_of
 
@@ -31,28 +28,6 @@ SERVICES: Mapping[str, str] = {
 """What a task of each type serves; an evaluator serves nothing."""
 _EVERYWHERE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses to listen on, and where what listens on all of them is reached from the same machine."""
-
-
-def own_config(
-    environ: Mapping[str, str], flags: Mapping[str, Any], document: Mapping[str, Any], file: str
-) -> RoleConfig:
-    """What the task says that has these sources: its id, where it listens, how it proves who it is.
-
-    The sources are those of :func:`stratagem.cluster.sources.gather`, but a chief need not say here how many workers
-    it waits for.
-
-    Raises:
-        ConfigurationError: a source is not valid, or nobody says which task it is.
-    """
-    told = placement_from_environment(environ)
-    name = flags.get("task") or environ.get(f"{ENV_PREFIX}TASK") or (told.task if told is not None else None)
-    if name is None:
-        raise ClusterSpecError(
-            f"which task? Name it: --task ps:0, or {ENV_PREFIX}TASK or TF_CONFIG as the task itself has them"
-        )
-    task = TaskId.parse(str(name))
-    resolved, _ = gather(task.type, environ, {**flags, "task": str(task)}, document, file, of_every_role=True)
-    return resolved.config
 
 
 def address_to_ask(config: RoleConfig) -> str:
@@ -106,7 +81,7 @@ def health_command(
     STRATAGEM_TLS and STRATAGEM_TOKEN_FILE.
     """
     flags = {"task": task, "bind": address, "tls": tls, "token_file": token_file}
-    config = own_config(own_environment(os.environ), flags, read_cluster_file(cluster_file), str(cluster_file))
+    config = configure(None, cluster_file, flags)[0].config  # a chief need not say here for how many workers it waits
     kind = TaskId.parse(config.task).type
     if kind not in SERVICES:
         raise ConfigurationError(f"{config.task} serves nothing that could be asked: take its process for its health")

@@ -153,9 +153,9 @@ def read_cluster_file(path: Path | None) -> dict[str, Any]:
 
 
 def configure(
-    role: str, cluster_file: Path | None, flags: dict[str, Any]
+    role: str | None, cluster_file: Path | None, flags: dict[str, Any]
 ) -> tuple[Resolved[RoleConfig], TaskPlacement | None]:
-    """The configuration of a role from flags, the environment of this process and the cluster file.
+    """The configuration of a role from flags, the environment of this process and the cluster file, as :func:`gather`.
 
     Raises:
         ConfigurationError: a source is not valid.

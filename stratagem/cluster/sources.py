@@ -131,32 +131,37 @@ def written_cluster(environ: Mapping[str, str], document: Mapping[str, Any], fil
 
 
 def gather(
-    role: str,
+    role: str | None,
     environ: Mapping[str, str],
     flags: Mapping[str, Any] | None = None,
     document: Mapping[str, Any] | None = None,
     file: str = "the cluster file",
-    of_every_role: bool = False,
 ) -> tuple[Resolved[RoleConfig], TaskPlacement | None]:
     """The configuration of a task of ``role``, and its place in the cluster (None: there is no cluster).
 
     Args:
+        role: None: of whichever task the sources name, and only the fields that every role has.
         environ: the environment (TF_CONFIG, torchrun's variables, ``STRATAGEM_<FIELD>``).
         flags: fields given on the command line; None values count as not given.
         document: the parsed cluster file.
-        of_every_role: only the fields that every role has.
 
     Raises:
         ConfigurationError: a source is not valid; sources contradict each other about the cluster or the role.
     """
-    model, document = RoleConfig if of_every_role else ROLES[role], document or {}
+    model, document = RoleConfig if role is None else ROLES[role], document or {}
     given, variables = flag_layer(flags or {}), environment_layer(model, environ)
-    in_file = file_layers(role, document, file)
     told = placement_from_environment(environ)
-    written = written_cluster(environ, document, file)
-    cluster = told.cluster if told is not None else written
     name = given.values.get("task") or variables.values.get("task") or (told.task if told is not None else None)
     task = TaskId.parse(str(name)) if name is not None else None
+    if role is None:
+        if task is None:
+            raise ClusterSpecError(
+                f"which task? Name it: --task ps:0, or {ENV_PREFIX}TASK or TF_CONFIG as the task itself has them"
+            )
+        role = task.type
+    in_file = file_layers(role, document, file)
+    written = written_cluster(environ, document, file)
+    cluster = told.cluster if told is not None else written
     if task is None and (role in ("chief", "evaluator") or (role == "worker" and cluster is None)):
         task = TaskId(role, 0)
     if task is not None and task.type != role:
@@ -174,7 +179,7 @@ def gather(
         origin = f"{file} (cluster)" if told is None else f"environment {cluster_variables(environ)}"
         place = cluster_layer(cluster, task, origin)
         layers += [*in_file, place] if told is None else [place, *in_file]
-    if of_every_role:
+    if model is RoleConfig:
         layers = [dataclasses.replace(each, values=_known(each.values, model)) for each in layers]
     return resolve(model, layers), placement
 

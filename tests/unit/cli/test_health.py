@@ -12,8 +12,9 @@ from pathlib import Path
 import click.testing
 import pytest
 
-from stratagem.cli.health import address_to_ask, health_command, own_config
+from stratagem.cli.health import address_to_ask, health_command
 from stratagem.cluster.config import ChiefConfig, RoleConfig
+from stratagem.cluster.sources import gather
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch.certificates import make_throw_away
 from stratagem.rpc.security import Security, make_security
@@ -115,9 +116,8 @@ def test_where_it_asks(bind: str, asked: str) -> None:
 
 
 def test_a_chief_needs_no_number_of_workers_to_be_asked() -> None:
-    config = own_config(
-        {"STRATAGEM_TASK": "chief:0", "STRATAGEM_BIND": "0.0.0.0:1", "STRATAGEM_NUM_PS": "2"}, {}, {}, ""
-    )
+    environ = {"STRATAGEM_TASK": "chief:0", "STRATAGEM_BIND": "0.0.0.0:1", "STRATAGEM_NUM_PS": "2"}
+    config = gather(None, environ)[0].config
     assert (config.task, config.bind) == ("chief:0", "0.0.0.0:1")
 
 
