@@ -6,13 +6,12 @@ from pathlib import Path
 
 import click
 
-from stratagem.cli.options import Folder
+from stratagem.cli.options import FOLDER
 from stratagem.cluster.identity import OPERATOR, check_identity, file_stem
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.tls_files import AUTHORITY_FILE
 
 AUTHORITY_DAYS, TASK_DAYS = 3650, 365
-_FOLDER = Folder()
 _DAYS = click.IntRange(min=1, max=36_500)
 
 
@@ -22,7 +21,7 @@ def certs_command() -> None:
 
 
 @certs_command.command("init")
-@click.option("--dir", "folder", type=_FOLDER, default=Path("certs"), show_default=True, help="Folder to make.")
+@click.option("--dir", "folder", type=FOLDER, default=Path("certs"), show_default=True, help="Folder to make.")
 @click.option("--days", type=_DAYS, default=AUTHORITY_DAYS, show_default=True, help="How long it is valid.")
 def init_command(folder: Path, days: int) -> None:
     """Make a certificate authority for one cluster: ca.crt and ca.key."""
@@ -34,7 +33,7 @@ def init_command(folder: Path, days: int) -> None:
 
 @certs_command.command("issue")
 @click.argument("identities", metavar="TASK...", nargs=-1, required=True)
-@click.option("--dir", "folder", type=_FOLDER, default=Path("certs"), show_default=True, help="Folder of `certs init`.")
+@click.option("--dir", "folder", type=FOLDER, default=Path("certs"), show_default=True, help="Folder of `certs init`.")
 @click.option("--host", "hosts", multiple=True, help="Host name or address for other tools; may be given again.")
 @click.option("--days", type=_DAYS, default=TASK_DAYS, show_default=True, help="How long they are valid.")
 @click.option("--renew", is_flag=True, help="Replace certificates that are there; running tasks take them up.")

@@ -33,26 +33,17 @@ class Number(click.FloatRange):
         return number
 
 
-class Folder(click.Path):
-    """One, by its name: an empty one (of a variable that is not set, "$UNSET") is not the current folder."""
-
-    what, is_current = "folder", " ('.' is the current one)"
-
-    def __init__(self) -> None:
-        super().__init__(file_okay=self.what == "file", dir_okay=self.what == "folder", path_type=Path)
+class _Place(click.Path):
+    """By its name: an empty one (of a variable that is not set, "$UNSET") is not the current folder."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value):
-            self.fail(f"expected the name of a {self.what}, and it is empty{self.is_current}.", param, ctx)
+            what, hint = ("folder", " ('.' is the current one)") if self.dir_okay else ("file", "")
+            self.fail(f"expected the name of a {what}, and it is empty{hint}.", param, ctx)
         return super().convert(value, param, ctx)
 
 
-class File(Folder):
-    """To be written, by its name."""
-
-    what, is_current = "file", ""
-
-
+FOLDER, FILE = _Place(file_okay=False, path_type=Path), _Place(dir_okay=False, path_type=Path)
 SECONDS = Number(0, 86400, min_open=True)
 """How long to wait for an answer; a call of gRPC takes neither 0 nor inf."""
 _TYPES: dict[Any, Any] = {str: click.STRING, int: click.INT, float: click.FLOAT}

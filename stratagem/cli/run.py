@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from stratagem.cli import roles
-from stratagem.cli.options import File, Folder, field_options, script_arguments, variable_option
+from stratagem.cli.options import FILE, FOLDER, field_options, script_arguments, variable_option
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
@@ -94,13 +94,11 @@ def _check_tasks(job: LocalJob) -> None:
 @variable_option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
 @click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring: as a whole).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
-@click.option("--log-dir", type=Folder(), help="Where each task's output is kept as <type>-<index>.log.")
-@click.option("--summary", type=File(), help="Write the result as JSON.")
-@click.option(
-    "--state-dir", type=Folder(), help="Where the run's folder is made and kept (journal, checkpoints, logs)."
-)
+@click.option("--log-dir", type=FOLDER, help="Where each task's output is kept as <type>-<index>.log.")
+@click.option("--summary", type=FILE, help="Write the result as JSON.")
+@click.option("--state-dir", type=FOLDER, help="Where the run's folder is made and kept (journal, checkpoints, logs).")
 @variable_option(
-    "--checkpoint-dir", type=Folder(), help="Where checkpoints are committed; a folder of the run if not given."
+    "--checkpoint-dir", type=FOLDER, help="Where checkpoints are committed; a folder of the run if not given."
 )
 @variable_option(
     "--checkpoint-roots",

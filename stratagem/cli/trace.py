@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from stratagem.cli.asking import Asking, asking_options
-from stratagem.cli.options import File
+from stratagem.cli.options import FILE
 from stratagem.errors import ConfigurationError
 from stratagem.launch.trace import events, record
 from stratagem.measuring import measures
@@ -22,7 +22,7 @@ from stratagem.measuring import measures
 @click.option(
     "-o",
     "--output",
-    type=File(),
+    type=FILE,
     default=Path("trace.json"),
     show_default=True,
     help="File for ui.perfetto.dev or chrome://tracing.",
