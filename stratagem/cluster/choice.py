@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ClusterSpecError
 
 StrategyName = Literal["one", "mirrored", "central", "ring", "ps"]
-STRATEGIES = ("auto", "one", "mirrored", "central", "ring", "ps")
-ONE_PROCESS: Mapping[str, StrategyName] = {"one": "one", "mirrored": "mirrored", "central": "central"}
-"""Strategies that need no cluster."""
-
-_CLASSES = {"one": "OneDeviceStrategy", "mirrored": "MirroredStrategy", "central": "CentralStorageStrategy"}
+STRATEGIES: tuple[str, ...] = ("auto", *get_args(StrategyName))
+ONE_PROCESS = {"one": "OneDeviceStrategy", "mirrored": "MirroredStrategy", "central": "CentralStorageStrategy"}
+"""Strategies that need no cluster, and their classes."""
 
 
 def choose_strategy(name: str, num_workers: int, num_ps: int, num_devices: int = 1) -> StrategyName:
@@ -41,13 +38,11 @@ def choose_strategy(name: str, num_workers: int, num_ps: int, num_devices: int =
         return "ps"
     if num_ps:
         how = "MultiWorkerMirroredStrategy trains without parameter servers"
-        how = how if name == "ring" else f"{_CLASSES[name]} trains in one process"
+        how = how if name == "ring" else f"{ONE_PROCESS[name]} trains in one process"
         raise ClusterSpecError(f"{how}, but the cluster has {num_ps} ps; choose the strategy 'ps' or leave the ps out")
-    if name == "ring":
-        return "ring"
-    if num_workers > 1:
+    if num_workers > 1 and name != "ring":
         raise ClusterSpecError(
-            f"{_CLASSES[name]} trains in one process, but the cluster has {num_workers} workers; "
+            f"{ONE_PROCESS[name]} trains in one process, but the cluster has {num_workers} workers; "
             "choose the strategy 'ring', add parameter servers (`--ps 1`) or use one worker"
         )
-    return ONE_PROCESS[name]
+    return cast(StrategyName, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from stratagem.arguments import above_zero, known_arguments, whole_number, whole_numbers
 from stratagem.cluster.named_enum import NamedEnum
@@ -35,9 +35,9 @@ CollectiveCommunication = CommunicationImplementation
 """The name that TensorFlow had for it before."""
 
 Transport = Literal["auto", "grpc", "tcp", "shm", "nccl"]
-TRANSPORTS: tuple[Transport, ...] = ("auto", "grpc", "tcp", "shm", "nccl")
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 WireDType = Literal["float32", "bfloat16", "float16"]
-WIRE_DTYPES: tuple[WireDType, ...] = ("float32", "bfloat16", "float16")
+WIRE_DTYPES: tuple[WireDType, ...] = get_args(WireDType)
 
 
 @known_arguments

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError
 
 Role = Literal["chief", "worker", "ps", "evaluator", "operator"]
-ROLES: tuple[Role, ...] = ("chief", "worker", "ps", "evaluator", "operator")
+ROLES: tuple[Role, ...] = get_args(Role)
 OPERATOR = "operator"
 """The person at the terminal: `stratagem status`, and the launcher that watches its job. Not a task."""
 CHIEF = "chief:0"
