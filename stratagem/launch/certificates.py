@@ -205,8 +205,6 @@ def _write(path: Path, content: bytes, mode: int) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(path, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             file.write(content)
-    except FileExistsError:
-        raise ConfigurationError(f"{path} is there already, and nothing is overwritten") from None
     except OSError as error:
         raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
 
