@@ -67,15 +67,11 @@ def _ask_chief(address: str, security: Security, ask: Callable[[chief_pb2_grpc.C
         )
     for each in candidates:
         try:
-            return _ask(each, security, ask)
+            with asking(each, CHIEF, security, f"the chief at {each}") as channel:
+                return ask(chief_pb2_grpc.ChiefStub(channel))
         except PeerUnavailableError as error:
             failures.append(str(error))
     raise PeerUnavailableError("; ".join(failures))
-
-
-def _ask(address: str, security: Security, ask: Callable[[chief_pb2_grpc.ChiefStub], _Reply]) -> _Reply:
-    with asking(address, CHIEF, security, f"the chief at {address}") as channel:
-        return ask(chief_pb2_grpc.ChiefStub(channel))
 
 
 def ask_to_scale(address: str, num_workers: int, num_ps: int, timeout_s: float, security: Security = OPEN) -> None:
