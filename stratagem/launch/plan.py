@@ -49,7 +49,7 @@ def current_folder() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LocalJob:
-    """What `stratagem run` was asked for."""
+    """What `stratagem run` was asked for. A field without a word here is what the help of its option says."""
 
     script: Path
     args: tuple[str, ...] = ()
@@ -60,23 +60,17 @@ class LocalJob:
     num_chiefs: int = 1
     """2: one serves, and one stands by, to go on with its journal."""
     ps_replicas: int = 1
-    """Copies of what each ps holds."""
     min_workers: int = 0
-    """Workers with which a ring goes on when others are lost; 0: with all only."""
     max_workers: int = 0
-    """Workers that the job takes, those that others start while it runs too; 0: num_workers."""
     strategy: str = "auto"
     staleness: float = math.inf
     max_restarts: int = 3
-    """Restarts of all tasks together."""
     num_threads: int = 0
-    """Intra-op threads of each process; 0 shares the cores between workers and ps."""
     shutdown_timeout_s: float = 25.0
     checkpoint_every_s: float = 0.0
     checkpoint_dir: Path | None = None
     """None: a folder of the run directory."""
     checkpoint_roots: str = dataclasses.field(default_factory=current_folder)
-    """Folders, with ":" between them, below which the script may have parameter servers write checkpoints."""
     state_dir: Path | None = None
     """Where the run directory is made; None: the system's temporary directory, and it is removed on success."""
     log_dir: Path | None = None
@@ -84,21 +78,17 @@ class LocalJob:
     summary: Path | None = None
     log_format: str = "text"
     evaluator: bool = False
-    """Start an evaluator, which runs the script beside the training cluster."""
     communication: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Fields of the workers' configuration that say how they talk, for example transport; missing: default."""
     tls: str = ""
     """Folder of certificates; "auto": throw-away ones for this run; empty: no TLS."""
     token_file: str = ""
-    """File with the token of the job; empty: none."""
     chaos: str = ""
     """Faults to happen, in the language of ``launch/chaos/events.py``."""
     web: str = ""
     """host:port of the page that shows the job; port 0: a free one, the same for each chief. Empty: none."""
     verbose: bool = False
-    """Show the standard output of every worker, not only the lead's."""
     preload: bool = True
-    """Load torch once, in a process that forks into the tasks."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.num_ps < 0 or self.max_restarts < 0 or self.num_threads < 0:
@@ -274,7 +264,9 @@ def plan_launch(
     variables = {name: value for name, value in environ.items() if name not in (*OF_ONE_TASK, *_OWN)}
     variables |= {"PYTHONUNBUFFERED": "1", "STRATAGEM_NUM_THREADS": str(num_threads)}
     variables = {**heap.ENVIRONMENT, **variables}
-    variables |= {"STRATAGEM_STRATEGY": _strategy_flag(job), "STRATAGEM_STALENESS": str(job.staleness)}
+    # One process sees for itself how many accelerators it has.
+    strategy = job.strategy if job.chosen_strategy in ONE_PROCESS else job.chosen_strategy
+    variables |= {"STRATAGEM_STRATEGY": strategy, "STRATAGEM_STALENESS": str(job.staleness)}
     if job.num_threads or "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = str(num_threads)
     if job.servers and (certificates := certificates_of(job, folders)):
@@ -289,7 +281,7 @@ def plan_launch(
         variables["STRATAGEM_REPORT_FILE"] = str(folders.report(task))
     if task.type == "worker":
         variables["STRATAGEM_RESUME_FILE"] = str(folders.resume_mark)
-    command = _command(job, task, folders, chief_address, num_threads, relayed, chief or chief_address)
+    command = _command(job, task, folders, chief_address, relayed, chief or chief_address)
     return Launch(command, variables | _place(job, task, chief_address, master_port))
 
 
@@ -298,11 +290,6 @@ def certificates_of(job: LocalJob, folders: RunFolders) -> str:
     if job.tls == AUTO:
         return str(folders.certificates)
     return str(Path(job.tls).resolve()) if job.tls else ""
-
-
-def _strategy_flag(job: LocalJob) -> str:
-    # One process sees for itself how many accelerators it has.
-    return job.strategy if job.chosen_strategy in ONE_PROCESS else job.chosen_strategy
 
 
 def _place(job: LocalJob, task: TaskId, chief_address: str, master_port: int) -> dict[str, str]:
@@ -320,16 +307,10 @@ def _place(job: LocalJob, task: TaskId, chief_address: str, master_port: int) ->
 
 
 def _command(
-    job: LocalJob,
-    task: TaskId,
-    folders: RunFolders,
-    chief_address: str,
-    num_threads: int,
-    relayed: tuple[str, str],
-    chief: str,
+    job: LocalJob, task: TaskId, folders: RunFolders, chief_address: str, relayed: tuple[str, str], chief: str
 ) -> tuple[str, ...]:
     checkpoints = str(job.checkpoint_dir or folders.checkpoints)
-    flags: dict[str, object] = {"task": task, "log-format": job.log_format, "num-threads": num_threads}
+    flags: dict[str, object] = {"task": task, "log-format": job.log_format}
     script = ("-m",) * job.module + ("--", str(job.script), *job.args)
     if task.type == "chief":
         # Both are the one chief of the cluster; the first one to come does not wait for another.
@@ -350,7 +331,6 @@ def _command(
     if task.type == "ps" and job.has_relays:
         flags["transport"] = "grpc"
     if task.type == "worker":
-        flags |= {"strategy": _strategy_flag(job), "staleness": job.staleness}
         flags |= {name.replace("_", "-"): value for name, value in job.communication.items()}
         flags |= {"transport": "grpc"} if job.has_relays else {}
     if task.type in ("chief", "ps"):

@@ -221,7 +221,8 @@ def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
     kept = dataclasses.replace(job, checkpoint_dir=tmp_path)
     assert "--no-checkpoints-stay" not in plan_launch(kept, TaskId("chief", 0), folders, environ, 8).command
     worker = plan_launch(job, W1, folders, environ, 8, "127.0.0.1:5")
-    assert {"--chief=127.0.0.1:5", "--task=worker:1", "--staleness=0.0"} <= set(worker.command)
+    assert {"--chief=127.0.0.1:5", "--task=worker:1"} <= set(worker.command)
+    assert (worker.environ["STRATAGEM_STRATEGY"], worker.environ["STRATAGEM_STALENESS"]) == ("ps", "0.0")
     assert worker.command[-3:] == (str(tmp_path / "train.py"), "--epochs", "2")
     placement = placement_from_environment(worker.environ)
     assert placement == (ClusterSpec(("127.0.0.1:5",), ("127.0.0.1:0",) * 2, ("127.0.0.1:0",)), W1)
