@@ -64,7 +64,7 @@ class ChaosInjector:
         self._drawn: Iterator[ChaosEvent] = heapq.merge(*map(iter, drawn), key=lambda event: event.at_s)
         self._next_drawn = next(self._drawn, None)
         self._say = say
-        self._began_at: float | None = None
+        self._began_at = math.inf  # the first step
         self._moved_at = 0.0
         self._steps: dict[TaskId, int] = {}
         self._pids: dict[str, int] = {}
@@ -129,14 +129,14 @@ class ChaosInjector:
         if moved:
             self._moved_at = now
             self._steps = steps
-        if self._began_at is None and any(steps.values()):
+        if self._began_at == math.inf and any(steps.values()):
             self._began_at = self._moved_at = now
         if self.fired:
             last = self.fired[-1]
-            last.standstill_s = max(last.standstill_s, now - max(self._moved_at, (self._began_at or 0) + last.after_s))
+            last.standstill_s = max(last.standstill_s, now - max(self._moved_at, self._began_at + last.after_s))
             last.updates_lost = status.updates_lost - last.lost_before
-        for fired in (each for each in self.fired if each.resumed_s is None and self._began_at is not None):
-            target, past_s = fired.event.targets[0], now - (self._began_at or 0) - fired.after_s
+        for fired in (each for each in self.fired if each.resumed_s is None):
+            target, past_s = fired.event.targets[0], now - self._began_at - fired.after_s
             has_gone = fired.event.verb in ("kill", "stop") and target != STANDBY  # of which no status tells
             is_new = not has_gone or (target in tasks and tasks[target].pid != fired.pid)
             if (
@@ -147,8 +147,6 @@ class ChaosInjector:
                 fired.resumed_s = past_s
 
     def _due(self, now: float) -> list[ChaosEvent]:
-        if self._began_at is None:
-            return []
         past_s = now - self._began_at
         due = [e for e in self._waiting if past_s >= e.at_s and (e.step is None or self._step(e.targets[0]) >= e.step)]
         self._waiting = [event for event in self._waiting if event not in due]
@@ -165,15 +163,10 @@ class ChaosInjector:
         if event.verb not in ON_CONNECTIONS and target not in processes:  # it has ended; or it is being started again
             self._say(f"chaos: {event.text} finds no process of {target}")
             return
-        fired = Fired(
-            event,
-            now - (self._began_at or now),
-            self._step(target),
-            status.updates_lost,
-            self._pids.get(str(target), 0),
-        )
+        step, pid = self._step(target), self._pids.get(str(target), 0)
+        fired = Fired(event, now - self._began_at, step, status.updates_lost, pid)
         self.fired.append(fired)
-        self._say(f"chaos: {event.text} ({word_of(target)} at step {self._step(target)})")
+        self._say(f"chaos: {event.text} ({word_of(target)} at step {step})")
         if event.verb in ON_CONNECTIONS:
             fired.connections = 0
             for server, client in itertools.permutations(event.targets):
