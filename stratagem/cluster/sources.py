@@ -216,16 +216,15 @@ def _read(model: type[RoleConfig], name: str, text: str, origin: str) -> Any:
     try:
         return pydantic.TypeAdapter(annotation).validate_python(text, strict=False)
     except pydantic.ValidationError as error:
-        raise ConfigurationError(_explain(error, {}, name, origin)) from None
+        raise ConfigurationError(_explain(error, {name: origin}, name)) from None
 
 
-def _explain(error: pydantic.ValidationError, origins: Mapping[str, str], name: str = "", origin: str = "") -> str:
+def _explain(error: pydantic.ValidationError, origins: Mapping[str, str], name: str = "") -> str:
     first = error.errors(include_url=False)[0]
     if not first["loc"] and not name:  # what a validator of the whole says: fields that do not go together
         return str(first["ctx"]["error"])
     field = name or str(first["loc"][0])
     if first["type"] == "missing":
         return f"{field} is needed, but no flag (--{field.replace('_', '-')}), variable or cluster file gives it"
-    source = origin or origins.get(field, "default")
     message = first["msg"][0].lower() + first["msg"][1:]
-    return f"{field} from {source}: {message}, got {first['input']!r}"
+    return f"{field} from {origins.get(field, 'default')}: {message}, got {first['input']!r}"
