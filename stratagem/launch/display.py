@@ -138,8 +138,5 @@ class LiveDisplay:
         self._live.stop()
 
 
-Display = PlainDisplay | LiveDisplay
-
-
-def make_display(stdout: TextIO, stderr: TextIO) -> Display:
+def make_display(stdout: TextIO, stderr: TextIO) -> PlainDisplay | LiveDisplay:
     return LiveDisplay(stdout, stderr) if stderr.isatty() else PlainDisplay(stdout, stderr)
