@@ -59,16 +59,16 @@ class BuildContext:
     def words(self) -> str:
         return f"{len(self.files)} files, {_size(self.num_bytes)}, from {self.root}"
 
-    def check_holds(self, path: str, what: str) -> None:
-        """Refuses a context without ``path``.
+    def check_holds(self, script: str) -> None:
+        """Refuses a context without the script.
 
         Raises:
             ConfigurationError: it was ignored.
         """
-        if path not in self.files:
+        if script not in self.files:
             raise ConfigurationError(
-                f"{what} {path} would not be in the image, because {IGNORE_FILE} of {self.root} leaves it out; "
-                f"add the line !{path} there"
+                f"the script {script} would not be in the image, because {IGNORE_FILE} of {self.root} leaves it out; "
+                f"add the line !{script} there"
             )
 
     def write_tar(self, out: IO[bytes], made: Mapping[str, str]) -> None:

@@ -96,7 +96,7 @@ def _plan_image(request: JobRequest, entry_point: EntryPoint, root: Path, job_id
     context = read_context(root)
     made: dict[str, str] = {}
     if entry_point.source is None:
-        context.check_holds(script, "the script")
+        context.check_holds(script)
     else:
         made[f"project/{script}"] = entry_point.source
     if isinstance(request.requirements_txt, str | Path):
