@@ -61,6 +61,12 @@ class Failure:
     """Why the job could not go on, in words."""
 
 
+def rank_of(role: str) -> int:
+    """Whose end counts first, the lowest: the others end because of the first."""
+    order = ("worker", "evaluator", "ps", "chief")
+    return order.index(role) if role in order else len(order)
+
+
 def describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from stratagem.chief.journal.journal import NAME, replay
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.launch.actions import Action, Finish, Kill, Renew, Say, Signal, Start, describe_exit
+from stratagem.launch.actions import Action, Finish, Kill, Renew, Say, Signal, Start, describe_exit, rank_of
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
@@ -35,7 +35,6 @@ FOLLOW_S = 5.0
 """Seconds that the end of who failed because of another may lie unread, for that one's to be read first."""
 LAST_QUESTION_S = 0.5
 _LISTENING = re.compile(r"\blistening on (\S+:[1-9]\d*)\b")
-_ORDER = {"worker": 0, "evaluator": 1, "ps": 2, "chief": 3}
 _UNSET = "127.0.0.1:0"
 
 LaunchFor = Callable[[TaskId, str], Launch]
@@ -170,7 +169,7 @@ class LocalCluster:
         running = {task for task, process in self._processes.items() if process.returncode is None}
         if self.supervisor.phase is Phase.RUNNING and not running.isdisjoint(self.supervisor.workers):
             found = [task for task in found if task not in followers or now - self._ended_at[task] >= FOLLOW_S]
-        return sorted(found, key=lambda task: (task in followers, _ORDER[task.type], task.index))
+        return sorted(found, key=lambda task: (task in followers, rank_of(task.type), task.index))
 
     def _follows(self, task: TaskId) -> bool:
         """Whether a task may have failed because of another: the chief stops the job, with all, because of a worker."""

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stratagem.launch.actions import rank_of
 from stratagem.launch.manifests import compose
 from stratagem.launch.manifests.text import to_yaml
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord, JobState, Record, rank_of
+from stratagem.launch.submit.record import JobRecord, JobState, Record
 
 FILE = "compose.yaml"
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import yaml
 
+from stratagem.launch.actions import rank_of
 from stratagem.launch.manifests import kubernetes
 from stratagem.launch.manifests.text import to_yaml
 from stratagem.launch.submit.docker_cli import build, forget, push
 from stratagem.launch.submit.kubernetes_client import Cluster, Object
 from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord, JobState, Record, rank_of
+from stratagem.launch.submit.record import JobRecord, JobState, Record
 
 FILE = "kubernetes.yaml"
 POLL_S = 1.0

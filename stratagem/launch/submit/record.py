@@ -16,12 +16,6 @@ from stratagem.errors import ConfigurationError
 FILE = "job.json"
 Phase = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
 OVER = ("succeeded", "failed", "cancelled")
-_ORDER = ("worker", "evaluator", "ps", "chief")
-
-
-def rank_of(role: str) -> int:
-    """Whose end counts first, the lowest: the others end because of the first."""
-    return _ORDER.index(role) if role in _ORDER else len(_ORDER)
 
 
 @dataclasses.dataclass(frozen=True)
