@@ -112,9 +112,7 @@ class ForkServer:
 
     def _is_alike(self, launch: Launch) -> bool:
         """Whether the command is the program's own, and its environment the server's but for what a task reads."""
-        differ = {
-            name for name in {*self._environ, *launch.environ} if self._environ.get(name) != launch.environ.get(name)
-        }
+        differ = {name for name, _ in self._environ.items() ^ launch.environ.items()}
         is_ours = launch.command[: len(COMMAND_PREFIX)] == COMMAND_PREFIX
         return is_ours and all(name.startswith("STRATAGEM_") or name in OF_ONE_TASK for name in differ)
 
