@@ -311,7 +311,6 @@ def _command(
 ) -> tuple[str, ...]:
     checkpoints = str(job.checkpoint_dir or folders.checkpoints)
     flags: dict[str, object] = {"task": task, "log-format": job.log_format}
-    script = ("-m",) * job.module + ("--", str(job.script), *job.args)
     if task.type == "chief":
         # Both are the one chief of the cluster; the first one to come does not wait for another.
         flags |= {"task": CHIEF, "bind": _LOCAL if job.num_chiefs > 1 else chief_address}
@@ -321,19 +320,17 @@ def _command(
         flags |= {"checkpoint-every-s": job.checkpoint_every_s, "ps-replicas": job.ps_replicas}
         flags |= {} if job.checkpoint_dir or job.state_dir else {"no-checkpoints-stay": True}
         flags |= {"web": job.web} if job.web else {}
-        flags |= {"min-workers": job.min_workers} if job.min_workers else {}
-        flags |= {"max-workers": job.max_workers} if job.max_workers else {}
+        flags |= {"min-workers": job.min_workers, "max-workers": job.max_workers}
     elif job.servers:
         bind, advertise = relayed
         flags |= {"chief": chief, "bind": bind or _LOCAL, **({"advertise": advertise} if advertise else {})}
     if task.type in ("ps", "evaluator"):
         flags |= {"checkpoint-dir": checkpoints}
-    if task.type == "ps" and job.has_relays:
-        flags["transport"] = "grpc"
     if task.type == "worker":
         flags |= {name.replace("_", "-"): value for name, value in job.communication.items()}
-        flags |= {"transport": "grpc"} if job.has_relays else {}
-    if task.type in ("chief", "ps"):
-        script = ()
-    texts = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())
-    return (*COMMAND_PREFIX, task.type, *texts, *script)
+    if task.type in ("ps", "worker") and job.has_relays:
+        flags["transport"] = "grpc"
+    texts = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+    if task.type in ("worker", "evaluator"):
+        texts += [*("-m",) * job.module, "--", str(job.script), *job.args]
+    return (*COMMAND_PREFIX, task.type, *texts)
