@@ -233,6 +233,12 @@ def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
     assert f"--checkpoint-dir={folders.checkpoints}" in ps.command and "RANK" not in ps.environ
 
 
+def test_a_chief_goes_by_the_flags_of_the_run_and_not_by_variables(tmp_path: Path) -> None:
+    environ = {"STRATAGEM_MIN_WORKERS": "1", "STRATAGEM_MAX_WORKERS": "9"}
+    chief = plan_launch(_job(tmp_path, num_workers=2), TaskId("chief", 0), RunFolders(tmp_path), environ, 8)
+    assert {"--min-workers=0", "--max-workers=0"} <= set(chief.command)
+
+
 def test_a_count_that_no_host_bears_is_refused() -> None:
     check_size(60, 4, num_cores=2)
     check_size(5000, 1000, num_cores=500)
