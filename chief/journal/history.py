@@ -15,14 +15,10 @@ from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 
 _AS_THEY_ARE = (
     *("chief_epoch", "newest_incarnation", "live", "prepared", "done", "fenced", "ready", "initialized", "next_step"),
-    *("checkpoint", "restored", "updates_undone", "ending", "stopped"),
+    *("checkpoint", "restored", "updates_undone", "ending", "stopped", "earlier_incarnations", "put_back"),
+    *("is_rerouted", "num_routings", "steps_per_unit", "joining", "taken_in", "has_begun", "unsaved", "exit_code"),
 )
 """Fields of the history that are JSON."""
-_AS_THEY_ARE_SINCE = (
-    *("earlier_incarnations", "put_back", "is_rerouted", "num_routings", "steps_per_unit"),
-    *("joining", "taken_in", "has_begun", "unsaved", "exit_code"),
-)
-"""Further ones, which a summary of an older journal lacks."""
 
 
 @dataclasses.dataclass
@@ -129,7 +125,7 @@ class JobHistory:
         """One record that says what all records so far said."""
         return {
             "kind": "summary",
-            **{name: getattr(self, name) for name in (*_AS_THEY_ARE, *_AS_THEY_ARE_SINCE)},
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "wanted": [self.wanted_workers, self.wanted_ps],
             "num_ps": [self.num_ps, self.told_ps],
             "plans": [[dataset, dataclasses.asdict(plan)] for dataset, plan in self.plans.items()],
@@ -142,12 +138,10 @@ class JobHistory:
         }
 
     def _on_summary(self, record: Mapping[str, Any]) -> None:
-        for name in (*_AS_THEY_ARE, *(name for name in _AS_THEY_ARE_SINCE if name in record)):
+        for name in _AS_THEY_ARE:
             setattr(self, name, copy.copy(record[name]))
-        if record["ending"] in (True, False):  # as older ones have it
-            self.ending = "the work is done" if record["ending"] else ""
-        self.wanted_workers, self.wanted_ps = record.get("wanted", (0, 0))
-        self.num_ps, self.told_ps = record.get("num_ps", (0, 0))
+        self.wanted_workers, self.wanted_ps = record["wanted"]
+        self.num_ps, self.told_ps = record["num_ps"]
         self.plans = {dataset: Plan(**plan) for dataset, plan in record["plans"]}
         self.accepted = decode_positions(record["accepted"])
         self.steps = {number: tuple(Unit(*unit) for unit in units) for number, units in record["steps"]}

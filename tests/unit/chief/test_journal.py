@@ -84,13 +84,6 @@ def test_a_journal_that_cannot_be_begun_is_refused_in_words(tmp_path: Path, name
         Journal(str(tmp_path))
 
 
-@pytest.mark.parametrize(("said", "reason"), [(True, "the work is done"), (False, ""), ("done", "done")])
-def test_an_older_summary_says_no_reason_of_the_end(said: bool | str, reason: str) -> None:
-    history = JobHistory()
-    history.apply({**history.to_record(), "ending": said})
-    assert history.ending == reason
-
-
 def write_all(journal: Journal) -> None:
     journal.write("chief", epoch=4)
     journal.write("join", task="worker:0", incarnation=1)
