@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.checkpointing.saving import Saving, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
-from stratagem.chief.journal.history import encode_positions, encode_units
+from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.leasing.positions import Positions, common, has, plus, positions_of
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.ps_return import PsReturn
@@ -98,7 +98,7 @@ class Recovery(ChiefPart):
         """Journals and tells every ps what a removal closed, then accepts what is accepted by it, and makes its other
         units pending; returns those. Not before: a chief that follows would not know that somebody was told."""
         for closing in removal.closings:
-            self._journal.write("close_step", step=closing.step, included=encode_units(closing.included))
+            self._journal.write("close_step", step=closing.step, included=closing.included)
         for closing in removal.closings:
             await self._ps_pool.insist_all(operator.methodcaller("close_step", closing))
         self.accepted(self._lease_book.mark_accepted(removal.accepted))
@@ -112,7 +112,7 @@ class Recovery(ChiefPart):
             steps = self._lease_book.steps
             is_end = any(self._lease_book.epoch(*key).closed for key in {(unit.dataset, unit.epoch) for unit in units})
             oldest = min(steps.open, default=steps.next_number)
-            self._journal.write("accepted", durable=is_end, units=encode_units(units), oldest_step=oldest)
+            self._journal.write("accepted", durable=is_end, units=units, oldest_step=oldest)
 
     # A ps joins
 
@@ -195,7 +195,7 @@ class Recovery(ChiefPart):
 
     def composed(self, number: int) -> None:
         """Journals a step; one of many is on the disk at once."""
-        units = encode_units(self._lease_book.steps.open[number].units)
+        units = self._lease_book.steps.open[number].units
         self._journal.write("step", durable=number % NUM_UNSYNCED == 0, step=number, units=units)
 
     async def open_books(self) -> None:

@@ -143,10 +143,7 @@ class UnitLedger:
         """For a snapshot."""
         return {
             "closed": [[*epoch, bitmap.to_bytes().hex()] for epoch, bitmap in sorted(self._closed.items())],
-            "open": [
-                [unit.dataset, unit.epoch, unit.index, sorted(ordinals.items())]
-                for unit, ordinals in sorted(self._open.items())
-            ],
+            "open": [[*unit, sorted(ordinals.items())] for unit, ordinals in sorted(self._open.items())],
             "per_unit": self._per_unit,
             "counted": [[*unit, number] for unit, number in sorted(self._counted.items())],
         }
@@ -160,8 +157,8 @@ class UnitLedger:
         """
         ledger = cls()
         ledger.mark_lost({(dataset, epoch): UnitBitmap(bytes.fromhex(bits)) for dataset, epoch, bits in data["closed"]})
-        for dataset, epoch, index, ordinals in data["open"]:
-            ledger._open[Unit(dataset, epoch, index)] = {ordinal: servers for ordinal, servers in ordinals}
+        for *unit, ordinals in data["open"]:
+            ledger._open[Unit(*unit)] = dict(ordinals)
         ledger._per_unit = data.get("per_unit", 0)  # a checkpoint of before has none
         ledger._counted = {Unit(*unit): number for *unit, number in data.get("counted", ())}
         return ledger

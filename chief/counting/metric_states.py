@@ -152,9 +152,8 @@ class MetricStates:
 
 
 def encode_state(state: MetricState) -> dict[str, Any]:
-    unit = [state.unit.dataset, state.unit.epoch, state.unit.index]
     topic = [state.topic.group, state.topic.ordinal]
-    return {"topic": topic, "unit": unit, "data": base64.b64encode(state.data).decode()}
+    return {"topic": topic, "unit": state.unit, "data": base64.b64encode(state.data).decode()}
 
 
 def decode_state(value: Mapping[str, Any]) -> MetricState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
@@ -130,7 +130,7 @@ class JobHistory:
             "num_ps": [self.num_ps, self.told_ps],
             "plans": [[dataset, dataclasses.asdict(plan)] for dataset, plan in self.plans.items()],
             "accepted": encode_positions(self.accepted),
-            "steps": [[number, encode_units(units)] for number, units in self.steps.items()],
+            "steps": [*self.steps.items()],
             "lost": [[task, encode_positions(units)] for task, units in self.lost.items()],
             "metric_states": self.metric_states.to_record(),
             "evaluations": [[name.group, name.ordinal, pin.to_record()] for name, pin in self.evaluations.items()],
@@ -274,11 +274,6 @@ _RECORDS: dict[str, Callable[[JobHistory, Mapping[str, Any]], None]] = {
     name.removeprefix("_on_"): method for name, method in vars(JobHistory).items() if name.startswith("_on_")
 }
 """By kind."""
-
-
-def encode_units(units: Iterable[Unit]) -> list[list[int]]:
-    """Units as JSON: [dataset, epoch, index]."""
-    return [[unit.dataset, unit.epoch, unit.index] for unit in units]
 
 
 def encode_positions(positions: Mapping[tuple[int, int], UnitBitmap]) -> list[list[Any]]:
