@@ -17,7 +17,7 @@ import torch
 from stratagem.errors import CheckpointError, VariableError
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.snapshot import CANNOT_BE_READ, checked, spec_from_json
-from stratagem.ps.specs import SAME_MODEL, GroupSpec, ShardSpec
+from stratagem.ps.specs import GroupSpec, ShardSpec, of_another_model
 from stratagem.ps.table_group import new_group
 from stratagem.ps.units import UnitLedger
 
@@ -126,10 +126,10 @@ class Origin:
             return 0
         was = rows.group
         found = was["optimizer"], getattr(torch, was["dtype"]), rows.shard.shape
-        if found != (group.spec.optimizer, group.spec.dtype, shard.shape):
-            raise VariableError(
-                f"variable {shard.variable}: the checkpoint has it as {found}, and it is to be "
-                f"{(group.spec.optimizer, group.spec.dtype, shard.shape)}. {SAME_MODEL}"
+        expected = group.spec.optimizer, group.spec.dtype, shard.shape
+        if found != expected:
+            raise of_another_model(
+                f"variable {shard.variable}: the checkpoint has it as {found}, and it is to be {expected}"
             )
 
         def copy(flat: torch.Tensor, file: Any, key: str) -> None:

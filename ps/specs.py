@@ -15,10 +15,15 @@ from stratagem.ps import optimizers
 
 _SPARE_BYTES = 64 << 20
 MAX_RANK = 32
-SAME_MODEL = (
-    "Every worker must build the same model with the same partitioner, as in the run that made the values; another "
-    "model begins in a checkpoint directory of its own, with what it takes of sg.load_checkpoint before prepare"
-)
+
+
+def of_another_model(what: str) -> VariableError:
+    """The error to raise where the models of two workers, or of a worker and a checkpoint, differ in ``what``."""
+    return VariableError(
+        f"{what}. Every worker must build the same model with the same partitioner, as in the run that made the "
+        "values; another model begins in a checkpoint directory of its own, with what it takes of sg.load_checkpoint "
+        "before prepare"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +211,14 @@ def check_new_groups(
     for shard in (shard for spec in (*elsewhere, *every) for shard in spec.shards):
         for other in rows.setdefault(shard.variable, []):
             if other.shape != shard.shape:
-                raise VariableError(
-                    f"variable {shard.variable}: expected shape {list(other.shape)}, got {list(shard.shape)}. "
-                    f"{SAME_MODEL}"
+                raise of_another_model(
+                    f"variable {shard.variable}: expected shape {list(other.shape)}, got {list(shard.shape)}"
                 )
             if (
                 shard.first_row < other.first_row + other.num_rows
                 and other.first_row < shard.first_row + shard.num_rows
             ):
-                raise VariableError(f"variable {shard.variable}: row {shard.first_row} is placed twice. {SAME_MODEL}")
+                raise of_another_model(f"variable {shard.variable}: row {shard.first_row} is placed twice")
         rows[shard.variable].append(shard)
 
 
@@ -229,23 +233,20 @@ def check_same(held: GroupSpec, came: GroupSpec) -> None:
     for attribute in ("optimizer", "dtype", "is_table"):
         expected, got = getattr(held, attribute), getattr(came, attribute)
         if expected != got:
-            raise VariableError(
-                f"group {held.group}: expected {attribute} {expected or 'none'}, got {got or 'none'}. {SAME_MODEL}"
+            raise of_another_model(
+                f"group {held.group}: expected {attribute} {expected or 'none'}, got {got or 'none'}"
             )
     by_key = {(shard.variable, shard.first_row): shard for shard in held.shards}
     for shard in came.shards:
         other = by_key.get((shard.variable, shard.first_row))
         if other is None:
-            raise VariableError(
-                f"group {held.group}: rows {shard.first_row} and on of variable {shard.variable} are not held here. "
-                f"{SAME_MODEL}"
+            raise of_another_model(
+                f"group {held.group}: rows {shard.first_row} and on of variable {shard.variable} are not held here"
             )
         if other != shard:
-            raise VariableError(
-                f"variable {shard.variable}: expected {_describe(other)}, got {_describe(shard)}. {SAME_MODEL}"
-            )
+            raise of_another_model(f"variable {shard.variable}: expected {_describe(other)}, got {_describe(shard)}")
     missing = next(shard for shard in held.shards if shard not in came.shards)
-    raise VariableError(f"group {held.group}: expected variable {missing.variable} too, it did not come. {SAME_MODEL}")
+    raise of_another_model(f"group {held.group}: expected variable {missing.variable} too, it did not come")
 
 
 def _describe(shard: ShardSpec) -> str:
