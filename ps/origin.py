@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import pathlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import safetensors
 import torch
 
-from stratagem.errors import CheckpointError, VariableError
+from stratagem.errors import VariableError
 from stratagem.ps.shard_group import ShardGroup
-from stratagem.ps.snapshot import CANNOT_BE_READ, checked, spec_from_json
+from stratagem.ps.snapshot import checked, reading, spec_from_json
 from stratagem.ps.specs import GroupSpec, ShardSpec, of_another_model
 from stratagem.ps.table_group import new_group
 from stratagem.ps.units import UnitLedger
@@ -58,7 +57,7 @@ class Origin:
         self.store_epoch = 0
         """The largest of those that made it."""
         ledgers = []
-        with _reading(directory):
+        with reading(directory, VariableError):
             for path in sorted(directory.glob("ps-*.json")):
                 data = checked(json.loads(path.read_text()))
                 self.store_epoch = max(self.store_epoch, data["store_epoch"])
@@ -88,7 +87,7 @@ class Origin:
         if not any(shard.variable in self._rows for shard in spec.shards):
             return None
         group, num_taken, lacking = new_group(spec), 0, ""
-        with self._lock, _reading(f"group {spec.group} of the checkpoint that this ps begins from"):
+        with self._lock, reading(f"group {spec.group} of the checkpoint that this ps begins from", VariableError):
             for index, shard in enumerate(spec.shards):
                 num_rows = 0
                 for rows in self._rows.get(shard.variable, ()):
@@ -150,13 +149,3 @@ class Origin:
         group.counter = max(group.counter, was["counter"])
         group.num_updates = max(group.num_updates, was["num_updates"])
         return stop - first
-
-
-@contextlib.contextmanager
-def _reading(what: object) -> Iterator[None]:
-    try:
-        yield
-    except VariableError:
-        raise
-    except CANNOT_BE_READ as error:
-        raise CheckpointError(f"{what} cannot be read: {error!r}") from None

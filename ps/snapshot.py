@@ -7,10 +7,11 @@ slots under ``slot/<slot>/<name>``, when there are any), ``ps-<i>.json`` (specs,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import safetensors
@@ -39,6 +40,21 @@ CANNOT_BE_READ = (
     StratagemError,
 )
 """What comes of reading files that are not what :func:`save` wrote."""
+
+
+@contextlib.contextmanager
+def reading(what: object, passes: type[StratagemError] | tuple[()] = ()) -> Iterator[None]:
+    """Inside, ``what`` is read; errors of the kind ``passes`` are about something else.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        yield
+    except passes:
+        raise
+    except CANNOT_BE_READ as error:
+        raise CheckpointError(f"{what} cannot be read: {error!r}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +119,7 @@ def load(directory: pathlib.Path, index: int) -> Content:
         CheckpointError: a file is missing or damaged.
     """
     stem = f"ps-{index}"
-    try:
+    with reading(f"the part of ps:{index} in checkpoint {directory}"):
         data = checked(json.loads((directory / f"{stem}.json").read_text()))
         told = sum(spec.num_bytes for spec in map(spec_from_json, data["groups"]) if not spec.is_table)
         if told > (directory / f"{stem}.safetensors").stat().st_size:
@@ -119,8 +135,6 @@ def load(directory: pathlib.Path, index: int) -> Content:
                     for name, flat in group.slots.items():
                         _read_rows(slots, group.spec, f"slot/{name}/", flat)
         return content
-    except CANNOT_BE_READ as error:
-        raise CheckpointError(f"the part of ps:{index} in checkpoint {directory} cannot be read: {error!r}") from None
 
 
 def held_elsewhere(directory: pathlib.Path, index: int) -> list[GroupSpec]:
@@ -129,12 +143,10 @@ def held_elsewhere(directory: pathlib.Path, index: int) -> list[GroupSpec]:
     Raises:
         CheckpointError: a description cannot be read.
     """
-    try:
+    with reading(f"the other parts of checkpoint {directory}"):
         parts = [path for path in directory.glob("ps-*.json") if path.name != f"ps-{index}.json"]
         groups = [entry for path in parts for entry in checked(json.loads(path.read_text()))["groups"]]
         return [spec_from_json(entry) for entry in groups if entry["initialized"]]
-    except CANNOT_BE_READ as error:
-        raise CheckpointError(f"the other parts of checkpoint {directory} cannot be read: {error!r}") from None
 
 
 def without_values(data: Mapping[str, Any]) -> Content:
