@@ -23,10 +23,8 @@ from stratagem.worker.push.variables import INITIAL_WAIT_S
 from stratagem.worker.push.wire import GroupSpec, Transfer, assign_values, group_spec, pull_weights, shard_spec
 from stratagem.worker.runtime import WorkerRuntime
 
-PULL_BYTES = 32 << 20
-"""Rows asked for at once; a larger pull takes turns."""
-ASSIGN_BYTES = 32 << 20
-"""Values on their way in one assignment."""
+MAX_BYTES = 32 << 20
+"""Rows that are asked for, or assigned, at once; more take turns."""
 _WANTED_ROWS, _ROW_GRADIENT, _VALUES = map(int, (FrameKind.WANTED_ROWS, FrameKind.ROW_GRADIENT, FrameKind.VALUES))
 
 
@@ -59,7 +57,7 @@ class RemoteTable:
         self.num_rows = num_rows
         self.width = width
         self.dtype = dtype
-        self._row_bytes = width * dtype.itemsize
+        self._rows_at_once = max(1, MAX_BYTES // (width * dtype.itemsize))
         self._values: torch.Tensor | None = None
         self.handle = TableHandle(torch.empty((num_rows, width), dtype=dtype, device="meta"))
         """What optimizers and ``parameters()`` get in the table's stead: shape and dtype, no memory."""
@@ -134,7 +132,7 @@ class RemoteTable:
         """
         link = self.link
         out = torch.empty(len(numbers), self.width, dtype=self.dtype, device="cpu")
-        at_once = max(1, PULL_BYTES // self._row_bytes)
+        at_once = self._rows_at_once
         with link.turn, link.runtime.meter.exposed(f"rows of {link.name}", phase=measures.ROWS_WAIT):
             if len(numbers) <= at_once:
                 self._pull(numbers, out)
@@ -145,9 +143,8 @@ class RemoteTable:
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """All rows in turn: number of the first, and some."""
-        at_once = max(1, PULL_BYTES // self._row_bytes)
-        for start in range(0, self.num_rows, at_once):
-            yield start, self.rows(np.arange(start, min(start + at_once, self.num_rows)))
+        for start in range(0, self.num_rows, self._rows_at_once):
+            yield start, self.rows(np.arange(start, min(start + self._rows_at_once, self.num_rows)))
 
     def accumulate(self, numbers: Numbers, values: torch.Tensor) -> None:
         """A backward has reached the table. Takes ``values`` over."""
@@ -189,7 +186,7 @@ class RemoteTable:
 
     def _assign_all(self, values: torch.Tensor, servers: Sequence[int], slot: str = "", num_updates: int = 0) -> None:
         link = self.link
-        at_once = max(1, ASSIGN_BYTES // self._row_bytes)
+        at_once = self._rows_at_once
         for shard in link.placement.shards:
             for start in range(0, shard.num_rows if shard.ps in servers else 0, at_once):
                 stop = min(start + at_once, shard.num_rows)

@@ -509,8 +509,7 @@ def test_a_ps_that_takes_part_in_no_update_hears_of_closed_units_in_time(
 
 
 def test_large_tables_come_and_go_in_parts(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_table, "PULL_BYTES", 5 * 4 * WIDTH)
-    monkeypatch.setattr(remote_table, "ASSIGN_BYTES", 7 * 4 * WIDTH)
+    monkeypatch.setattr(remote_table, "MAX_BYTES", 5 * 4 * WIDTH)
     job = start("tcp", frame_bytes=30)
     model, optimizers = build("SGD", Remote())
     job.prepare(model, *optimizers)
@@ -558,7 +557,7 @@ def loaded(layer: nn.Module, rows: torch.Tensor) -> nn.Module:
 def test_rows_that_are_given_go_in_parts_to_a_table_that_is_new(
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, way: str
 ) -> None:
-    monkeypatch.setattr(remote_table, "ASSIGN_BYTES", 4 * 4 * WIDTH)
+    monkeypatch.setattr(remote_table, "MAX_BYTES", 4 * 4 * WIDTH)
     job = start("tcp", frame_bytes=30)
     rows = mapped(tmp_path / "rows")
 
