@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 
 from stratagem.chief.checkpointing import checkpoints
@@ -40,9 +41,9 @@ class ChiefState:
     """The books of a job, as an earlier chief has left them. Given the chief's epoch, ``connect`` makes what connects
     to a ps: (incarnation, address)."""
 
-    def __init__(self, config: ChiefConfig, connect: Callable[[int], Connect], clock: Callable[[], float]) -> None:
+    def __init__(self, config: ChiefConfig, connect: Callable[[int], Connect]) -> None:
         self.config = config
-        self.clock = clock
+        self.clock = time.monotonic
         self.journal = Journal(config.state_dir)
         history = self.journal.history
         self.is_new = history.is_new
@@ -54,7 +55,7 @@ class ChiefState:
         self.journal.write("chief", epoch=self.epoch, num_ps=config.num_ps)
         self.changed = ChangeEvent()
         """Notified at every change that somebody may wait for."""
-        self.sessions = Sessions(config, history, clock())
+        self.sessions = Sessions(config, history, self.clock())
         self.lease_book = LeaseBook(history.next_step, 0 if self.is_new else NUM_UNSYNCED)
         self.lease_book.steps.per_unit = history.steps_per_unit
         self.lease_book.restores = int(not self.is_new)  # nobody knows what an earlier chief put back
@@ -65,7 +66,7 @@ class ChiefState:
         self.connect = connect(self.epoch)
         """Makes the connection to a ps, also to one that does not serve yet."""
         self.ps_pool = PsPool(self.connect, self.sessions)
-        self.waits = Waits(clock)
+        self.waits = Waits(self.clock)
         self.commit_hold = CommitHold(self.ps_pool, chief_epoch=self.epoch, nobody_sends=self._everybody_waits)
         self.is_open = False
         """Units may be leased: nothing is unknown any more about who holds what."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 
 from stratagem.checkpoint.draft import remove_unfinished
@@ -43,10 +42,8 @@ logger = logging.getLogger(__name__)
 class ChiefJob(ChiefState):
     """The chief: its books, and what it does with them. Arguments as there."""
 
-    def __init__(
-        self, config: ChiefConfig, connect: Callable[[int], Connect], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(config, connect, clock)
+    def __init__(self, config: ChiefConfig, connect: Callable[[int], Connect]) -> None:
+        super().__init__(config, connect)
         self.saving = Saving(self, self._committed, lambda: self.recovery.count_lost())
         self.recovery = Recovery(self, self.saving, give_up=self.stop, begin_anew=self._begin_anew)
         self.streams = SessionStreams(self, carry=self._carry, resume=self.recovery.resume)

@@ -116,12 +116,12 @@ def point_of(at: float, status: StatusView, examples: int, steps: int) -> Point:
     )
 
 
-def staleness(status: StatusView, part: float = 0.9) -> float | None:
-    """What so many of the last commits do not exceed; None: there was none."""
+def staleness(status: StatusView) -> float | None:
+    """What nine of ten of the last commits do not exceed; None: there was none."""
     counts: collections.Counter[str] = collections.Counter()
     for task in status.tasks:
         counts.update(measures.labels(measures.since(task.measures, task.earlier), measures.STALENESS))
-    left = part * sum(counts.values())
+    left = 0.9 * sum(counts.values())
     for bound in measures.STALENESS_BOUNDS if left else ():
         left -= counts[str(bound)]
         if left <= 1e-9:
