@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stratagem.errors import PeerUnavailableError, StaleStoreError
@@ -55,29 +55,19 @@ class Running:
 
     def done(self, result: Any) -> None:
         """From here on a resend gets the result, whatever becomes of this call."""
-        with self._state.lock:
-            window = self._window()
-            if window is not None:
-                window.finish(self._sender.sequence, result)
-            self._state.changed.notify_all()
+        self._end(lambda window: window.finish(self._sender.sequence, result))
         self._is_done = True
 
     def __enter__(self) -> Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_done:
-            return
-        with self._state.lock:
-            window = self._window()
-            if window is not None:
-                window.fail(self._sender.sequence)
-            self._state.changed.notify_all()
+        if not self._is_done:
+            self._end(lambda window: window.fail(self._sender.sequence))
 
-    def _window(self) -> SequenceWindow | None:
-        if not self._sender.sequence:
-            return None
-        try:
-            return self._state.senders.window(self._sender)
-        except StaleStoreError:  # the ps went back meanwhile
-            return None
+    def _end(self, tell: Callable[[SequenceWindow], None]) -> None:
+        with self._state.lock:
+            if self._sender.sequence:
+                with contextlib.suppress(StaleStoreError):  # the ps went back meanwhile
+                    tell(self._state.senders.window(self._sender))
+            self._state.changed.notify_all()
