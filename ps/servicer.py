@@ -16,6 +16,7 @@ from stratagem.ps.lane_server import serve_lane
 from stratagem.ps.peer_client import PeerStore
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
+from stratagem.ps.waiting import Call
 from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
 from stratagem.rpc.host_id import own_host_id
@@ -40,7 +41,7 @@ class ParameterServerServicer:
         self.CommitUpdate = functools.partial(lane_requests.commit_update, store)
         self.PullWeights = functools.partial(lane_requests.pull_weights, store)
 
-    def Hello(self, request: ps_pb2.HelloRequest, context: grpc.ServicerContext) -> ps_pb2.HelloReply:
+    def Hello(self, request: ps_pb2.HelloRequest, call: Call) -> ps_pb2.HelloReply:
         greeting = self._store.hello(wire.sender_from(request.sender), request.next_sequence, request.abandoned)
         return to_message(
             ps_pb2.HelloReply,
@@ -50,7 +51,7 @@ class ParameterServerServicer:
             place=own_host_id(),
         )
 
-    def OpenLane(self, request: lane_pb2.OpenLaneRequest, context: grpc.ServicerContext) -> lane_pb2.OpenLaneReply:
+    def OpenLane(self, request: lane_pb2.OpenLaneRequest, call: Call) -> lane_pb2.OpenLaneReply:
         ticket = self._lanes.open(wire.sender_from(request.sender), *wire.lane_from(request))
         return lane_pb2.OpenLaneReply(token=ticket.token, port=ticket.port, socket_name=ticket.socket_name)
 
@@ -58,32 +59,28 @@ class ParameterServerServicer:
         sender = wire.sender_of_lane(context.invocation_metadata())
         yield from serve_lane(self._store, sender, messages, context)
 
-    def CreateVariables(
-        self, request: ps_pb2.CreateVariablesRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.CreateVariablesReply:
+    def CreateVariables(self, request: ps_pb2.CreateVariablesRequest, call: Call) -> ps_pb2.CreateVariablesReply:
         specs = [wire.group_spec_from(group) for group in request.groups]
         sender = wire.sender_from(request.sender)
         initialize, initialized = self._store.variables.create_variables(
-            sender, specs, request.can_initialize, context, request.num_ps
+            sender, specs, request.can_initialize, call, request.num_ps
         )
         return ps_pb2.CreateVariablesReply(initialize=initialize, initialized=initialized)
 
-    def AssignValues(
-        self, request: ps_pb2.AssignValuesRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.AssignValuesReply:
-        versions = self._store.variables.assign_values(wire.assign_from(request), context)
+    def AssignValues(self, request: ps_pb2.AssignValuesRequest, call: Call) -> ps_pb2.AssignValuesReply:
+        versions = self._store.variables.assign_values(wire.assign_from(request), call)
         reply = ps_pb2.AssignValuesReply()
         wire.add_versions(reply.versions, versions)
         return reply
 
-    def CloseUnits(self, request: ps_pb2.CloseUnitsRequest, context: grpc.ServicerContext) -> ps_pb2.CloseUnitsReply:
+    def CloseUnits(self, request: ps_pb2.CloseUnitsRequest, call: Call) -> ps_pb2.CloseUnitsReply:
         sender = wire.sender_from(request.sender)
-        self._store.commits.close_units(sender, wire.closes_from(request.closes), context, request.SerializeToString)
+        self._store.commits.close_units(sender, wire.closes_from(request.closes), call, request.SerializeToString)
         return ps_pb2.CloseUnitsReply()
 
-    def Fence(self, request: ps_pb2.FenceRequest, context: grpc.ServicerContext) -> ps_pb2.FenceReply:
+    def Fence(self, request: ps_pb2.FenceRequest, call: Call) -> ps_pb2.FenceReply:
         sender = wire.sender_from(request.sender)
-        committed = self._store.fence(sender, request.task, request.incarnation, context)
+        committed = self._store.fence(sender, request.task, request.incarnation, call)
         return ps_pb2.FenceReply(
             committed=[
                 ps_pb2.CommittedSlice(step=step, ordinal=ordinal, unit=unit_to_proto(unit))
@@ -91,55 +88,45 @@ class ParameterServerServicer:
             ]
         )
 
-    def CloseStep(self, request: ps_pb2.CloseStepRequest, context: grpc.ServicerContext) -> ps_pb2.CloseStepReply:
+    def CloseStep(self, request: ps_pb2.CloseStepRequest, call: Call) -> ps_pb2.CloseStepReply:
         included = [unit_from_proto(unit) for unit in request.included]
         committed = [update_from_proto(update) for update in request.committed]
         sender = wire.sender_from(request.sender)
-        self._store.commits.sync.close_step(sender, request.step, included, committed, context)
+        self._store.commits.sync.close_step(sender, request.step, included, committed, call)
         return ps_pb2.CloseStepReply()
 
-    def DescribeUnits(
-        self, request: ps_pb2.DescribeUnitsRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.DescribeUnitsReply:
+    def DescribeUnits(self, request: ps_pb2.DescribeUnitsRequest, call: Call) -> ps_pb2.DescribeUnitsReply:
         return wire.description_to(self._store.checkpoints.describe_units())
 
-    def HoldCommits(
-        self, request: ps_pb2.HoldCommitsRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.DescribeUnitsReply:
+    def HoldCommits(self, request: ps_pb2.HoldCommitsRequest, call: Call) -> ps_pb2.DescribeUnitsReply:
         sender = wire.sender_from(request.sender)
-        return wire.description_to(self._store.checkpoints.hold_commits(sender, request.token, request.hold_s, context))
+        return wire.description_to(self._store.checkpoints.hold_commits(sender, request.token, request.hold_s, call))
 
-    def AdmitUpdates(
-        self, request: ps_pb2.AdmitUpdatesRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.AdmitUpdatesReply:
+    def AdmitUpdates(self, request: ps_pb2.AdmitUpdatesRequest, call: Call) -> ps_pb2.AdmitUpdatesReply:
         updates = [update_from_proto(update) for update in request.updates]
         sender = wire.sender_from(request.sender)
-        complete = self._store.checkpoints.admit_updates(sender, request.token, updates, request.wait_s, context)
+        complete = self._store.checkpoints.admit_updates(sender, request.token, updates, request.wait_s, call)
         return ps_pb2.AdmitUpdatesReply(complete=complete)
 
-    def SaveShards(self, request: ps_pb2.SaveShardsRequest, context: grpc.ServicerContext) -> ps_pb2.SaveShardsReply:
+    def SaveShards(self, request: ps_pb2.SaveShardsRequest, call: Call) -> ps_pb2.SaveShardsReply:
         files, step = self._store.checkpoints.save_shards(request.token, request.directory, request.nonce)
         return wire.saved_to(files, step)
 
-    def ReleaseCommits(
-        self, request: ps_pb2.ReleaseCommitsRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.ReleaseCommitsReply:
+    def ReleaseCommits(self, request: ps_pb2.ReleaseCommitsRequest, call: Call) -> ps_pb2.ReleaseCommitsReply:
         self._store.checkpoints.release_commits(request.token)
         return ps_pb2.ReleaseCommitsReply()
 
-    def RestoreShards(
-        self, request: ps_pb2.RestoreShardsRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.RestoreShardsReply:
-        self._store.checkpoints.restore_shards(request.directory, request.num_ps, request.is_fresh, context)
+    def RestoreShards(self, request: ps_pb2.RestoreShardsRequest, call: Call) -> ps_pb2.RestoreShardsReply:
+        self._store.checkpoints.restore_shards(request.directory, request.num_ps, request.is_fresh, call)
         return ps_pb2.RestoreShardsReply()
 
-    def TakeOver(self, request: ps_pb2.TakeOverRequest, context: grpc.ServicerContext) -> ps_pb2.TakeOverReply:
+    def TakeOver(self, request: ps_pb2.TakeOverRequest, call: Call) -> ps_pb2.TakeOverReply:
         asker, holder = wire.sender_from(request.asked), (request.holder, request.address)
         TaskId.parse(request.holder), split_address(request.address)  # what is none is refused before anybody connects
         try:
             with (
                 self._taking,
-                PeerStore(asker, *holder, self._store.state.lanes, self._security, context.is_active) as peer,
+                PeerStore(asker, *holder, self._store.state.lanes, self._security, call.is_active) as peer,
             ):
                 self._store.copies.take(peer.follow(asker.task, request.incarnation))
         except PeerUnavailableError:
@@ -148,6 +135,6 @@ class ParameterServerServicer:
             return ps_pb2.TakeOverReply(refusal=str(error))
         return ps_pb2.TakeOverReply()
 
-    def MarkLost(self, request: ps_pb2.MarkLostRequest, context: grpc.ServicerContext) -> ps_pb2.MarkLostReply:
+    def MarkLost(self, request: ps_pb2.MarkLostRequest, call: Call) -> ps_pb2.MarkLostReply:
         self._store.checkpoints.mark_lost(unit_sets_from_proto(request.units))
         return ps_pb2.MarkLostReply()
