@@ -19,13 +19,14 @@ from stratagem.ps.store import Store
 from stratagem.ps.waiting import Call
 from stratagem.rpc.codec import Frame, message_of
 from stratagem.rpc.errors import failure_message, log_failure, log_refusal, status_message
+from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import frame_pb2, ps_pb2
 from stratagem.rpc.limits import check_ids
 
 
 def prepare_update(store: Store, request: ps_pb2.PrepareUpdateRequest, call: Call) -> ps_pb2.PrepareUpdateReply:
     """First half of a two-phase update."""
-    return wire.facts_to(store.commits.prepare_update(wire.prepare_from(request), call))
+    return to_message(ps_pb2.PrepareUpdateReply, store.commits.prepare_update(wire.prepare_from(request), call))
 
 
 def commit_update(store: Store, request: ps_pb2.CommitUpdateRequest, call: Call) -> ps_pb2.CommitUpdateReply:

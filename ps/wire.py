@@ -22,7 +22,6 @@ from stratagem.ps.requests import (
     AssignValues,
     CommitResult,
     CommitUpdate,
-    Facts,
     Family,
     GroupCommit,
     GroupVersion,
@@ -40,7 +39,7 @@ from stratagem.ps.requests import (
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.units import UnitClose
 from stratagem.rpc.codec import from_wire_dtype
-from stratagem.rpc.fields import to_message
+from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
 from stratagem.rpc.units import unit_from_proto, unit_sets_to_proto, update_from_proto, update_to_proto
 
@@ -84,10 +83,7 @@ def closes_from(messages: Iterable[ps_pb2.UnitClose]) -> tuple[UnitClose, ...]:
 
 
 def group_spec_from(message: ps_pb2.GroupSpec) -> GroupSpec:
-    shards = tuple(
-        ShardSpec(shard.variable, tuple(shard.shape), shard.first_row, shard.num_rows, shard.offset, shard.param_group)
-        for shard in message.shards
-    )
+    shards = tuple(from_message(ShardSpec, shard) for shard in message.shards)
     try:
         dtype = from_wire_dtype(message.dtype)
     except FrameError as error:
@@ -105,14 +101,9 @@ def _initial_rows(message: ps_pb2.InitialRows) -> InitialRows:
 
 
 def assign_from(message: ps_pb2.AssignValuesRequest) -> AssignValues:
-    return AssignValues(
-        sender_from(message.sender),
-        _transfer(message.values),
-        tuple(message.groups),
-        message.slot,
-        tuple(message.step_counts),
-        {name: _numbers(name, values) for name, values in plain(message.scalars).items()},
-    )
+    sender, values = sender_from(message.sender), _transfer(message.values)
+    scalars = {name: _numbers(name, numbers) for name, numbers in plain(message.scalars).items()}
+    return from_message(AssignValues, message, sender=sender, values=values, scalars=scalars)
 
 
 def prepare_from(message: ps_pb2.PrepareUpdateRequest) -> PrepareUpdate:
@@ -159,10 +150,6 @@ def pull_from(message: ps_pb2.PullWeightsRequest) -> PullWeights:
 def plain(struct: struct_pb2.Struct) -> dict[str, Any]:
     """A Struct as JSON values."""
     return {name: _plain_value(value) for name, value in struct.fields.items()}
-
-
-def facts_to(facts: Facts) -> ps_pb2.PrepareUpdateReply:
-    return ps_pb2.PrepareUpdateReply(squared_norm=facts.squared_norm, finite=facts.finite, not_finite=facts.not_finite)
 
 
 def commit_to(result: CommitResult) -> ps_pb2.CommitUpdateReply:
