@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
@@ -170,22 +170,14 @@ class JobSteps:
 
     def reserved_for(self, incarnation: Incarnation, dataset: int, epoch: int, stop: int) -> JobStep | None:
         """The first step with a slice reserved for ``incarnation`` in one epoch, before unit ``stop``."""
-        for step in self.open.values():
-            for each in step.slices:
-                if (
-                    each.incarnation == incarnation
-                    and each.state is SliceState.RESERVED
-                    and (each.unit.dataset, each.unit.epoch) == (dataset, epoch)
-                    and each.unit.index < stop
-                ):
-                    return step
+        for step, unit in self._reserved(incarnation):
+            if (unit.dataset, unit.epoch) == (dataset, epoch) and unit.index < stop:
+                return step
         return None
 
     def reserved_in(self, incarnation: Incarnation, group: str) -> list[Unit]:
         """Units that are reserved for ``incarnation`` in steps asked for in a group of agreements."""
-        steps = [step for step in self.open.values() if step.group == group]
-        slices = [each for step in steps for each in step.slices]
-        return [each.unit for each in slices if each.incarnation == incarnation and each.state is SliceState.RESERVED]
+        return [unit for step, unit in self._reserved(incarnation) if step.group == group]
 
     def waits_for(self, incarnation: Incarnation, step: JobStep) -> list[Incarnation]:
         """Workers whose earlier slices must be accepted before ``incarnation`` may have its slice of ``step``."""
@@ -263,6 +255,12 @@ class JobSteps:
         self.open[step.number] = step
         self._of_unit.update((unit, step) for unit in step.units)
         return step
+
+    def _reserved(self, incarnation: Incarnation) -> Iterator[tuple[JobStep, Unit]]:
+        for step in self.open.values():
+            for each in step.slices:
+                if each.incarnation == incarnation and each.state is SliceState.RESERVED:
+                    yield step, each.unit
 
     def _own(self, incarnation: Incarnation, step: JobStep) -> Slice:
         return next(each for each in step.slices if each.incarnation == incarnation)
