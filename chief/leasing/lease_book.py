@@ -102,18 +102,20 @@ class LeaseBook:
                 self._prior[key] = self._prior.get(key, UnitBitmap()) | bitmap
         return new
 
+    def _plan(self, dataset: int) -> Plan:
+        if dataset not in self.plans:
+            raise ProtocolError(f"dataset {dataset} is not open; expected OpenDataset first")
+        return self.plans[dataset]
+
     def epoch(self, dataset: int, epoch: int) -> EpochLeases:
         """The units of one epoch.
 
         Raises:
             ProtocolError: the dataset was never opened.
         """
-        plan = self.plans.get(dataset)
-        if plan is None:
-            raise ProtocolError(f"dataset {dataset} is not open; expected OpenDataset before units are asked for")
         key = (dataset, epoch)
         if key not in self.epochs:
-            self.epochs[key] = EpochLeases(plan)
+            self.epochs[key] = EpochLeases(self._plan(dataset))
             self.know_accepted({key: self._prior.pop(key, UnitBitmap())})
         return self.epochs[key]
 
@@ -253,9 +255,7 @@ class LeaseBook:
     ) -> tuple[int, int, list[Incarnation]]:
         """The caller's clock, the first step it may not start without asking again, and the workers it must wait for
         before it starts its step."""
-        plan = self.plans.get(dataset)
-        if plan is None:
-            raise ProtocolError(f"dataset {dataset} is not open; expected OpenDataset before StartStep")
+        plan = self._plan(dataset)
         holders = [worker for worker in workers if self.num_held(worker)]
         now = self.clocks.report(incarnation, clock, holders)
         late = self.clocks.waits_for(incarnation, plan.staleness, holders)
