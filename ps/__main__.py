@@ -93,7 +93,7 @@ def _run(config: PsConfig) -> int:
         config.max_ids_per_request,
     )
     folders = AllowedFolders.of(config.checkpoint_dir, config.checkpoint_roots)
-    store = Store(config.task, TaskId.parse(config.task).index, limits, folders=folders)
+    store = Store(config.task, limits, folders=folders)
     lanes = SocketLanes(store, config.bind.rpartition(":")[0].strip("[]"), security, config.max_lanes_per_peer)
     FLIGHT.values = store.state.totals.values
     server = serve(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
 from stratagem.ps.checkpointing import Checkpointing
@@ -45,7 +46,6 @@ class Store:
     close), ``checkpoints`` (hold, save, restore).
 
     Args:
-        index: its index, in the names of its checkpoint files.
         frames_timeout_s: seconds a control message waits for its frames.
         folders: where requests may write and read checkpoints; None: everywhere.
     """
@@ -53,7 +53,6 @@ class Store:
     def __init__(
         self,
         task: str = "ps:0",
-        index: int = 0,
         limits: Limits | None = None,
         *,
         frames_timeout_s: float = FRAMES_TIMEOUT_S,
@@ -65,7 +64,7 @@ class Store:
         self.state = StoreState(limits or Limits(), new_epoch(0), frames_timeout_s)
         self.variables = Variables(self.state)
         self.commits = Commits(self.state)
-        self.checkpoints = Checkpointing(self.state, index, folders)
+        self.checkpoints = Checkpointing(self.state, TaskId.parse(task).index, folders)
         self.copies = StoreCopies(task, self.state, self.checkpoints, lambda: self.incarnation)
 
     def hello(self, sender: Sender, next_sequence: int, abandoned: Iterable[int] = ()) -> Greeting:

@@ -44,7 +44,7 @@ PLANS = {"sync": {"num_slices": 1, "staleness": 0.0}, "async": {"staleness": flo
 @contextlib.asynccontextmanager
 async def real_ps(chief_address: str, index: int) -> AsyncIterator[Store]:
     """A store that serves and has joined."""
-    store = Store(f"ps:{index}", index, frames_timeout_s=5.0)
+    store = Store(f"ps:{index}", frames_timeout_s=5.0)
     lanes = SocketLanes(store, "127.0.0.1")
     servicer = ParameterServerServicer(store, lanes, 8 << 20)
     server = serve(

@@ -129,7 +129,7 @@ def start() -> Iterator[Callable[..., Job]]:
     def job(transport: Transport = "tcp", num_ps: int = 2, frame_bytes: int = 1 << 20, host: str = "127.0.0.1") -> Job:
         stores, tasks = [], []
         for index in range(num_ps):
-            store = Store(f"ps:{index}", index, frames_timeout_s=5.0)
+            store = Store(f"ps:{index}", frames_timeout_s=5.0)
             lanes = SocketLanes(store, host.strip("[]"))
             server = start_server(store, lanes, host)
             stores.append(store)

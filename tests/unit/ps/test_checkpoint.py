@@ -36,7 +36,7 @@ def unit(index: int) -> Unit:
 
 
 def new_store(index: int = 0) -> Store:
-    return Store(f"ps:{index}", index)
+    return Store(f"ps:{index}")
 
 
 def checkpoint(directory: pathlib.Path, stores: list[Store], step: int, epoch: int = 1) -> pathlib.Path:

@@ -306,7 +306,7 @@ def test_two_ps_save_one_tensor(tmp_path: pathlib.Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "nonce").write_text("n")
     for index, (first, count) in enumerate([(0, 7), (7, 5)]):
-        store = Store(f"ps:{index}", index)
+        store = Store(f"ps:{index}")
         shard = ShardSpec("t", (ROWS, WIDTH), first, count, 0)
         TableWorker(store, "worker:0", GroupSpec(1, "SGD", torch.float32, (shard,), initial)).create_table()
         store.checkpoints.hold_commits(CHIEF, 1, 5.0, CALL)

@@ -38,7 +38,7 @@ def by_chief(tmp_path: Path) -> Path:
 def written_by_servers(folder: Path) -> Path:
     """One weight cut in two, a bias whole, and three steps of Adam by two ps."""
     torch.manual_seed(0)
-    stores = [Store(f"ps:{index}", index) for index in range(2)]
+    stores = [Store(f"ps:{index}") for index in range(2)]
     for index, (store, (first, count)) in enumerate(zip(stores, [(0, 3), (3, 2)], strict=True)):
         shards = [ShardSpec("weight", (ROWS, 4), first, count, 0)]
         if index == 0:
