@@ -48,6 +48,11 @@ class Sender(NamedTuple):
         return f"{self.task} (incarnation {self.incarnation})"
 
 
+def is_fenced(key: tuple[str, int], task: str, incarnation: int) -> bool:
+    """Whether a process is one of ``task`` up to ``incarnation``."""
+    return key[0] == task and key[1] <= incarnation
+
+
 class TransferRef(NamedTuple):
     """Frames that a control message waits for."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from stratagem.errors import FencedError, LimitError, SequenceError, StaleStoreError
 from stratagem.ps.published import ReplyLane
-from stratagem.ps.requests import Sender
+from stratagem.ps.requests import Sender, is_fenced
 from stratagem.ps.sequences import WINDOW, SequenceWindow
 
 Incarnation = tuple[str, int]
@@ -48,11 +48,11 @@ class Senders:
         """Refuses incarnations of ``task`` up to ``incarnation`` from now on, and forgets what they had."""
         self._fenced[task] = max(incarnation, self._fenced.get(task, 0))
         error = FencedError(f"{task} (up to incarnation {incarnation}) has been declared dead by the chief")
-        for key in [key for key in self.lanes if _covers(task, incarnation, key)]:
+        for key in [key for key in self.lanes if is_fenced(key, task, incarnation)]:
             self.lanes.pop(key).close(error)
-        self._windows = {key: kept for key, kept in self._windows.items() if not _covers(task, incarnation, key)}
-        self._inherited = {key: kept for key, kept in self._inherited.items() if not _covers(task, incarnation, key)}
-        self.tokens = {group: key for group, key in self.tokens.items() if not _covers(task, incarnation, key)}
+        self._windows = {key: kept for key, kept in self._windows.items() if not is_fenced(key, task, incarnation)}
+        self._inherited = {key: kept for key, kept in self._inherited.items() if not is_fenced(key, task, incarnation)}
+        self.tokens = {group: key for group, key in self.tokens.items() if not is_fenced(key, task, incarnation)}
 
     def hello(self, sender: Sender, next_sequence: int, abandoned: Iterable[int] = ()) -> int:
         """Introduces a sender. Returns the number expected next: the remembered one, else ``next_sequence``.
@@ -108,7 +108,3 @@ class Senders:
         self._windows.clear()
         self._inherited.clear()
         self.tokens.clear()
-
-
-def _covers(task: str, incarnation: int, key: Incarnation) -> bool:
-    return key[0] == task and key[1] <= incarnation

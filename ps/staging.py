@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from stratagem.errors import FrameError, LimitError, ProtocolError
-from stratagem.ps.requests import FrameKind, Sender, TransferRef
+from stratagem.ps.requests import FrameKind, Sender, TransferRef, is_fenced
 from stratagem.ps.rows import check_piece, max_bytes
 from stratagem.ps.specs import GroupSpec
 
@@ -164,7 +164,7 @@ class Staging:
 
     def drop_sender(self, task: str, incarnation: int) -> None:
         """Lets go of everything staged by incarnations of ``task`` up to ``incarnation``."""
-        for key in [key for key in self._buffers if key[0] == task and key[1] <= incarnation]:
+        for key in [key for key in self._buffers if is_fenced(key, task, incarnation)]:
             del self._buffers[key]
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ from stratagem.ps.checkpointing import Checkpointing
 from stratagem.ps.commits import Commits
 from stratagem.ps.copies import StoreCopies
 from stratagem.ps.published import ReplyLane
-from stratagem.ps.requests import Sender
+from stratagem.ps.requests import Sender, is_fenced
 from stratagem.ps.specs import Limits
 from stratagem.ps.state import StoreState, new_epoch
 from stratagem.ps.sync_steps import StepKey
@@ -135,7 +135,7 @@ class Store:
             state.changed.notify_all()
 
             def outside() -> bool:
-                return not any(key[0] == task and key[1] <= incarnation for key in state.inside)
+                return not any(is_fenced(key, task, incarnation) for key in state.inside)
 
             wait(state, outside, sender, call, None)
             return state.steps.committed_by(task, incarnation)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ConfigurationError, ProtocolError
 from stratagem.ps.merge import coefficients
-from stratagem.ps.requests import GroupCommit, RequestedSlice, Sender, UpdateAction
+from stratagem.ps.requests import GroupCommit, RequestedSlice, Sender, UpdateAction, is_fenced
 from stratagem.ps.shard_group import Parts
 from stratagem.ps.staging import FRAME_OVERHEAD_BYTES
 
@@ -259,7 +259,7 @@ class SyncSteps:
             (key, one.unit)
             for key, step in self._open.items()
             for one in step.contributions.values()
-            if one.committed and one.sender.task == task and one.sender.incarnation <= incarnation
+            if one.committed and is_fenced(one.sender.key, task, incarnation)
         )
 
     def clear(self) -> None:
