@@ -30,7 +30,7 @@ class JobPage:
     def __init__(self, watch: PageWatch, log: JobLog) -> None:
         self._watch = watch
         self._log = log
-        self._files = {path: body for path, body in _files(resources.files("stratagem.chief.web") / "static")}
+        self._files = dict(_files(resources.files("stratagem.chief.web") / "static"))
 
     @property
     def routes(self) -> list[web.RouteDef]:
