@@ -89,7 +89,7 @@ class Commits(Applying):
         if is_new:
             applied = self._apply_once(request, present, store_epoch, running, call)
         else:
-            self._note_duplicate(request, running)
+            self._drop_duplicate(request, running)
             if state.backup is not None and request.closes:
                 state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
         try:
@@ -116,7 +116,7 @@ class Commits(Applying):
             gradient = {}  # its memory is free when staging forgets it, not when others have used the room
             with state.lock:
                 if not is_new:
-                    self._note_duplicate(request, running)
+                    self._drop_duplicate(request, running)
                     return False
                 self.forget(request)
                 state.units.record(request.update, request.num_servers)
@@ -138,13 +138,12 @@ class Commits(Applying):
 
     def _repeat(self, request: CommitUpdate, recorded: CommitResult | None, call: Call) -> CommitResult:
         """A resend: applies nothing, and gets the weights as they are now."""
-        self._note_duplicate(request, None)
+        self._drop_duplicate(request, None)
         left_out = recorded is not None and recorded.left_out
         return CommitResult(False, self.reply_weights(request, call), left_out)
 
-    def _note_duplicate(self, request: CommitUpdate, running: Running | None) -> None:
+    def _drop_duplicate(self, request: CommitUpdate, running: Running | None) -> None:
         with self._state.lock:
-            self._state.num_duplicates += 1
             self.forget(request)
             if running is not None:
                 running.done(CommitResult(False, ()))

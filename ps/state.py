@@ -77,8 +77,6 @@ class StoreState:
         """Set where the job keeps copies of what a ps holds."""
         self.is_told = False
         """A worker that gives values, or a checkpoint of as many ps, has said what is to be here; it may be nothing."""
-        self.num_duplicates = 0
-        """Updates that came again and applied nothing."""
 
     @property
     def step(self) -> int:

@@ -81,7 +81,6 @@ class SyncCommits:
                 wait(state, lambda: self._is_over(key, unit), sender, call, None, store_epoch)
         with state.changed:
             left_out = state.steps.is_left_out(key, unit)
-            state.num_duplicates += was_over and not left_out
         versions = self._commits.reply_weights(request, call)
         applied = not was_over and not left_out and request.action is UpdateAction.APPLY
         return CommitResult(applied, versions, left_out)

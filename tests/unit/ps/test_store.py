@@ -228,7 +228,6 @@ def test_hundred_resends_reorderings_and_other_senders_apply_each_update_once() 
     torch.testing.assert_close(weights(store), expected)
     group = store.state.locked_groups[1].group
     assert group.num_updates == 20 and group.counts == [20, 20]
-    assert store.state.num_duplicates >= 100
     assert staged_bytes(store) == 0
 
 
