@@ -22,7 +22,8 @@ class UnitTracker:
         """Whether backward has reached the current unit since its last step."""
         self._accumulating: list[Unit] = []
         self._idle: list[Unit] = []
-        self._left_early: set[Unit] = set()
+        self.left_early: set[Unit] = set()
+        """Units that were idle when their loop ended, and are closed: what the script still computes has no unit."""
         self.accumulates = False
         """Whether an update has held the gradients of several units."""
         self.steps_per_unit = 0
@@ -55,24 +56,19 @@ class UnitTracker:
                 "servers an update belongs to batches of one: train on one dataset (torch.utils.data.StackDataset "
                 "joins two); to evaluate in between, iterate over the DataLoader itself"
             )
-        self._left_early.clear()
+        self.left_early.clear()
 
     def take(self, unit: Unit) -> None:
         """The script takes the batch of ``unit``."""
         assert self.current is None, "leave() the last unit first"
         self.current, self._num_steps, self.has_gradients = unit, 0, False
 
-    @property
-    def left_early(self) -> frozenset[Unit]:
-        """Units that were idle when their loop ended, and are closed: what the script still computes has no unit."""
-        return frozenset(self._left_early)
-
     def focus(self, unit: Unit) -> list[Unit]:
         """The script works on the batch of ``unit`` now, taken earlier. Returns the units that are complete with it."""
         if unit == self.current:
             return []
         closed = self.leave()
-        self._left_early.discard(unit)
+        self.left_early.discard(unit)
         if unit in self._idle:
             self._idle.remove(unit)
             self.current = unit
@@ -96,7 +92,7 @@ class UnitTracker:
         """The loop is over: gradients that nobody stepped are dropped. Returns all units that were open."""
         closed = self.leave()
         dropped = [*self._idle, *self._accumulating]
-        self._left_early.update(self._idle)
+        self.left_early.update(self._idle)
         self._idle, self._accumulating = [], []
         return dropped + closed
 
