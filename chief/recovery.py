@@ -16,7 +16,7 @@ from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.checkpointing.saving import Saving, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
-from stratagem.chief.leasing.positions import Positions, common, has, plus, positions_of
+from stratagem.chief.leasing.positions import Positions, common, has, minus, plus, positions_of
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.ps_return import PsReturn
 from stratagem.chief.servers.servers import CommittedSlice, ServerDescription
@@ -61,8 +61,8 @@ class Recovery(ChiefPart):
         async with self.ps_return.closing_steps():
             slices = self._committed.pop(incarnation, set())
             units = lease_book.held(incarnation)
-            if units and lease_book.is_done_where_closed(incarnation):
-                units = await self._accept_closed(units)
+            if units and lease_book.is_done_unreported(incarnation):
+                units = await self._accept_done(units)
             committed = await self._committed_ordinals(units, slices) if lease_book.synchronous and units else {}
             back = await self.carry_out(lease_book.remove(units, committed))
             lease_book.forget(incarnation)
@@ -70,13 +70,20 @@ class Recovery(ChiefPart):
                 logger.warning("%d units of %s go back: %s", len(back), incarnation, _listed(back))
             self._changed.notify()
 
-    async def _accept_closed(self, units: Sequence[Unit]) -> list[Unit]:
-        """Accepts units that their worker did not live to report, though every ps has closed them; returns the rest."""
+    async def _accept_done(self, units: Sequence[Unit]) -> list[Unit]:
+        """Accepts units that their worker did not live to report, though they are closed on every ps, or have all of
+        their updates there: one over several units could not be made again, with other ones. Returns the rest."""
         described = await self._ps_pool.describe()
         if len(described) < self._ps_pool.num_ps:
             return [*units]
-        closed = _closed([*described.values()])
-        done = [unit for unit in units if has(closed, unit)]
+        per_unit, of_all = self._lease_book.steps.per_unit, described.values()
+        torn = (unit for updates in torn_updates(described).values() for update in updates for unit in update.units)
+        lacking = plus(positions_of(torn), unfinished_units(of_all, per_unit), *(each.halves for each in of_all))
+        applied = minus(plus(*(each.applied() for each in of_all)), lacking) if per_unit else {}
+        closed = _closed([*of_all])
+        done = [unit for unit in units if has(closed, unit) or has(applied, unit)]
+        if is_open := [unit for unit in done if not has(closed, unit)]:
+            await self._ps_pool.insist_all(lambda each: each.mark_lost(positions_of(is_open)))
         self.accepted(self._lease_book.mark_accepted(done))
         return [unit for unit in units if unit not in done]
 

@@ -293,8 +293,8 @@ class LeaseBook:
         """Whether what ``incarnation`` counts on a unit is wanted: then a unit that it did not report is not done."""
         (self._counting.add if counts else self._counting.discard)(incarnation)
 
-    def is_done_where_closed(self, incarnation: Incarnation) -> bool:
-        """Whether units of ``incarnation`` are done that every ps has closed, though it did not report them."""
+    def is_done_unreported(self, incarnation: Incarnation) -> bool:
+        """Whether units of ``incarnation`` are done with their updates, though it did not report them."""
         return not self.synchronous and incarnation not in self._counting
 
     def give_back(self, holders: Mapping[Unit, Incarnation | None]) -> list[Unit]:
