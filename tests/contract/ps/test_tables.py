@@ -9,6 +9,7 @@ import functools
 import itertools
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -188,6 +189,10 @@ def test_a_ps_whose_lanes_break_many_times_in_a_row_is_waited_for(
     def breaking(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             nonlocal num_left
+            # A lane that is open here may not be in the books of its ps yet.
+            until = time.monotonic() + 0.3
+            while not all(store.state.senders.lanes for store in job.stores) and time.monotonic() < until:
+                time.sleep(0.001)
             num_left -= 1
             if num_left >= 0:
                 for store in job.stores:
