@@ -298,8 +298,7 @@ class PsReturn(ChiefPart):
             self._in_doubt[server.incarnation] = self._lease_book.begun()
         history, has_begun_anew = self._journal.history, described.origin_elements and not described.complete
         is_untold = (history.is_rerouted or has_begun_anew) and not self._sessions.work_is_done
-        has_no_part = described.untrained or not described.holds_rows
-        if has_no_part and (described.complete or is_untold):
+        if not described.has_part and (described.complete or is_untold):
             if not described.complete and not history.is_rerouted:
                 self._journal.write("untold")  # it came back, and is looked at again once a worker has told it
             return 0, described.step  # of no update, and what it has closed says nothing
@@ -307,11 +306,16 @@ class PsReturn(ChiefPart):
         in_doubt = plus(self._in_doubt[server.incarnation], minus(accepted, self._lease_book.positions()))
         halves = common([in_doubt, described.halves])
         absent = minus(accepted, minus(described.applied(), halves))
-        if absent:
-            # First: a chief that follows takes what the ps has closed for applied.
-            self._journal.write("lost", task=server.incarnation.task, units=encode_positions(absent))
-            await self._ps_pool.insist(server, lambda each: each.mark_lost(absent))
+        await self.lose(server.incarnation, absent)
         return sum(map(len, absent.values())), described.step
+
+    async def lose(self, incarnation: Incarnation, units: Positions) -> None:
+        """Counts and closes units of which a ps lacks an update."""
+        server, units = self._ps_pool.get(incarnation), minus(units, {})
+        if units and server is not None:
+            # First: a chief that follows takes what the ps has closed for applied.
+            self._journal.write("lost", task=incarnation.task, units=encode_positions(units))
+            await self._ps_pool.insist(server, lambda each: each.mark_lost(units))
 
     async def _restore_all(self, cause: str) -> bool:
         """Staleness 0: all ps go back together; False when there is no checkpoint."""

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.checkpointing.saving import Saving, unfinished_units
@@ -71,21 +71,32 @@ class Recovery(ChiefPart):
             self._changed.notify()
 
     async def _accept_done(self, units: Sequence[Unit]) -> list[Unit]:
-        """Accepts units that their worker did not live to report, though they are closed on every ps, or have all of
-        their updates there: one over several units could not be made again, with other ones. Returns the rest."""
+        """Accepts units that their worker did not live to report, though every ps has closed them; returns the rest."""
         described = await self._ps_pool.describe()
         if len(described) < self._ps_pool.num_ps:
             return [*units]
-        per_unit, of_all = self._lease_book.steps.per_unit, described.values()
-        torn = (unit for updates in torn_updates(described).values() for update in updates for unit in update.units)
-        lacking = plus(positions_of(torn), unfinished_units(of_all, per_unit), *(each.halves for each in of_all))
-        applied = minus(plus(*(each.applied() for each in of_all)), lacking) if per_unit else {}
-        closed = _closed([*of_all])
-        done = [unit for unit in units if has(closed, unit) or has(applied, unit)]
-        if is_open := [unit for unit in done if not has(closed, unit)]:
-            await self._ps_pool.insist_all(lambda each: each.mark_lost(positions_of(is_open)))
+        closed = plus(_closed([*described.values()]), await self._close_applied(units, described))
+        done = [unit for unit in units if has(closed, unit)]
         self.accepted(self._lease_book.mark_accepted(done))
         return [unit for unit in units if unit not in done]
+
+    async def _close_applied(
+        self, units: Sequence[Unit], described: Mapping[Incarnation, ServerDescription]
+    ) -> Positions:
+        """Where an update is of several units, each of these is leased again beside another one, and no ps that has it
+        can take an update of both: those that any ps has are closed, and lost where one lacks them."""
+        of_all = described.values()
+        if len(of_all) < self._ps_pool.num_ps or not any(each.accumulates for each in of_all):
+            return {}
+        halves = plus(unfinished_units(of_all, self._lease_book.steps.per_unit), *(each.halves for each in of_all))
+        applied = minus(common([positions_of(units), plus(*(each.applied() for each in of_all))]), halves)
+        for incarnation, updates in torn_updates(described).items():
+            lacked = common([applied, positions_of(unit for update in updates for unit in update.units)])
+            if described[incarnation].has_part:
+                await self.ps_return.lose(incarnation, lacked)
+        if applied:
+            await self._ps_pool.insist_all(lambda each: each.mark_lost(applied))
+        return applied
 
     async def _committed_ordinals(
         self, units: Sequence[Unit], slices: Collection[CommittedSlice]
@@ -226,8 +237,12 @@ class Recovery(ChiefPart):
             await self._start_from_checkpoint(holding)
         else:
             # On disk, too: workers leave an epoch that ends with these, and the next chief may find no ps that knows.
-            self.accepted(self._lease_book.know_accepted(_closed(holding)))
-            synchronous = self._lease_book.synchronous
+            synchronous, closed = self._lease_book.synchronous, _closed(holding)
+            if not synchronous:
+                opened = {unit for each in holding for update in each.open for unit in update.units}
+                mine = [*filter(self._lease_book.is_pending, sorted(opened))]
+                closed = plus(closed, await self._close_applied(mine, descriptions))
+            self.accepted(self._lease_book.know_accepted(closed))
             if synchronous:
                 await self._find_owners()
             for server in self._ps_pool.servers:

@@ -37,6 +37,8 @@ class AppliedUnits:
     """Updates applied of units not closed, one entry per unit, with the number of servers each takes part on."""
     halves: dict[Epoch, UnitBitmap]
     """Units not closed with fewer updates here than closed ones had, or than their workers count."""
+    accumulates: bool
+    """An update of several units has come."""
 
 
 class UnitLedger:
@@ -57,6 +59,7 @@ class UnitLedger:
         """Open units that came from several ps: each has what any of them had."""
         self._own: set[int] = set()
         """Ordinals of updates that came to this process: it has a part in these."""
+        self._accumulates = False
 
     def is_applied(self, unit: Unit, ordinal: int) -> bool:
         """Whether the step ``ordinal`` of ``unit`` is applied here, or can never be."""
@@ -83,6 +86,7 @@ class UnitLedger:
     def record(self, update: Update, num_servers: int) -> None:
         """Notes an applied (or skipped) update; ``num_servers`` is the number of ps that take part in it."""
         self._own.add(update.ordinal)
+        self._accumulates |= len(update.units) > 1
         for unit in update.units:
             if not self._is_closed(unit):
                 self._open.setdefault(unit, {})[update.ordinal] = num_servers
@@ -137,7 +141,7 @@ class UnitLedger:
             lacks_own = unit in self._joined and not self._own <= ordinals.keys()
             if lacks_own or len(ordinals) < max(self._per_unit, self._counted.get(unit, 0)):
                 halves[unit.dataset, unit.epoch].add(unit.index)
-        return AppliedUnits(dict(self._closed), tuple(entries), dict(halves))
+        return AppliedUnits(dict(self._closed), tuple(entries), dict(halves), self._accumulates)
 
     def to_json(self) -> dict[str, Any]:
         """For a snapshot."""
@@ -146,6 +150,7 @@ class UnitLedger:
             "open": [[*unit, sorted(ordinals.items())] for unit, ordinals in sorted(self._open.items())],
             "per_unit": self._per_unit,
             "counted": [[*unit, number] for unit, number in sorted(self._counted.items())],
+            "accumulates": self._accumulates,
         }
 
     @classmethod
@@ -161,6 +166,7 @@ class UnitLedger:
             ledger._open[Unit(*unit)] = dict(ordinals)
         ledger._per_unit = data.get("per_unit", 0)  # a checkpoint of before has none
         ledger._counted = {Unit(*unit): number for *unit, number in data.get("counted", ())}
+        ledger._accumulates = data.get("accumulates", False)
         return ledger
 
     @classmethod
@@ -188,6 +194,7 @@ class UnitLedger:
             if not ledger._is_closed(unit):
                 ledger._open.setdefault(unit, {})[ordinal] = 1
         ledger._joined = frozenset(ledger._open)
+        ledger._accumulates = any(each._accumulates for each in ledgers)
         return ledger, num_torn
 
     def _is_closed(self, unit: Unit) -> bool:

@@ -184,7 +184,8 @@ def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
         "closed": unit_sets_to_proto(description.units.closed),
         "halves": unit_sets_to_proto(description.units.halves),
     }
-    return to_message(ps_pb2.DescribeUnitsReply, description, open=opened, **units)
+    accumulates = description.units.accumulates
+    return to_message(ps_pb2.DescribeUnitsReply, description, open=opened, accumulates=accumulates, **units)
 
 
 def image_to(image: StoreImage) -> ps_pb2.FollowReply:

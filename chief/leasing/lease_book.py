@@ -304,6 +304,10 @@ class LeaseBook:
             self.epoch(unit.dataset, unit.epoch).give_back(unit.index)
         return back
 
+    def is_pending(self, unit: Unit) -> bool:
+        """Whether it is of a dataset that is known, and with nobody."""
+        return unit.dataset in self.plans and self.epoch(unit.dataset, unit.epoch).is_pending(unit.index)
+
     def holder(self, unit: Unit) -> Incarnation | None:
         """To whom it is leased; None: to nobody."""
         lease = self.epoch(unit.dataset, unit.epoch).lease(unit.index)

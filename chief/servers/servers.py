@@ -47,11 +47,18 @@ class ServerDescription:
     """Shard groups that have values here; a model that is prepared adds some."""
     untrained: bool = False
     """No optimizer changes any of these: no update has a part here."""
+    accumulates: bool = False
+    """An update of several units has come."""
 
     @property
     def holds_rows(self) -> bool:
         """Whether there are rows of a variable here, as far as workers have said."""
         return self.initialized and (not self.origin_elements or self.taken_elements > 0)
+
+    @property
+    def has_part(self) -> bool:
+        """Whether updates change anything here."""
+        return self.holds_rows and not self.untrained
 
     def has_closed(self, unit: Unit) -> bool:
         return has(self.closed, unit)

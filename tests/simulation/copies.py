@@ -107,6 +107,7 @@ class Copies:
                 what = f"{name} in the copy of {source}"
                 units = checks.units_of(checks.cluster.chief_job, weights, checks.cluster.job.epochs, what)
                 lost = {(epoch, unit) for task, epoch, unit in checks.lost_units if task == source.task}
+                lost |= checks.dropped
                 known = applied_of(ledger)
                 if checks.cluster.job.num_optimizers > 1:  # of a batch under way it may have another one's update
                     ordinal = checks.ordinal_of(name)

@@ -29,6 +29,7 @@ from stratagem.ps.store import Store
 from stratagem.ps.table_group import TableGroup
 from stratagem.ps.units import UnitLedger
 from stratagem.worker.push.variables import RemoteVariables
+from stratagem.worker.unit_tracker import UnitTracker
 from tests.simulation.threads import here
 from tests.simulation.world import START, World
 
@@ -88,6 +89,8 @@ class Invariants:
         """Of each ps the newest."""
         self.lost_units: set[tuple[str, int, int]] = set()
         """(ps, epoch, unit) that a ps was told to do without."""
+        self.dropped: set[tuple[int, int]] = set()
+        """(epoch, unit) of which a script had gradients as its pass ended, and had made no update."""
         self.recorded: dict[tuple[str, int, int], UnitLedger] = {}
         """In which memory of a ps (ps, epoch, unit) was: a worker may not have reported it yet when that is gone."""
         self.copied: set[object] = set()
@@ -210,7 +213,7 @@ class Invariants:
                 for key, bitmap in manifest.accepted.items():
                     missing = bitmap - closed.get(key, type(bitmap)())
                     applied = {unit for unit in units if unit[0] == key[1]}
-                    if any((key[1], unit) not in applied for unit in missing):
+                    if any((key[1], unit) not in applied | self.dropped for unit in missing):
                         self.world.fail(f"{path.name} says {missing!r} is accepted, and {task} has not closed it")
         self.partial = "" if len(seen) == self.cluster.job.num_variables else path.name
         if self.partial and (manifest.step or not self.cluster.job.prepares_apart):
@@ -219,6 +222,7 @@ class Invariants:
         lost = self.lost_units | gone
         if self.cluster.wanted:  # what one ps lost another one lacks by now
             lost = {(task, epoch, unit) for _, epoch, unit in lost for task, _, _ in seen}
+        lost |= {(task, *unit) for unit in self.dropped for task, _, _ in seen}
         for task, variable, units in seen:
             for _, other, theirs in seen:
                 torn = {unit for unit in theirs - units if (task, *unit) not in lost}
@@ -300,6 +304,7 @@ class Invariants:
                 world.fail(f"{name} has lost what was loaded: {[oct(one) for one in variables[name].long().tolist()]}")
         found = {name: self.units_of(job, weights, epochs, f"{name} at the end") for name, weights in variables.items()}
         every = {(epoch, unit) for epoch in range(epochs) for unit in range(job.lease_book.plans[1].num_units)}
+        every, found = every - self.dropped, {name: units - self.dropped for name, units in found.items()}
         if not job.journal.history.updates_lost and any(units != every for units in found.values()):
             world.fail(f"nothing is told to be lost, and there is {found}")
         every = {(epoch, unit) for epoch, unit in every if epoch >= cluster.job.reloads}
@@ -314,6 +319,7 @@ class Invariants:
                 least, most = (num_lost, num_lost) if cluster.job.staleness else (least, least)
         elif cluster.job.has_table or cluster.job.prepares_apart:  # a ps without a variable has rows of something else
             most += len(self.lost_units)
+        most += len(self.dropped) * len(found)  # a ps may be told that it lacks these, too
         if not least <= told <= most:
             counts = {name: len(units) for name, units in missing.items()}
             world.fail(f"{counts} updates of each variable are not there at the end, and {told} are told to be lost")
@@ -528,8 +534,18 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
         return record
 
+    def on_end_of_pass(real: Any) -> Any:
+        def end(self: Any) -> Any:
+            checks().dropped.update((unit.epoch, unit.index) for unit in self._accumulating)
+            if self.current is not None and self.has_gradients and not self._num_steps:
+                checks().dropped.add((self.current.epoch, self.current.index))
+            return real(self)
+
+        return end
+
     yield UnitLedger, "mark_lost", on_lost
     yield UnitLedger, "record", on_record
+    yield UnitTracker, "end", on_end_of_pass
 
 
 def checks() -> Invariants:

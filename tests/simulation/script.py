@@ -103,8 +103,12 @@ def train(cluster: Cluster, process: Process) -> None:
             other.step()
             cluster.compute(0, share=0.5)
 
+    num_taken = 0
+
     def step(batch: list[torch.Tensor], scale: int) -> None:
-        optimizer.zero_grad()
+        nonlocal num_taken
+        if not num_taken:
+            optimizer.zero_grad()
         gradient = torch.zeros(job.num_examples).index_fill_(0, batch[0], -scale)
         trained, gradients, seen = parameters, [gradient] * len(parameters), None
         if model.table is not None:
@@ -112,6 +116,9 @@ def train(cluster: Cluster, process: Process) -> None:
             trained, gradients = [*trained, rows], [*gradients, torch.full((len(batch[0]), 1), -scale)]
             seen = rows.detach()[:, 0], [each.detach()[batch[0]] for each in parameters]
         torch.autograd.backward(trained, gradients)  # as of a loss, without what computes it
+        num_taken = (num_taken + 1) % job.accumulates
+        if num_taken:
+            return
         optimizer.step()
         if seen is not None and job.staleness == 0:
             checks().trained_on(*seen)
@@ -122,6 +129,7 @@ def train(cluster: Cluster, process: Process) -> None:
             strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
             if save is not None and world.random.random() < job.saves:
                 save()
+        num_taken = 0
         if job.reloads == epoch + 1:
             strategy.load_once(lambda: load(parameters[:1]))
 

@@ -51,6 +51,8 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, slow_disk_s=0.0)
     if job.num_optimizers > 1:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, num_optimizers=1))
+    if job.accumulates > 1:
+        yield dataclasses.replace(schedule, job=dataclasses.replace(job, accumulates=1))
     if job.prepares_apart:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, prepares_apart=False))
     for name in ("saves", "loads", "reloads"):

@@ -1067,6 +1067,7 @@ class DescribeUnitsReply(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     UNTRAINED_FIELD_NUMBER: _builtins.int
     HALVES_FIELD_NUMBER: _builtins.int
+    ACCUMULATES_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     step: _builtins.int
     """Largest number of updates applied to any group."""
@@ -1081,6 +1082,8 @@ class DescribeUnitsReply(_message.Message):
     """A worker, or a checkpoint of as many ps, has said what it is to hold, perhaps nothing, and all of that has values."""
     untrained: _builtins.bool
     """No optimizer changes any of them: no update has a part here."""
+    accumulates: _builtins.bool
+    """An update of several units has come: of one that some ps have, the others cannot get it by another one."""
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units closed."""
@@ -1111,10 +1114,11 @@ class DescribeUnitsReply(_message.Message):
         groups: _abc.Iterable[_builtins.int] | None = ...,
         untrained: _builtins.bool = ...,
         halves: _abc.Iterable[_common_pb2.UnitSet] | None = ...,
+        accumulates: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "complete", b"complete", "groups", b"groups", "halves", b"halves", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulates", b"accumulates", "closed", b"closed", "complete", b"complete", "groups", b"groups", "halves", b"halves", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

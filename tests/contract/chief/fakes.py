@@ -208,6 +208,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.untrained = False
         self.per_unit = 0
         self.token = 0
+        self.accumulates = False
         self.admits: list[Update] = []
         self.on_admit: Callable[[Update], None] = lambda update: None
         self.restored_from = ""
@@ -252,6 +253,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             complete=self.initialized if self.complete is None else self.complete,
             groups=self.groups,
             untrained=self.untrained,
+            accumulates=self.accumulates,
             halves=self._halves(),
         )
 

@@ -345,18 +345,20 @@ async def test_a_chief_that_follows_knows_how_many_updates_a_batch_has(tmp_path:
             assert second.job.lease_book.steps.per_unit == 2
 
 
-async def test_what_a_dead_worker_completed_is_not_made_again_though_nobody_reported_it() -> None:
-    """One update over two units was on every ps and not closed yet: each was leased again beside another one, and the
-    ps refused that update."""
+async def test_what_any_ps_has_of_a_dead_worker_is_not_made_again_where_updates_are_of_several_units() -> None:
+    """One over two was on every ps and not closed yet: each was leased again beside another one, and the ps refused
+    that update."""
     async with cluster(num_workers=2, num_ps=2) as (running, [first, second], servers):
         await first.open(num_examples=16)
         assert indices(await first.next(want=4, steps_per_unit=1)) == [0, 1, 2, 3]
         applied(servers, 0, 1)
         servers[0].apply(Unit(1, 0, 2))  # and the other ps lacks it
+        servers[0].accumulates = True
         first.goodbye(exit_code=1)
         await until(lambda: not running.job.lease_book.num_held(running.job.sessions.tasks["worker:0"].incarnation))
-        assert indices(await second.next(want=2, steps_per_unit=1)) == [2, 3]
-        assert [each.closed for each in servers] == [{(1, 0): UnitBitmap.of([0, 1])}] * 2
+        assert indices(await second.next(want=2, steps_per_unit=1)) == [3, 4]
+        assert [each.closed for each in servers] == [{(1, 0): UnitBitmap.of([0, 1, 2])}] * 2
+        assert running.job.get_status().updates_lost == 1
 
 
 async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
