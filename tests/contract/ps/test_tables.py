@@ -127,7 +127,13 @@ def start_server(store: Store, lanes: SocketLanes, host: str) -> RunningServer:
 def start() -> Iterator[Callable[..., Job]]:
     undo: list[Callable[[], None]] = []
 
-    def job(transport: Transport = "tcp", num_ps: int = 2, frame_bytes: int = 1 << 20, host: str = "127.0.0.1") -> Job:
+    def job(
+        transport: Transport = "tcp",
+        num_ps: int = 2,
+        frame_bytes: int = 1 << 20,
+        host: str = "127.0.0.1",
+        peer_timeout_s: float = 30.0,
+    ) -> Job:
         stores, tasks = [], []
         for index in range(num_ps):
             store = Store(f"ps:{index}", frames_timeout_s=5.0)
@@ -151,7 +157,11 @@ def start() -> Iterator[Callable[..., Job]]:
             wait_stopped=lambda timeout_s: None,
         )
         config: Any = WorkerConfig.model_construct(
-            task="worker:0", peer_timeout_s=30.0, start_timeout_s=30.0, frame_bytes=frame_bytes, transport=transport
+            task="worker:0",
+            peer_timeout_s=peer_timeout_s,
+            start_timeout_s=30.0,
+            frame_bytes=frame_bytes,
+            transport=transport,
         )
         clients = [PsClient(session, index, BytesMeter(), config) for index in range(num_ps)]
         for client in clients:
@@ -478,7 +488,7 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
 
 
 def test_a_ps_that_refuses_is_not_asked_for_ever(start: Callable[..., Job]) -> None:
-    job = start("tcp")
+    job = start("tcp", peer_timeout_s=1.0)
     model, optimizers = build("SGD", Remote())
     job.prepare(model, *optimizers)
     for locked in job.stores[0].state.locked_groups.values():
