@@ -13,6 +13,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
+from stratagem.worker.ring import host_group
 from stratagem.worker.ring.group import Group, Tag
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.schedule import cut
@@ -210,10 +211,17 @@ def test_reduce_scatter(groups: Sequence[Group], op: ReduceOp) -> None:
             assert torch.equal(out, reduced(len(groups), length, dtype, op)[start:stop]), (dtype, length)
 
 
+@pytest.fixture
+def a_quarter_of_the_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_group, "_SLOT_BYTES", 3 << 18)
+
+
 @pytest.mark.parametrize("elsewhere", ["nowhere", "rank 0 at another place", "the last rank outside"])
-def test_reduce_scatter_and_all_gather_in_an_arena(groups: Sequence[Group], elsewhere: str) -> None:
+def test_reduce_scatter_and_all_gather_in_an_arena(
+    a_quarter_of_the_scratch_memory: None, groups: Sequence[Group], elsewhere: str
+) -> None:
     """Longer than what passes through scratch memory at once. Where a rank has its tensor somewhere else, all copy."""
-    each = 1_000_003 if isinstance(groups[0], HostGroup) else 25_003  # a ring over lanes has none, and takes long
+    each = 270_003 if isinstance(groups[0], HostGroup) else 25_003  # a ring over lanes has none, and takes long
     length, gap = each * len(groups) + 1, 640
 
     def work(rank: Rank) -> list[torch.Tensor]:
