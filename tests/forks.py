@@ -36,8 +36,8 @@ from stratagem.rpc import heap
 ROOT = Path(__file__).parents[1]
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "KMP_", "OPENBLAS_", "MALLOC_", "TORCH", "PYTORCH")
 """Beginnings of the names of what Python, torch and C libraries read as they start."""
-_OF_NO_WEIGHT = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
-"""Of those: a fork looks at the first itself; what it says is never buffered."""
+_OF_NO_WEIGHT = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR"}
+"""Of those: a fork looks at the first itself; what it says is never buffered; torch sets the last where it compiles."""
 _IN_NAMESPACE = ["ip", "netns", "exec"]
 ALSO_PRELOADED = ("torchmetrics", "sklearn.datasets", "google.protobuf", "safetensors", "yaml")
 """What scripts of tests load, beside :data:`stratagem.launch.fork_server.PRELOADED`; nothing of the product."""
