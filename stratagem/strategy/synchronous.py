@@ -23,7 +23,7 @@ from stratagem.strategy.newcomers import Newcomers
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.replicas.context import watch_torch
-from stratagem.strategy.replicas.copyable import check_embeddings, check_shapes
+from stratagem.strategy.replicas.copyable import check_dense, check_embeddings, check_shapes
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import original
@@ -128,6 +128,7 @@ class SynchronousStrategy(SynchronousInput):
         if self.communicator is not None:
             for model in models:
                 check_shapes(model)
+                check_dense(model, (*model.named_parameters(), *model.named_buffers()))
             agree(self.communicator, models, optimizers)
         prepared = self._local.add(objects)
         self._remember(models, optimizers, [parameters_of(optimizer) for optimizer in optimizers])

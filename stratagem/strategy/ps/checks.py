@@ -11,7 +11,7 @@ from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.rpc.codec import can_travel
 from stratagem.strategy.model_parts import sparse_embeddings
 from stratagem.strategy.preparation import Preparation
-from stratagem.strategy.replicas.copyable import check_embeddings, check_memory, check_shapes
+from stratagem.strategy.replicas.copyable import check_dense, check_embeddings, check_memory, check_shapes
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.reduction.gradient_layout import AS_REAL
 
@@ -55,6 +55,7 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
     models = [item for item in objects if isinstance(item, torch.nn.Module)]
     for model in models:
         check_shapes(model)
+        check_dense(model, model.state_dict(keep_vars=True).items())
         _check_dtypes(model)
     check_memory(models)
     check_embeddings(models)

@@ -36,6 +36,21 @@ def check_shapes(module: nn.Module) -> None:
                 )
 
 
+def check_dense(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
+    """Refuses a model of which a tensor that other processes are sent is sparse. ``tensors``: those, with their names.
+
+    Raises:
+        ConfigurationError: names one, and says what to do.
+    """
+    for name, tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
+            raise ConfigurationError(
+                f"{name} of {_kind(module)} is {tensor.layout}, which cannot be sent to other processes; keep it as a "
+                "plain attribute, which each makes itself (self.adjacency = adjacency, no register_buffer), or its "
+                "indices and values as two dense tensors"
+            )
+
+
 def check_module(module: nn.Module) -> None:
     """Refuses a model of which a copy would not be the same model.
 

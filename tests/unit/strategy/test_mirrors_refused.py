@@ -211,6 +211,7 @@ def test_complex_parameters() -> None:
         (lambda: nn.Sequential(_over(torch.zeros(4, 4, dtype=torch.complex64))), r"0\.weight .*view_as_complex"),
         (lambda: nn.Sequential(_over(torch.zeros(4, 4, dtype=torch.complex64)).requires_grad_(False)), r"0\.weight"),
         (lambda: _with_buffer(torch.zeros(3, dtype=torch.complex64)), r"angles .* persistent=False"),
+        (lambda: _with_buffer(torch.eye(3).to_sparse()), r"angles .* torch\.sparse_coo, .* plain attribute"),
         (lambda: nn.Sequential(first := nn.Linear(4, 4), _over(first.weight.data)), "in one memory"),
         (lambda: nn.Linear(4, 4, device="meta"), "weight of Linear is on the device meta"),
         (lambda: nn.EmbeddingBag(4, 2, max_norm=2.0), "max_norm=2 of EmbeddingBag"),
@@ -219,7 +220,8 @@ def test_complex_parameters() -> None:
 def test_what_parameter_servers_cannot_train(model: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         check_prepared([model()], Preparation())
-    check_prepared([_with_buffer(torch.zeros(3, dtype=torch.complex64), persistent=False)], Preparation())
+    for theirs in (torch.zeros(3, dtype=torch.complex64), torch.eye(3).to_sparse()):
+        check_prepared([_with_buffer(theirs, persistent=False)], Preparation())
 
 
 def _with_buffer(values: torch.Tensor, persistent: bool = True) -> nn.Module:
