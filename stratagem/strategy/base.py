@@ -22,7 +22,7 @@ from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps.servers import Servers
-from stratagem.strategy.replicas.copyable import check_parameters
+from stratagem.strategy.replicas.copyable import check_made, check_parameters
 from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.scope import Scope
 from stratagem.tensorflow_names import WithWaysOut
@@ -158,6 +158,8 @@ class Strategy(WithWaysOut):
         for item in others:
             if isinstance(item, torch.nn.Module):
                 preparation.lay_out(item)
+            elif isinstance(item, torch.optim.Optimizer):
+                check_made(item)
         rest = iter(self._prepare(others, preparation) if others else ())
         self._check_parameters([original(item) for item in others])
         for metric in filter(_is_metric, objects):

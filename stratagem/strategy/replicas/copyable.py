@@ -161,6 +161,20 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         ) from error
 
 
+def check_made(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that torch cannot give hooks.
+
+    Raises:
+        ConfigurationError: says what to do.
+    """
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ConfigurationError(
+            f"the __init__ of {_kind(optimizer)} does not call that of torch.optim.Optimizer: let it begin with "
+            "super().__init__(params, defaults). One that wraps another optimizer can also be made after prepare, of "
+            "what prepare returns"
+        )
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.Tensor], bool]) -> None:
     """Refuses an optimizer whose copies would not train the copies of the models. ``is_known``: whether a tensor has
     copies on the other replicas.

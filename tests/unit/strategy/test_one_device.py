@@ -198,6 +198,20 @@ def test_an_optimizer_of_what_no_prepared_model_has_is_refused(make: Callable[[]
     strategy.prepare(torch.optim.SGD([factor.value()], 0.1))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """As wrappers of optimizers are often written."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+
+def test_an_optimizer_without_the_init_of_torch_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ConfigurationError, match=r"Lookahead does not call .*super\(\).__init__\(params, defaults\)"):
+        sg.OneDeviceStrategy("cpu").prepare(model, optimizer)
+
+
 class NewParameters(torch.nn.Linear):
     """Moves as modules do on devices whose tensors cannot take the place of others."""
 
