@@ -27,7 +27,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if getattr(torch.optim, cls.__name__, None) is not cls:
         raise UnsupportedOptimizerError(
             f"expected an optimizer of torch.optim, got {cls.__module__}.{cls.__name__}: "
-            "a parameter server runs optimizers by name, and cannot run code of yours"
+            "a parameter server runs optimizers by name, and cannot run code of yours; the workers of a ring can "
+            "(several workers, no ps)"
         )
 
 

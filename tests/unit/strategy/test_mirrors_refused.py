@@ -14,9 +14,9 @@ from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 
 import stratagem as sg
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.strategy.preparation import Preparation
-from stratagem.strategy.ps.checks import check_prepared
+from stratagem.strategy.ps.checks import check_optimizer, check_prepared
 from tests.unit.strategy.mirrored_replicas import Replicas, equal, proxies
 
 INPUTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
@@ -222,6 +222,15 @@ def test_what_parameter_servers_cannot_train(model: Callable[[], nn.Module], sai
         check_prepared([model()], Preparation())
     for theirs in (torch.zeros(3, dtype=torch.complex64), torch.eye(3).to_sparse()):
         check_prepared([_with_buffer(theirs, persistent=False)], Preparation())
+
+
+class Own(torch.optim.SGD):
+    """As SGD, but not by its name."""
+
+
+def test_an_optimizer_of_the_script_is_for_a_ring() -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=r"got .*\.Own: .* the workers of a ring can"):
+        check_optimizer(Own(net().parameters(), 0.1))
 
 
 def _with_buffer(values: torch.Tensor, persistent: bool = True) -> nn.Module:
