@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import ssl
-import stat
 import time
 from pathlib import Path
 from typing import Any
 
 from stratagem.cluster.identity import file_stem, identity_from_uris, server_name
 from stratagem.errors import ConfigurationError
+from stratagem.rpc.private_files import warn_if_open
 from stratagem.rpc.tls_reasons import reason_of
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,7 @@ class TlsFiles:
         left_s = ssl.cert_time_to_seconds(shown["notAfter"]) - time.time()
         if left_s < SHORT_S:
             logger.warning("The certificate of %s ends in %.1f days: renew it", self.identity, left_s / 86_400)
-        if self._key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            logger.warning("The key %s can be read by others: chmod 600 %s", self._key, self._key)
+        warn_if_open(self._key, "key")
 
     def server_context(self) -> ssl.SSLContext:
         """For the server's side of a socket; asks for a certificate of the same authority.

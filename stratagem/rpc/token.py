@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hmac
-import logging
-import stat
 from pathlib import Path
 
 from stratagem.errors import ConfigurationError
-
-logger = logging.getLogger(__name__)
+from stratagem.rpc.private_files import warn_if_open
 
 MIN_CHARACTERS = 16
 
@@ -29,7 +26,6 @@ class Token:
         """
         try:
             text = Path(path).read_text(encoding="ascii").strip()
-            mode = Path(path).stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
             raise ConfigurationError(f"cannot read the token file {path}: {reason}") from None
@@ -38,8 +34,7 @@ class Token:
                 f"expected one word of at least {MIN_CHARACTERS} characters in the token file {path}, got {len(text)} "
                 f"characters; make one with: (umask 077; openssl rand -hex 32 > {path})"
             )
-        if mode & (stat.S_IRGRP | stat.S_IROTH):
-            logger.warning("The token file %s can be read by others: chmod 600 %s", path, path)
+        warn_if_open(Path(path), "token file")
         return cls(text)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,18 @@ def test_a_file_that_others_can_read_is_worth_a_warning(tmp_path: Path, caplog: 
     assert not caplog.records
     Token.read(write(tmp_path / "shared", SECRET, 0o644))
     assert "chmod 600" in caplog.text and SECRET not in caplog.text
+
+
+def test_a_secret_of_kubernetes_is_root_s_and_read_through_its_group(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "token", SECRET, 0o440)
+    Token.read(path)
+    assert "chmod 600" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(path).st_uid + 1)
+    Token.read(path)
+    assert not caplog.records
 
 
 def test_it_is_in_no_text() -> None:
