@@ -192,6 +192,8 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
         except (RuntimeError, ValueError, KeyError) as error:  # as torch says that a state does not fit
             if isinstance(error, StratagemError):
                 raise
+            way_out = "give it what fits of sg.load_checkpoint" if kind == MODEL else "left out it begins anew"
             raise CheckpointError(
-                f"the checkpoint is of another {kind} than {name}, which may have taken a part of it: {error}"
+                f"the checkpoint is of another {kind} than {name}, which may have taken a part of it ({way_out}): "
+                f"{error}"
             ) from error
