@@ -80,7 +80,7 @@ def health_command(
     It finds the task as the task finds itself: --cluster, TF_CONFIG and the variables STRATAGEM_TASK, STRATAGEM_BIND,
     STRATAGEM_TLS and STRATAGEM_TOKEN_FILE.
     """
-    flags = {"task": task, "bind": address, "tls": tls, "token_file": token_file}
+    flags = {"task": task or None, "bind": address, "tls": tls, "token_file": token_file}
     config = configure(None, cluster_file, flags)[0].config  # a chief need not say here for how many workers it waits
     kind = TaskId.parse(config.task).type
     if kind not in SERVICES:

@@ -121,6 +121,11 @@ def test_a_chief_needs_no_number_of_workers_to_be_asked() -> None:
     assert (config.task, config.bind) == ("chief:0", "0.0.0.0:1")
 
 
+def test_an_empty_task_is_the_one_that_the_environment_names(server: RunningServer) -> None:
+    """As of ``--task "$NAME"``, where that is not set."""
+    assert health("--task=", "--address", server.address, STRATAGEM_TASK="chief:0") == (0, "chief:0: SERVING")
+
+
 def test_it_needs_no_torch() -> None:
     program = (
         "import sys; sys.argv = ['stratagem', 'health', '--task', 'ps:0', '--address', '127.0.0.1:1']\n"
