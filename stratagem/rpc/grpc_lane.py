@@ -109,12 +109,11 @@ class GrpcLane(Corkable):
 
     def flush(self, deadline: float) -> None:
         with self._taken:
-            self._taken.wait_for(
-                lambda: self._num_taken == self._num_queued or self._inbox.error is not None,
-                deadline - time.monotonic(),
+            found = self._taken.wait_for(
+                lambda: self._num_taken == self._num_queued or self._inbox.error, deadline - time.monotonic()
             )
-            if self._num_taken < self._num_queued:
-                raise self._inbox.error or PeerUnavailableError(f"{self._peer} takes no frames")
+            if found is not True:
+                raise found or PeerUnavailableError(f"{self._peer} takes no frames")
 
     def close(self, reason: str) -> None:
         self._fail(PeerUnavailableError(reason))

@@ -194,7 +194,7 @@ class Strategy(WithWaysOut):
 
     def variables(self) -> list[Any]:
         """Those that are still there, in the order in which they were created."""
-        return list(self._variables)
+        return [one for each in self._variables.keyrefs() if (one := each()) is not None]
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
         """What a strategy does with what it was given. Returns what the script uses in its stead, in the same order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.measuring import measures
 from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import Pieces
-from stratagem.worker.push.ps_client import PsClient
+from stratagem.worker.push.ps_client import RETRY_S, PsClient
 from stratagem.worker.push.row_gradients import PendingRows, RowGradient, rows_in
 from stratagem.worker.push.row_placement import Numbers, RowPlacement
 from stratagem.worker.push.table_handle import LOAD, TableHandle
@@ -210,7 +211,7 @@ class RemoteTable:
 
     def _pull(self, numbers: Numbers, out: torch.Tensor) -> None:
         give_up_at = time.monotonic() + self.link.runtime.config.peer_timeout_s
-        while True:
+        for attempt in itertools.count():
             link = self.link  # another one, when there is another number of ps
             client: PsClient | None = None
             transfers: dict[int, int] = {}
@@ -236,6 +237,8 @@ class RemoteTable:
                 if client is None or time.monotonic() > give_up_at:
                     raise
                 link.recover(client)
+                if attempt:  # it is there, and refuses
+                    client.session.wait_stopped(RETRY_S)
 
     def has_values(self, client: PsClient) -> bool:
         """Whether one ps has all of its rows; waits a moment."""
