@@ -59,7 +59,9 @@ class Recovery(ChiefPart):
         """Every live ps refuses ``incarnation``: gives its units back."""
         lease_book = self._lease_book
         async with self.ps_return.closing_steps():
-            slices = self._committed.pop(incarnation, set())
+            slices = self._committed.get(incarnation, set())
+            if self._state.is_open:  # else it is not known yet which units these are of
+                self._committed.pop(incarnation, None)
             units = lease_book.held(incarnation)
             if units and lease_book.is_done_unreported(incarnation):
                 units = await self._accept_done(units)
@@ -107,7 +109,8 @@ class Recovery(ChiefPart):
         for unit in units:
             found = self._lease_book.steps.find(unit)
             number = found[0].number if found is not None else 0
-            ordinals = {each.ordinal for each in slices if (each.step, each.unit) == (number, unit)}
+            # In a later step than its own where it was accumulated; in an earlier one before it was leased again.
+            ordinals = {each.ordinal for each in slices if each.unit == unit and each.step >= number}
             ordinals.update(ordinal for each in descriptions for ordinal in each.ordinals(unit))
             committed[unit] = sorted(ordinals)
         return committed

@@ -254,11 +254,13 @@ class SyncSteps:
         return closing is not None and not closing.counts(unit, key[1])
 
     def committed_by(self, task: str, incarnation: int) -> list[tuple[StepKey, Unit]]:
-        """What incarnations of ``task`` up to ``incarnation`` had committed of steps still open."""
+        """What incarnations of ``task`` up to ``incarnation`` had committed of steps still open: with its last unit, in
+        whose step it is, an update has those that were accumulated for it."""
         return sorted(
-            (key, one.unit)
+            (key, unit)
             for key, step in self._open.items()
             for one in step.contributions.values()
+            for unit in one.update.units
             if one.committed and is_fenced(one.sender.key, task, incarnation)
         )
 

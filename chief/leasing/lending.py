@@ -145,6 +145,13 @@ class TrainingUnits(UnitLender[TrainingPass]):
                 "copies of what a ps holds (ps_replicas 2) are for a staleness above 0: at 0 all ps go back to a "
                 "checkpoint together when one dies. Start the job without --ps-replicas, or with --staleness 1"
             )
+        if plan.staleness == 0 and incarnation not in self._lease_book.founders:
+            described = (await self._ps_pool.describe()).values()
+            if any(each.accumulates for each in described):
+                raise ConfigurationError(
+                    f"{incarnation.task} cannot come back at staleness 0 where an update is of several batches: the "
+                    "others are in the middle of one. Start the job again, and it goes on from its last checkpoint"
+                )
         is_new = dataset not in self._lease_book.plans
         known = self._lease_book.open_dataset(dataset, plan)
         if is_new:

@@ -249,7 +249,8 @@ class ParameterServerStrategy(Strategy):
         if self._weight is None and len({self._units[one.unit.dataset - 1].share(one) for one in leases}) > 1:
             raise ConfigurationError(
                 "at staleness 0 an update has one weight, and this worker's parts of its batches are not the same "
-                "share of each (the last batch is smaller, say): make an update of each, or give drop_last=True"
+                "share of each (the last batch is smaller, or a worker was lost): make an update of each, or give "
+                "drop_last=True; a job that lost a worker goes on from its last checkpoint when it is started again"
             )
         weight = float(num_examples) if self._weight is None else self._weight
         return StepSlice(newest.step, newest.slices, weight)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.cluster.units import Unit
-from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, ps, until
+from stratagem.errors import ConfigurationError
+from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, ps, refused, until
 
 
 async def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
@@ -98,6 +99,24 @@ async def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path:
                 await task.die()
         for worker in workers:
             await worker.die()
+
+
+async def test_a_worker_comes_back_to_no_job_in_step_whose_updates_are_of_several_batches() -> None:
+    """Its first batch was the others' second one: all waited for each other."""
+    async with cluster(num_workers=2, num_ps=1) as (running, [first, second], [server]):
+        for worker in (first, second):
+            await worker.open(num_slices=2, staleness=0.0)
+        second.goodbye(exit_code=1)
+        await until(lambda: not running.job.sessions.tasks["worker:1"].open)
+        for server.accumulates in (True, False):
+            again = Task(running.address, "worker:1")
+            await again.ready()
+            if server.accumulates:
+                error = await refused(again.open(num_slices=2, staleness=0.0))
+                assert isinstance(error, ConfigurationError) and "Start the job again" in str(error)
+            else:
+                await again.open(num_slices=2, staleness=0.0)
+            await again.die()
 
 
 async def test_a_report_of_before_all_went_back_says_nothing_of_what_another_worker_has_made_since(

@@ -217,6 +217,19 @@ def test_chief_completes_a_step_whose_workers_are_all_dead() -> None:
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
 
 
+def test_a_fence_says_of_an_update_each_unit_that_was_accumulated_for_it() -> None:
+    """The first was leased again, beside the update of the dead worker that had it, and counted twice."""
+    store, (one, _) = started(2)
+    first, second = units_of(1, 2), units_of(2, 2)
+    request = one.request(one.stage(torch.ones(SIZE)), [first[0], second[0]], slice=part_of(2, second, 4))
+    waiting = in_thread(lambda: one.send(request))
+    expected = [((2, 0), first[0]), ((2, 0), second[0])]
+    poll(lambda: store.state.steps.committed_by("worker:0", 1) == expected)
+    assert store.fence(CHIEF, "worker:0", 1, CALL) == expected
+    with pytest.raises(FencedError):
+        waiting.result()
+
+
 def test_live_worker_left_out_is_told_so() -> None:
     store, (one, two) = started(2)
     units = units_of(1, 2)
