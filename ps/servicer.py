@@ -33,6 +33,8 @@ class ParameterServerServicer:
     def __init__(self, store: Store, lanes: SocketLanes, max_message_bytes: int, security: Security = OPEN) -> None:
         self._security = security
         self._taking = threading.Lock()
+        self._taken = 0
+        """Incarnation of the process that this one goes on as, by a copy."""
         self._store = store
         self._lanes = lanes
         self._max_message_bytes = max_message_bytes
@@ -124,11 +126,11 @@ class ParameterServerServicer:
         asker, holder = wire.sender_from(request.asked), (request.holder, request.address)
         TaskId.parse(request.holder), split_address(request.address)  # what is none is refused before anybody connects
         try:
-            with (
-                self._taking,
-                PeerStore(asker, *holder, self._store.state.lanes, self._security, call.is_active) as peer,
-            ):
-                self._store.copies.take(peer.follow(asker.task, request.incarnation))
+            with self._taking:
+                if request.incarnation != self._taken:  # else it is a call of before: workers may have gone on already
+                    with PeerStore(asker, *holder, self._store.state.lanes, self._security, call.is_active) as peer:
+                        self._store.copies.take(peer.follow(asker.task, request.incarnation))
+                    self._taken = request.incarnation
         except PeerUnavailableError:
             raise  # the chief knows whether the holder is there still
         except StratagemError as error:

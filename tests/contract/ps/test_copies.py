@@ -222,6 +222,9 @@ def test_a_ps_that_takes_over_is_the_one_that_died(start: Start, connect: Connec
     check_equal(primary.store, heir.store.state)
     _, fresh = commit(worker_there, 16, 3)
     assert fresh.applied
+    # A call of before comes to its turn, which the chief has repeated: the copy lacks what was acknowledged since.
+    step = heir.store.state.step
+    assert (take_over(there, heir, holder, 5), heir.store.state.step) == ("", step)
     # The one that died is still there, cut off from the chief: it acknowledges nothing any more.
     request = worker.commit_request(18, worker.stage(18, torch.ones(SIZE)), 7)
     request.groups[0].CopyFrom(of_unit.groups[0])
