@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ def build(image: ImagePlan) -> None:
         ConfigurationError: there is no docker command.
         SubmitError: the build failed; with its last lines.
     """
+    _say(f"builds the image {image.name}; the first one takes minutes")
     network = ["--network", image.network] if image.network else []
     command = ["docker", "build", "--progress=plain", *network, "--tag", image.name, "-"]
     environ = {**os.environ, "DOCKER_BUILDKIT": "1"}
@@ -65,6 +67,7 @@ def push(name: str) -> str:
     Raises:
         SubmitError: the registry refused it.
     """
+    _say(f"pushes the image {name}")
     docker(["push", "--quiet", name], f"push the image {name}")
     repository = name.rpartition(":")[0]
     known = docker(["image", "inspect", "--format", "{{json .RepoDigests}}", name], f"find the image {name}")
@@ -89,6 +92,10 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     if text.startswith("["):
         return list(json.loads(text))
     return [json.loads(line) for line in text.splitlines()]
+
+
+def _say(what: str) -> None:
+    print(f"stratagem: {what}", file=sys.stderr, flush=True)
 
 
 def _last(text: str) -> str:
