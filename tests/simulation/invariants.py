@@ -96,12 +96,20 @@ class Invariants:
         self.copied: set[object] = set()
         """States and ledgers of copies: what is in them another ps has done."""
         self.num_checkpoints = 0
+        self.num_starts = 0
+        """How often all scripts began, with all there is from a checkpoint."""
         self.partial = ""
         """The newest checkpoint, where it lacks what was prepared last."""
         self.saved_complete = True
         """Whether the last checkpoint waited for what was under way: not where nobody is left to send it."""
         self.is_saved = True
         """The last attempt to save at the end did not fail; else the log says that there is no last checkpoint."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the weights say which examples were applied: not where scripts that begin anew undo what they were."""
+        job = self.cluster.job
+        return job.is_counted and not (self.num_starts > 1 and (job.saves or job.loads or job.reloads))
 
     def task(self) -> str:
         """Of the process that runs."""
@@ -200,7 +208,7 @@ class Invariants:
         if manifest is None:
             self.world.fail(f"{path.name} has no manifest")
             return
-        if not self.cluster.job.is_counted:
+        if not self.is_counted:
             return
         epochs, seen = self.cluster.job.epochs, []
         for task in sorted({file.ps for file in manifest.files}):
@@ -294,7 +302,7 @@ class Invariants:
         for ps in range(job.sessions.num_ps):
             held = self.stores[f"ps:{ps}"].state.locked_groups.values()
             self.check_rows([locked.group for locked in held], f"ps:{ps} at the end")
-        if variables is None or not cluster.job.is_counted:
+        if variables is None or not self.is_counted:
             return
         loaded = [*variables] if cluster.job.loads else []
         if cluster.job.reloads:
@@ -508,6 +516,13 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
         return mark_lost
 
+    def on_begin_anew(real: Any) -> Any:
+        def begin_anew(self: Any) -> None:
+            checks().num_starts += 1
+            real(self)
+
+        return begin_anew
+
     yield ShardGroup, "apply", after_apply
     yield TableGroup, "apply", after_apply
     yield StoreState, "enter", on_enter
@@ -521,6 +536,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield EpochLeases, "mark_accepted", on_accept
     yield EpochLeases, "revoke", on_revoke
     yield ChiefJob, "_committed", on_committed
+    yield ChiefJob, "_begin_anew", on_begin_anew
     yield Saving, "_write", on_save
     yield Maintenance, "save_last", on_save_last
     yield ChiefJob, "__init__", on_job
