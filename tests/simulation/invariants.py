@@ -107,7 +107,7 @@ class Invariants:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the weights say which examples were applied: not where scripts that begin anew undo what they were."""
+        """Whether the weights say which examples were applied: not where scripts that begin anew undo them."""
         job = self.cluster.job
         return job.is_counted and not (self.num_starts > 1 and (job.saves or job.loads or job.reloads))
 
