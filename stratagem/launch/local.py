@@ -137,8 +137,18 @@ def _report(job: LocalJob, folders: RunFolders, cluster: LocalCluster, exit_code
     status = last_status(cluster.status, folders.journal)
     lived_s = {str(task): seconds for task, seconds in cluster.lived_s.items()}
     lived_s["chief:0"] = cluster.lived_s.get(cluster.chief, 0.0)  # a status calls the one that serves so
-    told = (status, reports, exit_code, duration_s, tail, checkpoint, lived_s, units_accepted(folders.journal))
-    summary = build_summary(job, supervisor, *told)
+    summary = build_summary(
+        job,
+        supervisor,
+        status,
+        reports,
+        exit_code,
+        duration_s,
+        tail,
+        checkpoint,
+        lived_s,
+        units_accepted(folders.journal),
+    )
     if job.num_chiefs > 1:
         standby = TaskId("chief", 1 - cluster.chief.index)
         summary["chief"] = {"serves": str(cluster.chief), "stands_by": str(standby), "takeovers": cluster.takeovers}

@@ -552,9 +552,11 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
     def on_end_of_pass(real: Any) -> Any:
         def end(self: Any) -> Any:
-            checks().dropped.update((unit.epoch, unit.index) for unit in self._accumulating)
+            left = [*self._accumulating]
             if self.current is not None and self.has_gradients and not self._num_steps:
-                checks().dropped.add((self.current.epoch, self.current.index))
+                left.append(self.current)
+            if checks().cluster.job.accumulates > 1:
+                checks().dropped.update((unit.epoch, unit.index) for unit in left)
             return real(self)
 
         return end

@@ -48,6 +48,29 @@ async def without_newcomer(stack: contextlib.AsyncExitStack, running: Chief) -> 
     return server, FakePs(1), worker
 
 
+async def half_handed_over(
+    stack: contextlib.AsyncExitStack, tmp_path: Path, staying: FakePs, num_workers: int
+) -> tuple[Chief, list[Task]]:
+    """A job in step, of which ps:0 was told to end in the middle of a batch, handed over half of it, and is gone."""
+    running = await stack.enter_async_context(chief(**folders(tmp_path) | {"num_ps": 2, "num_workers": num_workers}))
+    leaving = await stack.enter_async_context(ps(running.address, FakePs(0)))
+    await stack.enter_async_context(ps(running.address, staying))
+    workers = [Task(running.address, f"worker:{index}") for index in range(num_workers)]
+    for worker in workers:
+        stack.push_async_callback(worker.die)
+        await worker.ready()
+    await until(lambda: running.job.journal.history.checkpoint)
+    for worker in workers:
+        await worker.open(num_slices=num_workers, staleness=0.0)
+        await worker.next(steps_per_unit=2)
+    leaving.apply(Unit(1, 0, 0), 0, num_servers=1)
+    assert leaving.session is not None
+    leaving.session.beat(leaving=True)
+    await until(lambda: running.job.sessions.tasks["ps:0"].state is SessionState.LOST)
+    await leaving.session.die()
+    return running, workers
+
+
 def ask(worker: Task, num_ps: int) -> Any:
     return worker.stub.Scale(chief_pb2.ScaleRequest(num_ps=num_ps))
 
@@ -113,23 +136,11 @@ async def test_half_a_batch_of_which_a_ps_that_ends_has_its_part_waits_for_the_n
             return await super().RestoreShards(request, context)
 
     async with contextlib.AsyncExitStack() as stack:
-        running = await stack.enter_async_context(chief(**folders(tmp_path) | {"num_ps": 2}))
-        job = running.job
-        first = await stack.enter_async_context(ps(running.address, FakePs(0)))
-        staying = await stack.enter_async_context(ps(running.address, Staying(1)))
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
-        await until(lambda: job.journal.history.checkpoint)
-        await worker.open(num_slices=1, staleness=0.0)
-        await worker.next(steps_per_unit=2)
-        first.apply(Unit(1, 0, 0), 0, num_servers=1)
-        assert first.session is not None
-        first.session.beat(leaving=True)
-        await until(lambda: job.sessions.tasks["ps:0"].state is SessionState.LOST)
-        await first.session.die()
+        staying = Staying(1)
+        running, _ = await half_handed_over(stack, tmp_path, staying, 1)
         tokens.clear()
         async with ps(running.address, FakePs(0)):
-            await until(lambda: len(job.sessions.live("ps")) == 2 and not staying.token)
+            await until(lambda: len(running.job.sessions.live("ps")) == 2 and not staying.token)
         assert tokens and all(tokens), "commits are held until all have gone back"
 
 
@@ -143,27 +154,12 @@ async def test_a_worker_that_dies_while_a_ps_is_waited_for_is_put_in_order_after
             return await super().CloseStep(request, context)
 
     async with contextlib.AsyncExitStack() as stack:
-        running = await stack.enter_async_context(chief(**folders(tmp_path) | {"num_ps": 2, "num_workers": 2}))
-        job = running.job
-        first = await stack.enter_async_context(ps(running.address, FakePs(0)))
-        staying = await stack.enter_async_context(ps(running.address, Held(1)))
-        workers = [Task(running.address, f"worker:{index}") for index in range(2)]
-        for worker in workers:
-            stack.push_async_callback(worker.die)
-            await worker.ready()
-        await until(lambda: job.journal.history.checkpoint)
-        for worker in workers:
-            await worker.open(num_slices=2, staleness=0.0)
-            await worker.next(steps_per_unit=2)
-        first.apply(Unit(1, 0, 0), 0, num_servers=1)
-        assert first.session is not None
-        first.session.beat(leaving=True)
-        await until(lambda: job.sessions.tasks["ps:0"].state is SessionState.LOST)
-        await first.session.die()
+        staying = Held(1)
+        running, workers = await half_handed_over(stack, tmp_path, staying, 2)
         workers[0].goodbye(exit_code=1)
         await until(lambda: "worker:0" in staying.fenced)
         await stack.enter_async_context(ps(running.address, FakePs(0)))
-        await until(lambda: len(job.sessions.live("ps")) == 2 and not staying.token)
+        await until(lambda: len(running.job.sessions.live("ps")) == 2 and not staying.token)
 
 
 async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(
