@@ -75,10 +75,11 @@ def test_a_ring_that_fits_is_told_and_killed_and_ends_with_the_same_weights(clus
 
 def test_a_worker_of_parameter_servers_is_told_and_the_others_go_on(cluster: Start, tmp_path: Path) -> None:
     arguments = ["--by", "fit", "--folder", tmp_path / "a", "--out", tmp_path / "a.pt"]
-    fault = at(3, "terminate", "worker:1", "worker:1")
-    done = cluster(2, 1, "train_preempted.py", *arguments, faults=[fault]).finish()
+    told = at(3, "terminate", "worker:1", "worker:1")
+    first = {"task": "worker:0", "step": 1, "action": "wait", "for": 0}  # else it may take all batches itself
+    done = cluster(2, 1, "train_preempted.py", *arguments, faults=[told, first]).finish()
     assert done.code == 0, done.stderr
-    assert done.faults == ["fault-0"]
+    assert done.faults == ["fault-0", "fault-1"]
     assert done.summary["tasks"]["worker:0"]["exit_codes"] == [0]
     assert done.summary["tasks"]["worker:1"]["exit_codes"] == [143, 0]
     assert "worker:1: preempted" in done.stderr
