@@ -19,7 +19,7 @@ from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.leasing.positions import Positions, common, has, minus, plus, positions_of
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.ps_return import PsReturn
-from stratagem.chief.servers.servers import CommittedSlice, ServerDescription
+from stratagem.chief.servers.servers import CommittedSlice, Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Unit
 from stratagem.errors import PeerUnavailableError
@@ -161,7 +161,7 @@ class Recovery(ChiefPart):
             await self.ps_return.lost_after_restarts(positions_of(doubtful))
             return list(indices)
         async with self.ps_return.closing_steps():
-            described = [each for each in (await self._ps_pool.describe()).values() if each.initialized]
+            described = [each for each in (await self._ps_pool.describe()).values() if each.has_part]
             halves = unfinished_units(described, self._lease_book.steps.per_unit)
             missing = [
                 unit
@@ -240,20 +240,25 @@ class Recovery(ChiefPart):
             await self._start_from_checkpoint(holding)
         else:
             # On disk, too: workers leave an epoch that ends with these, and the next chief may find no ps that knows.
-            synchronous, closed = self._lease_book.synchronous, _closed(holding)
-            if not synchronous:
+            synchronous = self._lease_book.synchronous
+
+            def is_back(server: Server) -> bool:
+                who = server.incarnation
+                is_away = not self._sessions.tasks[who.task].resumed
+                is_away |= synchronous and who in self.ps_return.restarted
+                return is_away and who.task in history.initialized
+
+            closed = _closed(holding)
+            if not (synchronous and any(map(is_back, self._ps_pool.servers))):  # else all go back
                 opened = {unit for each in holding for update in each.open for unit in update.units}
                 mine = [*filter(self._lease_book.is_pending, sorted(opened))]
                 closed = plus(closed, await self._close_applied(mine, descriptions))
             self.accepted(self._lease_book.know_accepted(closed))
             if synchronous:
                 await self._find_owners()
-            for server in self._ps_pool.servers:
-                is_back = not self._sessions.tasks[server.incarnation.task].resumed
-                is_back |= synchronous and server.incarnation in self.ps_return.restarted
-                if is_back and server.incarnation.task in history.initialized:
-                    with self.ps_return.lost_where_refused(server):
-                        await self.ps_return.take_back(server)
+            for server in filter(is_back, self._ps_pool.servers):  # one may bring all others back
+                with self.ps_return.lost_where_refused(server):
+                    await self.ps_return.take_back(server)
             if synchronous:
                 await self.ps_return.close_lost()
             else:  # a ps that the last chief put back may lack what that did not live to count

@@ -65,6 +65,8 @@ class Commits(Applying):
         with noted(self._state, sender, call):
             with self._state.lock:
                 self._state.units.close(closes)
+                self._state.steps.leave(sender, [close.unit for close in closes])
+                self._state.changed.notify_all()
                 if self._state.backup is not None:
                     self._state.backup.tell(CLOSE_UNITS, as_it_came, {})
             if self._state.backup is not None:
@@ -77,6 +79,9 @@ class Commits(Applying):
             present = self.present(request.groups)
             state.units.close(request.closes)
             is_new = not update.units or state.units.is_new(update)
+            if request.slice is not None and request.closes:
+                state.steps.leave(request.sender, [close.unit for close in request.closes])
+                state.changed.notify_all()
         if request.slice is not None:
             if state.backup is not None:
                 raise ConfigurationError(NOT_SYNCHRONOUS)

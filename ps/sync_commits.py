@@ -60,7 +60,7 @@ class SyncCommits:
             state.changed.notify_all()
             if not request.want_facts:
                 return Facts()
-            wait(state, lambda: state.steps.all_prepared(key), request.sender, call, None)
+            wait(state, lambda: self._is_over(key, unit) or state.steps.all_prepared(key), request.sender, call, None)
         with self._merging:
             merged = self._merge(key)
             return self._commits.facts(merged.parts, merged.present) if merged is not None else Facts()

@@ -22,6 +22,8 @@ NUM_REMEMBERED = 256
 
 _SCALE_TOLERANCE = 1e-6
 
+GOES_ON = "A job that lost a worker, or a ps, goes on from its last checkpoint when it is started again"
+
 StepKey = tuple[int, int]
 """Step of the job and ordinal of the optimizer step within it."""
 
@@ -83,6 +85,8 @@ class SyncSteps:
         self._forgotten_step = 0
         self._accumulates = False
         """Updates have come of several batches."""
+        self._left: dict[Unit, Sender] = {}
+        """Slices that have had all the updates that their workers make."""
 
     @property
     def are_used(self) -> bool:
@@ -114,6 +118,29 @@ class SyncSteps:
         mine = step.contributions.get(contribution.unit)
         if mine is None or not mine.committed:
             step.contributions[contribution.unit] = contribution
+        if (error := self._lacks_for_good(key)) is not None:
+            raise error
+
+    def leave(self, sender: Sender, units: Iterable[Unit]) -> None:
+        """``sender`` has gone on from these slices: whoever waits for another update of one waits in vain."""
+        self._left.update(dict.fromkeys(units, sender))
+        while len(self._left) > NUM_REMEMBERED:
+            del self._left[next(iter(self._left))]
+        for key in self._open:
+            if (error := self._lacks_for_good(key)) is not None:
+                self.fail(key, error)
+
+    def _lacks_for_good(self, key: StepKey) -> ConfigurationError | None:
+        came = self._open[key].contributions
+        gone = [unit for unit in self.included(key) if unit in self._left and unit not in came]
+        if not gone or not came:
+            return None
+        return ConfigurationError(
+            f"step {key[0]}: {next(iter(came.values())).sender} makes update {key[1] + 1} of this batch, and "
+            f"{self._left[gone[0]]} went on without it: every worker must call optimizer.step() as often on its slice "
+            "of a batch. For losses that are not finite there is prepare(nan='skip'), which all skip together. "
+            + GOES_ON
+        )
 
     def num_bytes(self, key: tuple[str, int]) -> int:
         """Bytes that the slices of one incarnation keep here, at most."""
@@ -268,6 +295,7 @@ class SyncSteps:
         self._open.clear()
         self._closings.clear()
         self._applied.clear()
+        self._left.clear()
         self._forgotten_step = 0
 
 
@@ -279,7 +307,7 @@ def _check_batches(earlier: StepKey, one: Contribution, later: StepKey, other: C
         raise ConfigurationError(
             f"{one.sender} makes a step after the batch of step {earlier[0]}, and {other.sender} accumulates over it "
             f"and makes one after that of step {later[0]}: every worker must step after the same batches. A batch "
-            "smaller than the number of workers is not seen by all of them: leave it out (drop_last=True)"
+            "smaller than the number of workers is not seen by all of them: leave it out (drop_last=True). " + GOES_ON
         )
 
 

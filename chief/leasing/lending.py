@@ -12,6 +12,7 @@ from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.counting.metric_store import MetricStore
 from stratagem.chief.leasing.lease_book import Leases
+from stratagem.chief.leasing.steps import is_late
 from stratagem.chief.recovery import Recovery
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, Topic
@@ -148,10 +149,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
         if plan.staleness == 0 and incarnation not in self._lease_book.founders:
             described = (await self._ps_pool.describe()).values()
             if any(each.accumulates for each in described):
-                raise ConfigurationError(
-                    f"{incarnation.task} cannot come back at staleness 0 where an update is of several batches: the "
-                    "others are in the middle of one. Start the job again, and it goes on from its last checkpoint"
-                )
+                raise is_late(incarnation)
         is_new = dataset not in self._lease_book.plans
         known = self._lease_book.open_dataset(dataset, plan)
         if is_new:

@@ -14,10 +14,20 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
+from stratagem.errors import ConfigurationError
 
 NUM_UNSYNCED = 64
 """Of so many steps one is on the disk before it is granted: a chief whose journal lost the last ones, when its machine
 crashed, knows which numbers the ps may have seen."""
+
+
+def is_late(incarnation: Incarnation) -> ConfigurationError:
+    """Of a worker that begins where others accumulate."""
+    return ConfigurationError(
+        f"{incarnation.task} cannot go on at staleness 0: others are in the middle of an update of several batches, "
+        "and it has not had all of these, since it or another worker was lost. Start the job again, and it goes on "
+        "from its last checkpoint"
+    )
 
 
 class SliceState(enum.Enum):
@@ -94,6 +104,8 @@ class JobSteps:
         self._of_unit: dict[Unit, JobStep] = {}
         self._members: frozenset[Incarnation] | None = None
         self._missed: set[Incarnation] = set()
+        self.accumulating: set[Incarnation] = set()
+        """Workers whose updates hold several batches."""
         self.per_unit = 0
         """Updates that a unit has had, at most, as far as workers have said: of two optimizers, say."""
 
@@ -156,7 +168,7 @@ class JobSteps:
             for each in step.slices:
                 if each.unfinished and each.incarnation is None and idle:
                     each.incarnation = idle.pop(0)
-                    each.refresh = True
+                    each.refresh = not self._is_in(each.incarnation, step.number - 1)
                     reserved.append((each.unit, each.incarnation))
         return reserved
 
@@ -180,13 +192,18 @@ class JobSteps:
         return [unit for step, unit in self._reserved(incarnation) if step.group == group]
 
     def waits_for(self, incarnation: Incarnation, step: JobStep) -> list[Incarnation]:
-        """Workers whose earlier slices must be accepted before ``incarnation`` may have its slice of ``step``."""
+        """Workers whose earlier slices must be accepted before ``incarnation`` may have its slice of ``step``.
+
+        Raises:
+            ConfigurationError: one of them accumulates over these, for an update that wants that slice too.
+        """
         if not self._own(incarnation, step).refresh and incarnation not in self._missed:
             return []
         earlier = (other for other in self.open.values() if other.number < step.number)
-        return sorted(
-            {s.incarnation for other in earlier for s in other.slices if s.unfinished and s.incarnation is not None}
-        )
+        found = {s.incarnation for other in earlier for s in other.slices if s.unfinished and s.incarnation is not None}
+        if not self.accumulating.isdisjoint(found):
+            raise is_late(incarnation)
+        return sorted(found)
 
     def unfinished(self, number: int) -> list[Incarnation]:
         """Workers that still have to deliver a slice of a step."""
@@ -250,6 +267,7 @@ class JobSteps:
 
     def forget(self, incarnation: Incarnation) -> None:
         self._missed.discard(incarnation)
+        self.accumulating.discard(incarnation)
 
     def _add(self, step: JobStep) -> JobStep:
         self.open[step.number] = step
@@ -261,6 +279,10 @@ class JobSteps:
             for each in step.slices:
                 if each.incarnation == incarnation and each.state is SliceState.RESERVED:
                     yield step, each.unit
+
+    def _is_in(self, incarnation: Incarnation, number: int) -> bool:
+        """Whether a worker still has its slice of a step, and so the weights that it is made of."""
+        return number in self.open and incarnation in self.unfinished(number)
 
     def _own(self, incarnation: Incarnation, step: JobStep) -> Slice:
         return next(each for each in step.slices if each.incarnation == incarnation)

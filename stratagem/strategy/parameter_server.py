@@ -102,7 +102,7 @@ class ParameterServerStrategy(Strategy):
         self._meter = self._runtime.meter
         roles.say_goodbye_at_exit(self._runtime)
         self._tracker = UnitTracker()
-        self._groups = VariableGroups(self._runtime, variable_partitioner)
+        self._groups = VariableGroups(self._runtime, variable_partitioner, in_step=self.staleness == 0)
         self._runtime.meter.in_step = self.staleness == 0
         self.servers: Servers = Servers(self._runtime, self._groups, self.staleness, self.device, self._pull_all)
         watch_torch()
@@ -295,6 +295,9 @@ class ParameterServerStrategy(Strategy):
 
     def _roll_back(self) -> None:
         """All ps went back to a checkpoint: drop what belongs to the past that is gone, take their weights."""
+        if self._tracker.has_waiting:  # their batches come again, and what they added to the gradients would stay
+            for push in self._groups.pushes:
+                push.optimizer.zero_grad()
         self._tracker.abandon()
         self._is_undone, self._undone = True, [batch for batch, _ in self._batches.values()]
         self._leases.clear()

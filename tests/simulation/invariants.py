@@ -115,6 +115,13 @@ class Invariants:
         """Of the process that runs."""
         return self.world.process.name if self.world.process is not None else "-"
 
+    def ends_for_good(self, reason: str) -> bool:
+        """Whether a job in step, of updates over several batches, has lost somebody, and ends as it says it does."""
+        job, chief, served = self.cluster.job, self.cluster.chief_job, self.cluster.served
+        tasks = [process for process in self.world.processes if process.name != "chief:0"]
+        is_whole = all(process.alive or process.name in served for process in tasks) and not chief.sessions.fenced
+        return job.accumulates > 1 and not job.staleness and not is_whole and "goes on from its last" in reason
+
     # -- on a ps -----------------------------------------------------------------------------------------------
 
     def applied(self, group: ShardGroup) -> None:
@@ -292,6 +299,7 @@ class Invariants:
                 "is whole on every ps" in reason and kept <= cluster.disk.flipped
             )
             is_told |= bool(cluster.disk.flipped) and "begins from cannot be read" in reason
+            is_told |= self.ends_for_good(reason)
             if not is_told:
                 world.fail(f"the job ended with {cluster.finished}: {reason}")
             return

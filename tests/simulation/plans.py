@@ -91,9 +91,11 @@ def plan(seed: int, form: str = "") -> Schedule:
         job = dataclasses.replace(job, fits=True, has_table=False, num_optimizers=1, prepares_apart=False)
         job = dataclasses.replace(job, num_examples=num_examples, batch_size=2)
     is_plain = not (job.has_table or job.num_optimizers > 1 or job.fits or job.saves or job.loads or job.reloads)
-    if job.staleness and is_plain and (batches := random.Random(-21 * seed - 1)).random() < 0.3:
-        job = dataclasses.replace(job, accumulates=batches.choice((2, 2, 3)), num_examples=18, batch_size=2)
-        if job.ps_replicas == 1:  # workers die between an update and the closing of its batches
+    if is_plain and (batches := random.Random(-21 * seed - 1)).random() < (0.3 if job.staleness else 0.15):
+        size = 2 if job.staleness else 6  # at staleness 0 a slice for each
+        job = dataclasses.replace(job, accumulates=batches.choice((2, 2, 3)), num_examples=18, batch_size=size)
+        # Workers die between an update and the closing of its batches.
+        if job.ps_replicas == 1 and (job.staleness or batches.random() < 0.5):
             job = dataclasses.replace(job, num_workers=max(2, job.num_workers), epochs=job.epochs + 1)
             workers = [f"worker:{batches.randrange(job.num_workers)}" for _ in range(batches.choice((1, 2, 3)))]
             faults += [Fault(0.5 + 2 * batches.random(), "kill", worker) for worker in workers]

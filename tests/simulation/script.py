@@ -51,13 +51,14 @@ def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], 
         code, message = 1, str(error)
     except StratagemError as error:
         # As after several restarts: what ps have begun from was damaged since, and is read by and by.
-        code = 2 if isinstance(error, CheckpointError) and cluster.disk.flipped else 1
+        is_told = checks().ends_for_good(str(error))
+        code = 2 if is_told or (isinstance(error, CheckpointError) and cluster.disk.flipped) else 1
         message = f"{type(error).__name__}: {error}"
         if "not in the same collective" in message or "cannot be brought together" in message:
             cluster.world.fail(message)  # all run the same script
         chief, is_wanted = cluster.chief_job, "is not wanted" not in message
         is_over = cluster.finished is not None or (chief is not None and chief.sessions.stopping is not None)
-        if is_wanted and not (cluster.job.min_workers or is_over or isinstance(error, CheckpointError)):
+        if is_wanted and not (cluster.job.min_workers or is_over or is_told or isinstance(error, CheckpointError)):
             cluster.world.fail(f"{process.name} gives up: {message}")  # a script that fails before a step ends its job
     else:
         code, message = 0, ""

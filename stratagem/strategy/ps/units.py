@@ -84,12 +84,15 @@ class LeasedUnits:
         self._bounded = 0 < self._plan.staleness < math.inf
         self._clock = 0
         self._is_counting = False
+        self._last_batch = range(0)
+        """Units of the last batch of the pass."""
         self.is_read = False
         """Whether the script goes through an epoch."""
 
     def start_epoch(self, epoch: int, stop: int) -> None:
         self._tracker.start_epoch()
         self.is_read = True
+        self._last_batch = self._plan.units_of(self._plan.batch_of(stop - 1)) if stop else range(0)
         self._client.start_epoch(self._dataset, epoch, stop)
         self._meter.epoch = epoch
         self._meter.start_clock()
@@ -104,6 +107,7 @@ class LeasedUnits:
             lease = self._ask(wait=False, group=group, counts=counts)
         if lease is not None or not wait:
             return lease
+        self._check_batches()
         for listener in self._listeners():
             listener.flush()
         # Nothing may stay open here while others wait for the end of the epoch, or it could never close.
@@ -111,6 +115,17 @@ class LeasedUnits:
         self._groups.closes.deliver()
         with self._meter.exposed("the other workers to finish the epoch", phase=measures.MEETING):
             return self._ask(wait=True, group=group, counts=counts)
+
+    def _check_batches(self) -> None:
+        """What was accumulated is dropped where a pass ends, and the others go on with theirs where it does not."""
+        waiting = self._tracker.open_units[-1:] if self._tracker.has_waiting else ()
+        if self._plan.staleness == 0 and waiting and waiting[0].index not in self._last_batch:
+            raise ConfigurationError(
+                "at staleness 0 every worker needs a slice of every batch where an update is of several, and this one "
+                f"has none of the batch after {waiting[0]}: take a batch size that has a slice for each of the "
+                f"{self._plan.num_slices} workers, and leave out a last batch that has not (drop_last=True). Where a "
+                "worker was lost, start the job again, and it goes on from its last checkpoint"
+            )
 
     def _ask(self, wait: bool, group: str, counts: bool) -> Lease | None:
         while True:

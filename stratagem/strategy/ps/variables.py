@@ -39,8 +39,9 @@ class VariableGroups:
     """Creates the variables of every ``prepare``, cut by the partitioner or (None) each whole on one ps, and keeps
     their copies here up to date."""
 
-    def __init__(self, runtime: WorkerRuntime, partitioner: Partitioner | None) -> None:
+    def __init__(self, runtime: WorkerRuntime, partitioner: Partitioner | None, in_step: bool = False) -> None:
         self._runtime = runtime
+        self._in_step = in_step
         self._partitioner = partitioner
         self.closes = CloseReports(runtime.clients, self.recover)
         """Units on their way to the ps."""
@@ -312,6 +313,8 @@ class VariableGroups:
             client.session.wait_stopped(RETRY_S)
             client.session.raise_if_stopped()
         self._epochs[client.index] = client.store_epoch
+        if self._in_step:  # all went back with it: units of before are leased again
+            self.closes.clear()
 
     def _place_table(
         self, table: RemoteTable, name: str, param_group: int, optimizer: str, on_backward: Callable[[], None]

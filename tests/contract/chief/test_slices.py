@@ -7,9 +7,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ConfigurationError
-from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, ps, refused, until
+from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, indices, ps, refused, until
 
 
 async def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
@@ -117,6 +117,34 @@ async def test_a_worker_comes_back_to_no_job_in_step_whose_updates_are_of_severa
             else:
                 await again.open(num_slices=2, staleness=0.0)
             await again.die()
+
+
+async def test_what_ps_have_of_an_update_of_several_batches_is_not_leased_again(tmp_path: Path) -> None:
+    """The journal had not got to say so when the chief's machine crashed, and no ps had heard that it is closed."""
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(num_workers=1, num_ps=1, state_dir=str(tmp_path)) as first:
+            port = first.address
+            server = await stack.enter_async_context(ps(port, FakePs(0)))
+            worker = Task(port, "worker:0")
+            await worker.ready()
+            await worker.open(num_slices=1, staleness=0.0)
+            assert indices(await worker.next(steps_per_unit=1)) == [0]
+            assert indices(await worker.next(held=[0], steps_per_unit=1)) == [1]
+            await first.kill()
+        server.open[Update((Unit(1, 0, 0), Unit(1, 0, 1)), 0)], server.accumulates = 1, True
+        async with chief(bind=port, num_workers=1, num_ps=1, state_dir=str(tmp_path)) as second:
+            assert server.session is not None
+            tasks = [
+                Task(port, "worker:0", resume=worker.incarnation),
+                Task(port, "ps:0", server.session.address, server.session.incarnation),
+            ]
+            for task in tasks:
+                await task.welcomed()
+            assert indices(await tasks[0].next(steps_per_unit=1)) == [2]
+            assert second.job.lease_book.positions() == server.closed == {(1, 0): UnitBitmap.of([0, 1])}
+            for task in tasks:
+                await task.die()
+        await worker.die()
 
 
 async def test_a_report_of_before_all_went_back_says_nothing_of_what_another_worker_has_made_since(

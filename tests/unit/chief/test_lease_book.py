@@ -413,6 +413,31 @@ def test_a_resumed_worker_keeps_its_slice_after_a_restart_of_the_chief() -> None
     assert after.steps.next_number == 2
 
 
+def test_a_worker_that_accumulates_has_what_a_lost_reply_granted_it_at_once() -> None:
+    """It waited until its slice of the step before was accepted, and that waited for this one."""
+    before = sync_lending()
+    leases = [before.ask(worker, 1, 0, (), 1, [A, B]).granted[0] for worker in (A, B)]
+    [later] = before.ask(A, 1, 0, (0,), 1, [A, B]).granted
+    after = sync_lending()
+    after.resume(A, [leases[0], later])
+    after.resume(B, [leases[1]])
+    assert after.steps.reserve_orphans([A, B]) == [(Unit(1, 0, 3), B)]
+    after.epoch(1, 0).acquire(3, B, after.restores)
+    [lost] = after.ask(B, 1, 0, (1,), 1, [A, B]).granted
+    assert (lost.unit.index, lost.step, lost.refresh) == (3, 2, False)
+
+
+def test_nobody_begins_where_another_accumulates() -> None:
+    lease_book = sync_lending()
+    for held in ((), (0,)):
+        assert lease_book.ask(A, 1, 0, held, 1, [A, B]).granted
+    lease_book.give_back(lease_book.remove(lease_book.held(B), {}).returned)
+    lease_book.forget(B)
+    again = Incarnation("worker:1", 9)
+    with pytest.raises(ConfigurationError, match="worker:1 cannot go on at staleness 0: others are in the middle"):
+        lease_book.ask(again, 1, 0, (), 1, [A, again])
+
+
 def test_what_a_worker_tells_of_steps_counts_where_no_journal_can_know_them() -> None:
     after = LeaseBook(next_step=3, num_unsynced=64)
     after.open_dataset(1, Plan(8, 4, num_slices=2, staleness=0))

@@ -201,6 +201,30 @@ def test_workers_that_step_after_other_batches_are_told_so() -> None:
         waiting.result()
 
 
+@pytest.mark.parametrize("waits", ["for facts", "for the step", "later"])
+def test_a_worker_that_goes_on_without_an_update_is_waited_for_by_nobody(waits: str) -> None:
+    """Its script leaves out a step, for a loss that is NaN say: the others waited for ever."""
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    part, said = part_of(1, units, 2), r"worker:0 .* makes update 1 of this batch, and worker:1 .* went on without it"
+    ref = one.stage(torch.ones(SIZE))
+    if waits != "later":
+        want_facts = waits == "for facts"
+        call = in_thread(partial(one.prepare, ref, units[0], part, want_facts=want_facts))
+        if not want_facts:
+            call.result()
+            request = one.request(ref, [units[0]], slice=part)
+            call = in_thread(lambda: one.send(request))
+        poll(lambda: store.state.steps.is_prepared((1, 0), units[0]))
+        two.close(units[1], num_updates=0)
+        with pytest.raises(ConfigurationError, match=said):
+            call.result()
+        return
+    two.close(units[1], num_updates=0)
+    with pytest.raises(ConfigurationError, match=said):
+        one.prepare(ref, units[0], part)
+
+
 def test_chief_completes_a_step_whose_workers_are_all_dead() -> None:
     store, (one, two) = started(2)
     units = units_of(1, 2)
