@@ -11,6 +11,7 @@ from stratagem.checkpoint.catalog import HOST, offer
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.checkpoint.reading import describe, find
 from stratagem.checkpoint.server_state import ServerState
+from stratagem.checkpoint.tensor_file import DTYPES
 from stratagem.errors import CheckpointError
 
 _MADE_BY = (
@@ -23,6 +24,7 @@ _MADE_BY = (
     "wire_dtype",
     "automatic",
 )
+_NAMES = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()}
 
 
 def summarize(path: pathlib.Path) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def _tensors(path: pathlib.Path, file: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _entry(key: str, tensor: Any, file: str) -> dict[str, Any]:
-    if hasattr(tensor, "get_shape"):
-        return {"name": key, "dtype": tensor.get_dtype(), "shape": list(tensor.get_shape()), "file": file}
+    if hasattr(tensor, "get_shape"):  # a slice of a file, which names dtypes in its own way
+        dtype = _NAMES.get(tensor.get_dtype(), tensor.get_dtype())
+        return {"name": key, "dtype": dtype, "shape": list(tensor.get_shape()), "file": file}
     return {"name": key, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "file": file}

@@ -38,11 +38,11 @@ def test_inspect(
     assert (found["path"], found["step"]) == (path, 7)
     assert found["objects"]["optimizer"] == "optimizer" and found["objects"]["epoch"] == "value"
     weight = next(entry for entry in found["tensors"] if entry["name"] == "0.weight")
-    assert weight == {"name": "0.weight", "dtype": "F32", "shape": [3, 4], "file": "model.safetensors"}
+    assert weight == {"name": "0.weight", "dtype": "float32", "shape": [3, 4], "file": "model.safetensors"}
     assert sum(file["bytes"] for file in found["files"]) == found["bytes"]
     assert stratagem(monkeypatch, "inspect", path) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "step      7" in lines and any(line.split()[:3] == ["0.weight", "F32", "[3,"] for line in lines)
+    assert "step      7" in lines and any(line.split()[:3] == ["0.weight", "float32", "[3,"] for line in lines)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
