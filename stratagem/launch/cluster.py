@@ -158,7 +158,7 @@ class LocalCluster:
 
     def _ended(self, now: float) -> list[TaskId]:
         """Tasks whose process has ended and whose last lines are here; workers first, servers lose them by it, and
-        last who failed because of another: while a worker runs, that may be the one."""
+        last who failed because of another: while a worker runs, or its lines are not here, that may be the one."""
         found = []
         for task, process in self._processes.items():
             if process.reap():
@@ -166,8 +166,8 @@ class LocalCluster:
                 if all(reader.at_end for reader in process.streams.values()) or now - since >= DRAIN_S:
                     found.append(task)
         followers = {task for task in found if self._follows(task)}
-        running = {task for task, process in self._processes.items() if process.returncode is None}
-        if self.supervisor.phase is Phase.RUNNING and not running.isdisjoint(self.supervisor.workers):
+        open_ends = self._processes.keys() - set(found)
+        if self.supervisor.phase is Phase.RUNNING and not open_ends.isdisjoint(self.supervisor.workers):
             found = [task for task in found if task not in followers or now - self._ended_at[task] >= FOLLOW_S]
         return sorted(found, key=lambda task: (task in followers, rank_of(task.type), task.index))
 

@@ -225,6 +225,23 @@ def test_who_failed_because_of_another_is_not_named_though_it_ended_first(case: 
     assert case.summary["first_failure"]["task"] == "worker:1"
 
 
+def test_who_followed_is_not_named_while_the_lines_of_the_first_are_not_there(case: Case) -> None:
+    """A process that a script has started holds its output open."""
+    case.programs["worker:0"] = (
+        "import os, subprocess, sys\nsubprocess.Popen(['sleep', '3'])\n"
+        "open(sys.argv[1] + '/part', 'w').write(str(os.getpid()))\n"
+        "os.rename(sys.argv[1] + '/part', sys.argv[1] + '/left')\nsys.exit(2)\n"
+    )
+    case.programs["ps:0"] = (  # ends when the launcher has noticed the end of the worker
+        "import os, sys, time\nprint('listening on 127.0.0.1:1', flush=True)\n"
+        "while not os.path.exists(sys.argv[1] + '/left'): time.sleep(0.01)\n"
+        "pid = int(open(sys.argv[1] + '/left').read())\ntry:\n    while True: os.kill(pid, 0); time.sleep(0.01)\n"
+        "except ProcessLookupError: sys.exit(2)\n"
+    )
+    assert case.run(num_workers=1) == 2
+    assert case.summary["first_failure"]["task"] == "worker:0"
+
+
 @pytest.mark.parametrize("report", ["has_stepped", "was_fenced"])
 def test_a_step_that_only_the_report_knows_of_counts_in_the_life_that_made_it(case: Case, report: str) -> None:
     """And so does that the chief had taken the worker for lost: its script did not fail by itself."""
