@@ -43,6 +43,8 @@ class Copies:
         self._home = home
         self._keep = keep
         self._memo: dict[int, Any] = {}
+        self._taken: dict[int, Settings] = {}
+        """Of each group that took settings over, what it has had since then, unless a step changed it."""
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -113,6 +115,16 @@ class Copies:
                 mine.copy_(value)  # a captured graph may read this very tensor
             elif mine is not value or name not in group:
                 group[name] = self.of_value(value)
+        self._taken[id(group)] = settings_of(group)
+
+    def set_otherwise(self, settings: Settings, group: dict[str, Any]) -> str | None:
+        """The name of a setting that a step has changed in this replica's group, to another value than in replica 0's.
+        Those in tensors are not looked at."""
+        for name, before in self._taken.get(id(group), {}).items():
+            values = before, settings.get(name), group.get(name)
+            if not any(isinstance(one, torch.Tensor) for one in values) and group.get(name) not in values[:2]:
+                return name
+        return None
 
     def take_state(self, one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
         """Writes a copy of the state of replica 0's optimizer into this replica's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from stratagem.strategy.replicas.mirrored_stepping import (
     watch_schedulers,
 )
 from stratagem.strategy.replicas.outside_changes import ModelChanges, OptimizerChanges
+
+logger = logging.getLogger(__name__)
 
 
 class Mirrors:
@@ -59,6 +62,7 @@ class Mirrors:
         self._touched = False
         self._changes: list[ModelChanges | OptimizerChanges] = []
         self._num_optimizers = 0
+        self._has_warned = False
         self._scalers: list[list[torch.amp.GradScaler]] = []
         self._all: dict[int, Any] = {}
         """Proxies, by identity of the original, in the order of preparation."""
@@ -222,7 +226,21 @@ class Mirrors:
         all_settings: list[Settings] = self.meet(name, mine, lambda offers: [offers[0]] * len(offers))
         if replica:
             for settings, group in zip(all_settings, optimizer.param_groups, strict=True):
+                if setting := self._copies[replica - 1].set_otherwise(settings, group):
+                    self._warn(
+                        f"{name}: a step set {setting} to {settings.get(setting)!r} on replica 0, which counts, and "
+                        f"to {group.get(setting)!r} on replica {replica}"
+                    )
                 self._copies[replica - 1].take_settings(settings, group)
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s. What is not prepared (an object that counts steps, say) is one for all replicas, called by each: "
+                "do that outside of strategy.run, or use a scheduler of torch",
+                what,
+            )
 
     def _largest(self, found: torch.Tensor) -> torch.Tensor:
         def decide(offers: list[torch.Tensor]) -> list[torch.Tensor]:

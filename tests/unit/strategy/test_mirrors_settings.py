@@ -69,6 +69,34 @@ def test_settings_changed_in_a_step_are_those_of_replica_0(replicas: Replicas) -
     assert seen == [[(0.1, "set"), (0.1, None)]] * 2
 
 
+def test_an_object_that_counts_the_steps_of_all_replicas_is_warned_of(
+    replicas: Replicas, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model, optimizer, scheduler = replicas.prepare(model, optimizer, lr_scheduler.StepLR(optimizer, 1, 0.5))
+    counts = [0]
+
+    def step(counted: bool) -> None:
+        optimizer.step()
+        scheduler.step()  # of replica 0, from which the others differ until they step
+        counts[0] += counted
+        for group in optimizer.param_groups if counted else []:
+            group["lr"] = 0.1 * counts[0]
+        optimizer.step()
+
+    replicas.run(lambda _: step(counted=False))
+    optimizer.param_groups[0]["lr"] = 3.0
+    replicas.run(lambda _: step(counted=False))
+    assert not caplog.records
+    for _ in range(2):
+        replicas.run(lambda _: step(counted=True))
+    [warning] = caplog.records
+    assert (
+        "step() of SGD 0: a step set lr to 0.1 on replica 0, which counts, and to 0.2 on replica 1" in warning.message
+    )
+
+
 def test_settings_changed_outside_reach_all_before_the_run(replicas: Replicas) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
