@@ -65,8 +65,13 @@ def find(path: str | os.PathLike[str]) -> pathlib.Path:
         return folder
     found = newest(folder)
     if found is None:
-        what = "is not a complete checkpoint" if os.path.exists(folder) else "does not exist"
-        raise CheckpointError(f"{folder} {what}, and there is none in it. {offer(folder)}")
+        if folder.is_file():
+            raise CheckpointError(
+                f"{folder} is a file, and a checkpoint is a folder: give what torch.load (or safetensors) reads of it "
+                "to load_state_dict"
+            )
+        what = "is not a complete checkpoint, and there is none in it" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder} {what}. {offer(folder)}")
     return found
 
 
@@ -112,8 +117,10 @@ def read_states(saved: SavedCheckpoint, names: list[str]) -> dict[str, EncodedSt
     """
     missing = [name for name in names if name not in saved.objects]
     if missing:
+        has = ", ".join(name for name in saved.objects if not name.startswith("_")) or "nothing"
         raise CheckpointError(
-            f"the checkpoint {saved.path} has no {', '.join(missing)}; it has {', '.join(saved.objects) or 'nothing'}"
+            f"the checkpoint {saved.path} has no {', '.join(missing)}; it has {has}. Name what it has: "
+            "sg.Checkpoint(name=object).restore(path), or sg.load_checkpoint(path, name) for a plain state"
         )
     servers = ServerState(saved.path) if saved.has_servers else None
     return {name: _read(saved, name, servers) for name in names}
