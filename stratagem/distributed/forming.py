@@ -120,7 +120,8 @@ def form(
     def close(reason: str) -> None:
         diagnosis.end(reason)
         messages.close(reason)
-        member.close(reason)
+        member.close(reason)  # ends what waits for a lane that never came
+        messages.join()
         server.stop(0.2)
 
     def split(at: Store, chosen: list[int], timeout: datetime.timedelta | None) -> LaneProcessGroup:

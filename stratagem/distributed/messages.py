@@ -97,7 +97,7 @@ class Messages:
         return contextlib.nullcontext() if self._closed else self._diagnosis.waiting_for(rank, what)
 
     def close(self, reason: str) -> None:
-        """Ends lanes and threads; whoever waits gets ``CollectiveError``."""
+        """Ends lanes; whoever waits gets ``CollectiveError``."""
         with self._guard:
             if self._closed:
                 return
@@ -109,6 +109,9 @@ class Messages:
             lane.close(reason)
         for executor in self._executors.values():
             executor.shutdown()  # what is queued fails at once, with the reason
+
+    def join(self) -> None:
+        """Waits for the threads, once it is closed and no lane can be opened any more."""
         for reader in self._readers.values():
             if reader is not threading.current_thread():
                 reader.join(5.0)

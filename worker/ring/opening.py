@@ -125,7 +125,8 @@ class Opener:
             try:
                 return wait(peer_key, min(self.deadline, time.monotonic() + LOOK_S))
             except PeerUnavailableError:
-                if time.monotonic() >= self.deadline or self._ring_service.given_up >= self._peers.meeting:
+                is_over = self._ring_service.given_up >= self._peers.meeting or self._ring_service.is_closed
+                if is_over or time.monotonic() >= self.deadline:
                     raise
 
     def _peer_key(self, rank: int, purpose: str) -> PeerKey:

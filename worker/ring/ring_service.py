@@ -114,7 +114,7 @@ class RingService:
         self._changed = threading.Condition()
         self._tokens: dict[bytes, PeerKey] = {}
         self._lanes: dict[PeerKey, ServedGrpcLane] = {}
-        self._closed = False
+        self.is_closed = False
 
     def meet(self, caller: Incarnation, generation: int, meeting: int, info: RankInfo) -> Sequence[RankInfo]:
         """Holds the caller until every rank has come; returns what all said, in rank order.
@@ -167,7 +167,7 @@ class RingService:
         """
         with self._changed:
             known = next((other for other in self._tokens if hmac.compare_digest(other, token)), None)
-            if known is None or self._closed:
+            if known is None or self.is_closed:
                 raise FencedError("a lane needs a token from OpenLane, and each works once")
             peer_key = self._tokens.pop(known)
             lane = ServedGrpcLane(peer_key[0], self._meter)
@@ -188,7 +188,7 @@ class RingService:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: peer_key in self._lanes or self._closed, max(0.0, deadline - time.monotonic())
+                lambda: peer_key in self._lanes or self.is_closed, max(0.0, deadline - time.monotonic())
             )
             if peer_key not in self._lanes:
                 raise PeerUnavailableError(f"{peer_key[0]} opened no lane in time")
@@ -242,10 +242,10 @@ class RingService:
 
     def close(self) -> None:
         """Opens nothing any more."""
+        self.is_closed = True
         self._room.close()
         self.listener.close()
         with self._changed:
-            self._closed = True
             lanes = [*self._lanes.values()]
             self._changed.notify_all()
         for lane in lanes:

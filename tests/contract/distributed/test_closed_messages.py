@@ -12,6 +12,7 @@ import torch
 
 from stratagem.distributed.messages import Messages
 from stratagem.errors import CollectiveError
+from tests.contract.distributed.ranks import process_groups
 
 
 class StandingLane:
@@ -46,3 +47,16 @@ def test_a_message_that_waits_hears_why_the_group_was_closed() -> None:
             waiting.result(30.0)
     with pytest.raises(CollectiveError, match="rank 0 has left"):
         messages.send(large, 1, 3)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_a_receive_of_what_nobody_sends_does_not_keep_the_group(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratagem.distributed.messages._LOOK_S", 60.0)
+    with process_groups(2, transport) as groups:
+        received = groups[0].recv([torch.zeros(3)], 1, 7)
+        [reader] = [thread for thread in threading.enumerate() if thread.name == "messages-from-1"]
+    assert not reader.is_alive()
+    with pytest.raises(CollectiveError, match="rank 0 has destroyed its process group"):
+        received.wait()
