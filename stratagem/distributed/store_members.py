@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +16,10 @@ from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, StratagemError
 from stratagem.rpc.security import Security
 
+logger = logging.getLogger(__name__)
+
+_TELL_S = 20.0
+"""After so long a rank says for whom it waits: torch gives a ``new_group`` half an hour, whatever the others have."""
 _LEAD_S = 20.0
 """So long a rank waits for rank 0's call before it looks at what rank 0 wants: until then it may be one of before."""
 
@@ -76,8 +83,18 @@ class Rendezvous:
     def _wait(self, key: str, what: str, ranks: Sequence[int]) -> str:
         """``ranks``: who has such a key."""
         try:
-            while self._is_calling and not self._store.check([key]) and self._left_s() > 0.01:
-                self._call()
+            told_at = time.monotonic() + _TELL_S
+            while not self._store.check([key]) and (left_s := self._left_s()) > 0.01:
+                if self._is_calling:
+                    self._call()
+                else:
+                    seconds = min(left_s, max(0.01, told_at - time.monotonic()))
+                    with contextlib.suppress(RuntimeError):
+                        self._store.wait([key], datetime.timedelta(seconds=seconds))
+                if time.monotonic() >= told_at:
+                    told_at = math.inf
+                    whom = ", ".join(self._missing(key.rpartition("/")[0], ranks))
+                    logger.warning("%s waits for %s (%s), at most %.0f s", self._tasks[self._rank], whom, what, left_s)
             self._store.wait([key], datetime.timedelta(seconds=self._left_s()))
             return self._store.get(key).decode()
         except RuntimeError as error:  # DistStoreError is one

@@ -43,6 +43,22 @@ def test_who_is_missing_is_named() -> None:
         Rendezvous(HashStore(), 2, TASKS, 0.05)
 
 
+def test_who_is_missing_is_said_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stratagem.distributed.store_members._TELL_S", 0.2)
+    store = HashStore()
+
+    def meet(rank: int) -> None:
+        with pytest.raises(ClusterTimeoutError):
+            Rendezvous(store, rank, TASKS, 3.0).exchange("words", "here")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(meet, (0, 2)))
+    told = sorted(line.partition(", at most")[0] for line in caplog.messages)
+    assert told == [f"worker:{rank} waits for worker:1 (words)" for rank in (0, 2)]
+
+
 def test_a_rank_that_rank_0_does_not_want_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stratagem.distributed.store_members._LEAD_S", 0.1)
     store = HashStore()
