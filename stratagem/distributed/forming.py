@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
+import logging
 import os
 import secrets
 import socket
@@ -36,6 +38,14 @@ from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
 
+logger = logging.getLogger(__name__)
+
+_IDLE = {
+    "bucket_bytes": "DDP has bucket_cap_mb=",
+    "collective_timeout_s": "init_process_group has timeout=",
+}
+"""Of a worker's configuration, with what torch has instead."""
+
 
 def make_process_group(given: Any, options: CommunicationOptions | None = None) -> LaneProcessGroup:
     """What ``init_process_group`` and ``new_group`` call. ``given``: torch's ``_DistributedBackendOptions``;
@@ -64,6 +74,8 @@ def form(
             f"compression {config.compression!r} (--compression, STRATAGEM_COMPRESSION) is for the ring of a strategy: "
             "leave it out, and give DDP a communication hook, or this group pg_options=sg.CommunicationOptions()"
         )
+    if options is None:
+        _warn_of_idle(config)
     options = options or CommunicationOptions(
         transport=config.transport,
         wire_dtype=config.wire_dtype,
@@ -158,6 +170,16 @@ def own_host(config: WorkerConfig, environ: Mapping[str, str]) -> str:
 def _config(task: str) -> WorkerConfig:
     layers = [environment_layer(WorkerConfig, os.environ), Layer("default", {"task": task})]
     return resolve(WorkerConfig, layers).config
+
+
+@functools.cache
+def _warn_of_idle(config: WorkerConfig) -> None:
+    """Says once what was set for the ring of a strategy, and does nothing here."""
+    for name, instead in _IDLE.items():
+        if getattr(config, name) != WorkerConfig.model_fields[name].default and config.task.endswith(":0"):
+            flag, variable = name.replace("_", "-"), f"STRATAGEM_{name.upper()}"
+            words = "--%s (%s) is for the ring of a strategy, and does nothing in a process group: %s"
+            logger.warning(words, flag, variable, instead)
 
 
 def _security(config: WorkerConfig, token: Token) -> Security:

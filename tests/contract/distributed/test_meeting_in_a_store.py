@@ -194,3 +194,15 @@ def test_compression_is_refused_and_not_left_out(monkeypatch: pytest.MonkeyPatch
 )
 def test_where_a_rank_listens(bind: str, environ: dict[str, str], host: str) -> None:
     assert own_host(WorkerConfig(task="worker:0", bind=bind), environ) == host
+
+
+def test_what_is_for_the_ring_of_a_strategy_alone_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STRATAGEM_BUCKET_BYTES", "100000")
+    monkeypatch.setenv("STRATAGEM_COLLECTIVE_TIMEOUT_S", "77")
+    for _ in range(2):
+        form(HashStore(), 0, [0], 20.0).shutdown()
+    bucket, timeout = [line for line in caplog.messages if "does nothing in a process group" in line]
+    assert bucket.startswith("--bucket-bytes (STRATAGEM_BUCKET_BYTES) is for") and "bucket_cap_mb=" in bucket
+    assert timeout.startswith("--collective-timeout-s (STRATAGEM_COLLECTIVE_TIMEOUT_S)") and "timeout=" in timeout
