@@ -178,6 +178,8 @@ def _of_examples(name: str, function: MetricFunction) -> MetricFunction:
                 "a function given as a metric returns a tensor with one value an example, of which the mean is made; "
                 f"{name} returned {'a scalar' if isinstance(found, torch.Tensor) else type(found).__name__}"
             )
+        if found.is_complex():
+            raise ConfigurationError(f"the mean of a metric is one real number; {name} returned complex ones: .abs()?")
         return found
 
     return values

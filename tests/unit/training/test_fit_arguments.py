@@ -31,6 +31,10 @@ def fit(x: Any = X, y: Any = Y, compile_with: dict[str, Any] | None = None, **op
     return logs
 
 
+def turned(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return targets * 1j
+
+
 def scalar(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(1) == targets).float().mean()
 
@@ -99,6 +103,7 @@ def test_forms_of_validation_data(data: Any) -> None:
         ({"compile_with": {"loss": ["mse", "mse"]}}, "got a list: of several outputs, give loss=f"),
         ({"compile_with": {"metrics": [torch.nn.L1Loss]}}, "got the class L1Loss"),
         ({"compile_with": {"metrics": [scalar]}}, "scalar returned a scalar"),
+        ({"compile_with": {"metrics": [turned]}}, "one real number; turned returned complex ones"),
         ({"validation_data": (X, Y), "validation_freq": 0}, "expected validation_freq of at least 1"),
         ({"validation_data": (X, Y), "validation_freq": ["2"]}, r"expected validation_freq\[0\] of at least 1"),
         ({"x": X.tolist(), "y": Y.tolist()}, r"a list of lists of numbers.*numpy.array\(x\) makes it examples"),
