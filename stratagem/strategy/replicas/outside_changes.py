@@ -140,9 +140,9 @@ def _gradient_hooks(parameter: nn.Parameter) -> dict[int, tuple[str, Any]]:
 class ModelChanges:
     """Carries changes of replica 0's model to its copies.
 
-    Seen in every run: attributes and buffers that were given another value, parameters that were frozen or lost their
-    gradient, tensors that were written to, hooks. Carried fully when asked to: parameters, also if written to through
-    ``.data``. Not carried: what was put into a list or a dictionary, which is each replica's own.
+    Seen in every run: attributes and buffers that were given another value, parameters that were frozen, gradients that
+    were changed, tensors that were written to, hooks. Carried fully when asked to: parameters, also if written to
+    through ``.data``. Not carried: what was put into a list or a dictionary, which is each replica's own.
     """
 
     def __init__(self, models: Sequence[nn.Module], copies: Sequence[Copies], device: torch.device) -> None:
@@ -170,7 +170,7 @@ class ModelChanges:
         self._hooks.record()
         self._gradient_hooks.record()
         self._frozen = [parameter.requires_grad for parameter, *_ in self._parameters]
-        self._had_gradient = [parameter.grad is not None for parameter, *_ in self._parameters]
+        self._gradients = [_gradient_of(parameter) for parameter, *_ in self._parameters]
         self._versions = _versions(self._tensors)
 
     def spread(self, fully: bool) -> None:
@@ -188,14 +188,15 @@ class ModelChanges:
         self._hooks.spread(self._copies)
         self._gradient_hooks.spread()
         self._spread_tensors(fully)
-        before = zip(self._frozen, self._had_gradient, self._parameters, strict=True)
-        for was_needed, had_gradient, (parameter, *twins) in before:
+        before = zip(self._frozen, self._gradients, self._parameters, strict=True)
+        for was_needed, (gradient, version), (parameter, *twins) in before:
             if parameter.requires_grad != was_needed:
                 for twin in twins:
                     twin.requires_grad_(not was_needed)
-            if had_gradient and parameter.grad is None:
-                for twin in twins:
-                    twin.grad = None
+            now = parameter.grad
+            if now is not gradient or (now is not None and now._version != version):
+                for twin, its in zip(twins, self._copies, strict=True):
+                    twin.grad = None if now is None else now.detach().to(its.device, copy=True)
 
     def _spread_tensors(self, fully: bool) -> None:
         versions = _versions(self._tensors)
@@ -321,6 +322,12 @@ def _same_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer, copie
                 )
             theirs["params"] = twins
         copies.take_settings(settings_of(mine), theirs)
+
+
+def _gradient_of(parameter: nn.Parameter) -> tuple[torch.Tensor | None, int]:
+    """Itself, and a number that grows with each write."""
+    gradient = parameter.grad
+    return gradient, -1 if gradient is None else gradient._version
 
 
 def _versions(tensors: Sequence[tuple[torch.Tensor, ...]]) -> list[int]:
