@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,17 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_lost_gradient() -> None:
+    logger.warning(
+        "set_weight(0) with sync_batchnorm=True: this replica's examples are in the statistics of BatchNorm, but no "
+        "gradient comes back through them, so the weights will not be those of one process. Divide a loss of "
+        "reduction='sum' by max(n, 1), and call set_weight(max(n, 1e-9))"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +225,8 @@ class _Normalise(torch.autograd.Function):
                 of_x = (grad - shared[0].view(shape) - normal * shared[1].view(shape)) * factor.view(shape)
                 of_x = of_x.to(x.dtype)
             else:
+                if x.numel() and total.any():
+                    _warn_of_lost_gradient()
                 of_x = torch.zeros_like(x)
         return (
             of_x,

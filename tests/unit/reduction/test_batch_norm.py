@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction import batch_norm
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
@@ -141,6 +142,29 @@ def test_training_with_a_reducer(shares: list[int], weighting: str) -> None:
     for value, expected in zip(ranks[0], train(build(Conv), x, y), strict=True):
         assert value is not None and expected is not None
         torch.testing.assert_close(value, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("least", [0.0, 1e-9])
+def test_a_rank_with_examples_and_no_weight_is_warned(least: float, caplog: pytest.LogCaptureFixture) -> None:
+    batch_norm._warn_of_lost_gradient.cache_clear()
+    x = torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def train(model: nn.Module, x: torch.Tensor, share: float) -> list[torch.Tensor | None]:
+        (model(x).square().mean() * share).backward()
+        return gradients(model)
+
+    def work(communicator: Communicator) -> list[torch.Tensor | None]:
+        model, mine = build(Conv).double(), float(not communicator.rank)
+        weight = lambda: Weight(max(mine, least), max(mine, least))  # noqa: E731
+        convert_batch_norm(model, communicator, weight)
+        with reducing(model, communicator, weight):
+            return train(model, x.chunk(2)[communicator.rank], mine)
+
+    model = build(Conv).double()
+    model(x)[:4].square().mean().backward()
+    pairs = zip(run_ranks(2, work)[0], gradients(model), strict=True)
+    are_same = all(torch.allclose(*pair) for pair in pairs)  # type: ignore[arg-type]
+    assert (are_same, "set_weight(0)" in caplog.text) == ((False, True) if not least else (True, False))
 
 
 def test_evaluation_is_that_of_the_layer_it_was_and_needs_no_other_rank() -> None:
