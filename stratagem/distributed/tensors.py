@@ -22,12 +22,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     of a device was to write to the tensor.
 
     Raises:
-        ConfigurationError: the tensor is sparse.
+        ConfigurationError: the tensor is sparse, quantized or of the device "meta".
     """
-    if tensor.layout is not torch.strided:
-        raise ConfigurationError(f"{told(tensor)} is sparse, and only all_reduce takes those: call to_dense() before")
     if _is_flat(tensor):
         return _flat_view(tensor)
+    _check_movable(tensor)
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if not tensor.is_cuda:
         return values.cpu()
@@ -46,6 +45,7 @@ def room_for(tensor: torch.Tensor) -> torch.Tensor:
     """Where the flat elements of a result go: the tensor's own memory if that is possible; see :func:`put`."""
     if _is_flat(tensor):
         return _flat_view(tensor)
+    _check_movable(tensor)
     return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
@@ -103,7 +103,17 @@ def words(dtype: torch.dtype, shape: torch.Size, before: str = "", after: str = 
 def _is_flat(tensor: torch.Tensor) -> bool:
     if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()):
         return False
-    return not (tensor.is_conj() or tensor.is_neg())  # whose memory has other numbers than they have
+    # Whose memory has other numbers than they have.
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+def _check_movable(tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ConfigurationError(f"{told(tensor)} is sparse, and only all_reduce takes those: call to_dense() before")
+    if tensor.is_quantized:
+        raise ConfigurationError(f"{told(tensor)} is quantized: give its dequantize() or int_repr()")
+    if tensor.is_meta:
+        raise ConfigurationError(f'{told(tensor)} is of the device "meta", without numbers: call to_empty() before')
 
 
 def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
