@@ -103,12 +103,11 @@ class Operations:
 
     def reduce(self, tensors: Tensors, op: Any, root: int) -> Operation:
         """The same for one rank; the others keep what they have."""
-        made = Operation("reduce", list(tensors) if self.rank == root else [])
+        made = Operation("reduce", list(tensors))
         for tensor in tensors:
             reduction, values = reducing(op, tensor.dtype), flat(tensor)
             out = values if self.rank == root else torch.empty_like(values)
-            if self.rank == root:
-                made.values.append(out)
+            made.values.append(values)
             what = told(tensor, f"reduce {reduction.name} of ", f" to rank {root}")
             made.steps.append((what, reduction.all_reduce(values, out)))
         return made

@@ -298,7 +298,7 @@ def test_reduce_gather_and_scatter_have_a_root(groups: Groups) -> None:
         rank = group.rank()
         tensor, reduce = torch.full((4,), float(rank)), ReduceOptions()
         reduce.rootRank = root
-        group.reduce([tensor], reduce).wait()
+        assert group.reduce([tensor], reduce).get_future().wait()[0] is tensor
         assert torch.equal(tensor, torch.full((4,), float(sum(range(size)) if rank == root else rank)))
         outs, gather = [torch.zeros(3) for _ in range(size)], GatherOptions()
         gather.rootRank = root
