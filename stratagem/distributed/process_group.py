@@ -41,6 +41,7 @@ def _forget_all() -> None:
     """In a forked child (a DataLoader's worker), which comes by :func:`_close_all` too: the groups are not its own."""
     for group in list(_open):
         group._ended = "the process group is that of the process from which this one was forked: make one here"
+        group._close = lambda reason: None  # its threads are not here, and its server does not stand a fork
     _open.clear()
 
 

@@ -1,8 +1,9 @@
-"""Messages that are on their way when their group is closed."""
+"""What is closed with a group, and what a forked child leaves alone."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -60,3 +61,14 @@ def test_a_receive_of_what_nobody_sends_does_not_keep_the_group(
     assert not reader.is_alive()
     with pytest.raises(CollectiveError, match="rank 0 has destroyed its process group"):
         received.wait()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_ends_nothing_of_its_parents_group() -> None:
+    with process_groups(1) as (group,):
+        close, group._close = group._close, lambda reason: os._exit(3)
+        if not (child := os.fork()):
+            group.shutdown()
+            os._exit(0)
+        group._close = close
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
