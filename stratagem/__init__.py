@@ -15,6 +15,8 @@ from stratagem.tensorflow_names import no_attribute
 
 # gRPC's fork handlers deadlock with forked DataLoader workers; set before grpc loads (docs/protocol.md 28).
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+# Names are looked up by the system, as for every other socket (docs/design/grpc.md); set before grpc loads too.
+os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 
 show_until_configured()
 

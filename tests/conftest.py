@@ -19,6 +19,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: the processes of one test share two cores
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as stratagem does, before any test loads grpc
+os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
 
 import hypothesis
 import psutil
