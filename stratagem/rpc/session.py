@@ -118,10 +118,16 @@ class SessionClient:
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
 
-    def start(self, timeout_s: float = 60.0, look: Callable[[], StratagemError | None] = lambda: None) -> int:
+    def start(
+        self,
+        timeout_s: float = 60.0,
+        look: Callable[[], StratagemError | None] = lambda: None,
+        what: str = "worker:0 starts it if no task is one",
+    ) -> int:
         """Joins; returns the incarnation.
 
         Args:
+            what: is said beside the wait.
             look: asked every :data:`LOOK_S` seconds without an answer for a reason to give up.
 
         Raises:
@@ -132,7 +138,7 @@ class SessionClient:
         self._thread.start()
         with self._changed:
             if not self._changed.wait_for(self._joined_or_stopped, min(SILENCE_S, timeout_s)):
-                logger.info("Waiting for the chief at %s (worker:0 starts it if no task is one)", self.chief_address)
+                logger.info("Waiting for the chief at %s (%s)", self.chief_address, what)
             while not self._joined_or_stopped() and (left_s := deadline - time.monotonic()) > 0:
                 if self._changed.wait_for(self._joined_or_stopped, min(left_s, LOOK_S)):
                     break

@@ -200,6 +200,20 @@ def test_a_worker_that_is_started_alone_says_what_it_waits_for(tasks: list[subpr
     assert f"worker:1: Waiting for the chief at {addresses[0]} (worker:0 starts it" in line
 
 
+def test_a_worker_that_ends_before_there_is_a_chief_says_why_it_waits(
+    tasks: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"cluster: {{worker: {free_addresses(2)}}}\n")
+    words = ("worker", "--cluster", str(path), "--task", "worker:1", str(SCRIPTS / "count_examples.py"))
+    tasks.append(subprocess.Popen([sys.executable, "-m", "stratagem.cli", *words], stderr=subprocess.PIPE, text=True))
+    assert tasks[0].stderr is not None
+    waits = (line for line in tasks[0].stderr if "Waiting" in line)
+    assert "(worker:0 starts it" in next(waits)
+    tasks[0].terminate()
+    assert "(to tell it how the script ended)" in next(waits)
+
+
 def test_a_worker_whose_chief_cannot_be_reached_says_so(tasks: list[subprocess.Popen[str]]) -> None:
     words = ("worker", "--task", "worker:1", "--chief", "127.0.0.1:1", "--start-timeout-s", "60", __file__)
     command = [sys.executable, "-m", "stratagem.cli", *words]
