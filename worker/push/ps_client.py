@@ -29,6 +29,7 @@ from stratagem.rpc.session import SessionClient
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1  # between two tries to reach a ps that restarts
+SILENCE_S = 5.0  # without a ps, before it is said that it is waited for, and why
 FRAME_OVERHEAD_BYTES = 4096  # header of a frame, generously
 POLL_S = 1.0  # how often a waiting call looks whether the job has ended
 
@@ -166,6 +167,7 @@ class PsClient:
         """
         self.close("reconnecting")
         deadline = time.monotonic() + self._config.peer_timeout_s
+        silent_until = time.monotonic() + SILENCE_S
         while True:
             if self.num_ps() not in (0, self.session.membership.num_ps):
                 raise Rerouted
@@ -180,6 +182,9 @@ class PsClient:
                 self.close(str(error))
                 self.session.raise_if_stopped()
                 left = deadline - time.monotonic()
+                if time.monotonic() >= silent_until:
+                    logger.warning("Waiting for %s, %.0f s more: %s", self.task, max(0.0, left), error)
+                    silent_until = math.inf
                 if left <= 0:
                     refusal = explain_refusal(info.address, self.task, self.session.security) if info else ""
                     raise PeerUnavailableError(
