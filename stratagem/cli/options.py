@@ -100,7 +100,7 @@ def cluster_option(command: Command) -> Command:
     return click.option(
         "--cluster",
         "cluster_file",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=FILE,
         help="YAML file that describes the cluster ('cluster:') and configures roles ('defaults:', 'ps:', …).",
     )(command)
 
@@ -122,6 +122,18 @@ def pairs_of(form: str, texts: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
+class _Loader(yaml.SafeLoader):
+    """As the safe one, which takes the last of two equal keys and forgets what the first says."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = set()
+        for key, _ in node.value:
+            if str(key.value) in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} comes twice", key.start_mark)
+            keys.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_cluster_file(path: Path | None) -> dict[str, Any]:
     """The parsed cluster file; empty without one.
 
@@ -131,7 +143,7 @@ def read_cluster_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        document = yaml.safe_load(path.read_text())
+        document = _Loader(path.read_text()).get_single_data()
     except OSError as error:
         raise ConfigurationError(f"cannot read the cluster file {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

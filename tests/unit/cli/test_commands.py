@@ -175,6 +175,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["run", "--ps", "1", "--checkpoint-dir", "", __file__], "'--checkpoint-dir': expected the name of a folder"),
         (["certs", "init", "--dir", ""], "'--dir': expected the name of a folder, and it is empty"),
         (["run", "--summary", "", "x.py"], "'--summary': expected the name of a file, and it is empty."),
+        (["status", "--cluster", ""], "'--cluster': expected the name of a file, and it is empty."),
         (["trace", "--output", ""], "'--output': expected the name of a file, and it is empty."),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
     ],
@@ -231,6 +232,7 @@ def test_malformed_cluster_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     for text, words in [
         ("a: [", "is not YAML"),
+        ("cluster: {}\ndefaults: {}\ncluster: {}\n", "is not YAML: cluster comes twice"),
         ("- 1", "expected sections"),
         ("clustre: {}", "did you mean 'cluster'"),
     ]:
