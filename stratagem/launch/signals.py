@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,3 +43,18 @@ def signal_pipe() -> Iterator[SignalPipe]:
         signal.set_wakeup_fd(fd_before)
         os.close(reading)
         os.close(writing)
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """SIGTERM and SIGHUP that would end this process at once raise SystemExit, as Ctrl-C raises KeyboardInterrupt: what
+    was begun is taken back. In another thread than the main one they stay as they are."""
+    mine = threading.current_thread() is threading.main_thread()
+    signals = [each for each in (signal.SIGTERM, signal.SIGHUP) if mine and signal.getsignal(each) == signal.SIG_DFL]
+    for signum in signals:
+        signal.signal(signum, lambda came, _: sys.exit(128 + came))
+    try:
+        yield
+    finally:
+        for signum in signals:
+            signal.signal(signum, signal.SIG_DFL)

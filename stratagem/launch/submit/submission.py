@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stratagem.errors import ConfigurationError, SubmitError
+from stratagem.launch.signals import unwinding
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, JobStore, Record
 
@@ -73,6 +74,7 @@ def show(plan: JobPlan) -> str:
     return "\n".join(parts)
 
 
+@unwinding()
 def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
     """Makes the image, writes the job's record and starts it.
 
@@ -120,6 +122,7 @@ def logs_of(record: JobRecord, store: JobStore, follow: bool) -> Iterator[str]:
     return target_of(record.target).logs(record, store.folder(record.id), follow)
 
 
+@unwinding()
 def follow(record: JobRecord, store: JobStore, show_line: Callable[[str], None]) -> JobState:
     """Shows a job's log to its end, and says how it ended."""
     for line in logs_of(record, store, follow=True):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +119,23 @@ def test_a_job_is_known_before_it_runs(plan: JobPlan, monkeypatch: pytest.Monkey
     assert submission.cancel(record.id, store).phase == "cancelled"
     submission.remove(record.id, store)
     assert not store.all()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_told_to_end_while_he_submits_leaves_nothing(
+    signum: signal.Signals, plan: JobPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = os.fork()
+    if not child:
+        signal.signal(signum, signal.SIG_DFL)  # whatever these tests were started by
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: os.kill(os.getpid(), signum))
+        try:
+            submission.submit(plan, "train.py", JobStore())
+        except SystemExit as end:
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signum
+    assert not list(JobStore().root.iterdir())
 
 
 def test_a_job_whose_process_does_not_start_is_no_traceback(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:
