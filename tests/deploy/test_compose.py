@@ -29,6 +29,7 @@ def test_every_file_is_valid(overlays: tuple[str, ...]) -> None:
     assert 'STRATAGEM_WORKER_TIMEOUT_S: "600"' in done.stdout
     assert done.stdout.count('STRATAGEM_PEER_TIMEOUT_S: "601"') >= 4
     assert "STRATAGEM_NUM_WORKERS" in done.stdout
+    assert "STRATAGEM_ADVERTISE: chief:2222" in done.stdout
     assert ("driver: nvidia" in done.stdout) == ("gpu" in overlays)
     assert ("/run/secrets/worker" in done.stdout) == ("tls" in overlays)
 
@@ -42,6 +43,7 @@ def accuracy(output: str) -> float:
 def check_result(job: Project) -> None:
     """Ended with 0 and 97 %; checkpoint and export can be read."""
     assert job.finish() == 0, job.output
+    assert "no address for another machine" not in job.output
     assert accuracy(job.output) >= 97.0
     for service, count in (("chief", 1), ("ps", 2), ("worker", 2)):
         for number in range(1, count + 1):
