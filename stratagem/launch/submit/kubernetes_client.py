@@ -54,6 +54,10 @@ class Cluster:
             self._api = config.new_client_from_config(
                 config_file=self.kubeconfig or None, context=chosen["name"], persist_config=False
             )
+            if not self._api.configuration.verify_ssl:  # that was meant: no warning at each call
+                import urllib3
+
+                urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
             return str(chosen["name"]), str(chosen["context"].get("namespace", ""))
         except KeyError:
             raise ConfigurationError(
@@ -83,7 +87,9 @@ class Cluster:
                 with self._refusals(f"create {_name(one)}"):
                     self._call("create", one["apiVersion"], one["kind"], body=one)
                 made.append(one)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, SubmitError):  # Ctrl-C: this one may be there, too
+                made.append(one)
             self.delete(list(reversed(made)))
             raise
 
@@ -175,7 +181,8 @@ class Cluster:
 
 def _said(error: Any) -> str:
     found = re.search(r'"message":\s*"((?:[^"\\]|\\.)*)"', str(error.body or ""))
-    return f"{error.status} {found.group(1) if found else error.reason}"
+    message = json.loads(f'"{found.group(1)}"') if found else error.reason
+    return f"{error.status} {message}"
 
 
 def _name(one: Object) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from urllib3.exceptions import InsecureRequestWarning
 
 from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.manifests.kubernetes import render
@@ -68,12 +71,38 @@ def test_what_is_posted_is_what_render_shows(server: ApiServer, cluster: Cluster
 
 
 def test_a_refused_object_takes_back_the_others(server: ApiServer, cluster: Cluster) -> None:
-    server.refuse("jobs", "jobs is forbidden: no quota")
-    with pytest.raises(SubmitError, match="would not create Job digits-1-chief-0: 403 jobs is forbidden: no quota"):
+    server.refuse("jobs", 'jobs "x" is forbidden: no quota')
+    with pytest.raises(SubmitError, match='would not create Job digits-1-chief-0: 403 jobs "x" is forbidden: no quota'):
         cluster.create(OBJECTS)
     assert len(server.posted) > 3
     # kmock keeps what it was told to refuse.
     assert {kind for kind, _ in server.names} <= {"Job"}
+
+
+def test_an_interrupt_takes_back_also_what_was_just_being_created(
+    server: ApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = cluster._call
+
+    def interrupted(verb: str, api_version: str, kind: str, **arguments: Any) -> dict[str, Any]:
+        answer = call(verb, api_version, kind, **arguments)
+        if (verb, kind) == ("create", "Job"):
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(cluster, "_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.create(OBJECTS)
+    assert server.posted[-1]["kind"] == "Job" and not server.names
+
+
+def test_a_cluster_whose_certificate_is_not_to_be_checked_is_no_warning_at_each_call(server: ApiServer) -> None:
+    config = yaml.safe_load(server.kubeconfig.read_text())
+    config["clusters"][0]["cluster"]["insecure-skip-tls-verify"] = True
+    server.kubeconfig.write_text(yaml.safe_dump(config))
+    with warnings.catch_warnings():
+        Cluster(kubeconfig=str(server.kubeconfig)).close()
+        warnings.warn("as urllib3 does", InsecureRequestWarning, stacklevel=1)
 
 
 def test_the_state_is_that_of_the_jobs(server: ApiServer, record: JobRecord, tmp_path: Path) -> None:
