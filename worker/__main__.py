@@ -141,7 +141,8 @@ def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:
         )
     session = SessionClient(config.chief, config.task, "", security=security_of(config))
     try:
-        session.start(CHIEF_TIMEOUT_S, what="to tell it how the script ended")
+        session.waits_for = "to tell it how the script ended"
+        session.start(CHIEF_TIMEOUT_S)
         session.goodbye(outcome.exit_code, outcome.message)
     except StratagemError:
         pass  # nobody waits: it is over already, or there is no chief beside the workers

@@ -87,6 +87,7 @@ class SessionClient:
         self.membership = Membership()
         self.job_started = False
         self.ps_replicas = 1
+        self.waits_for = "worker:0 starts it if no task is one"
         self._progress = progress
         self._measures = measures
         self._measured_at = float("-inf")
@@ -99,8 +100,7 @@ class SessionClient:
         self._hurry = threading.Event()
         """Set when there is something to say at once, a goodbye too, and when the session is closed."""
         self._connected = False
-        self._lost_since = 0.0
-        """When the chief was there last, while it is away."""
+        self._lost_since = 0.0  # when the chief was there last, while it is away
         self._changed = threading.Condition()
         self._welcomed = False
         self.stopped: StratagemError | None = None
@@ -118,16 +118,10 @@ class SessionClient:
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
 
-    def start(
-        self,
-        timeout_s: float = 60.0,
-        look: Callable[[], StratagemError | None] = lambda: None,
-        what: str = "worker:0 starts it if no task is one",
-    ) -> int:
+    def start(self, timeout_s: float = 60.0, look: Callable[[], StratagemError | None] = lambda: None) -> int:
         """Joins; returns the incarnation.
 
         Args:
-            what: is said beside the wait.
             look: asked every :data:`LOOK_S` seconds without an answer for a reason to give up.
 
         Raises:
@@ -138,7 +132,7 @@ class SessionClient:
         self._thread.start()
         with self._changed:
             if not self._changed.wait_for(self._joined_or_stopped, min(SILENCE_S, timeout_s)):
-                logger.info("Waiting for the chief at %s (%s)", self.chief_address, what)
+                logger.info("Waiting for the chief at %s (%s)", self.chief_address, self.waits_for)
             while not self._joined_or_stopped() and (left_s := deadline - time.monotonic()) > 0:
                 if self._changed.wait_for(self._joined_or_stopped, min(left_s, LOOK_S)):
                     break

@@ -102,13 +102,12 @@ class ParameterServerStrategy(Strategy):
         self._meter = self._runtime.meter
         roles.say_goodbye_at_exit(self._runtime)
         self._tracker = UnitTracker()
-        self._groups = VariableGroups(self._runtime, variable_partitioner, in_step=self.staleness == 0)
+        self._groups = VariableGroups(self._runtime, variable_partitioner)
         self._runtime.meter.in_step = self.staleness == 0
         self.servers: Servers = Servers(self._runtime, self._groups, self.staleness, self.device, self._pull_all)
         watch_torch()
         self.prepared: Prepared = Prepared(has_nested=False)
-        self._known: dict[int, Any] = {}
-        """What has been prepared, by identity."""
+        self._known: dict[int, Any] = {}  # what has been prepared, by identity
         self._num_datasets = 0
         self._units: list[LeasedUnits] = []
         self._metrics: list[UnitListener] = []
@@ -295,9 +294,8 @@ class ParameterServerStrategy(Strategy):
 
     def _roll_back(self) -> None:
         """All ps went back to a checkpoint: drop what belongs to the past that is gone, take their weights."""
-        if self._tracker.has_waiting:  # their batches come again, and what they added to the gradients would stay
-            for push in self._groups.pushes:
-                push.optimizer.zero_grad()
+        for push in self._groups.pushes if self._tracker.has_waiting else ():
+            push.optimizer.zero_grad()  # the batches that are in it come again
         self._tracker.abandon()
         self._is_undone, self._undone = True, [batch for batch, _ in self._batches.values()]
         self._leases.clear()
@@ -329,7 +327,7 @@ class ParameterServerStrategy(Strategy):
         plan = dataclasses.replace(plan, seed=seed)
         client = LeaseClient(self._runtime.chief, plan, first=2 if self.staleness == math.inf else 1)
         self._runtime.leases.append(client)
-        source_of_units = LeasedUnits(
+        units = LeasedUnits(
             plan,
             self._num_datasets,
             client,
@@ -342,8 +340,8 @@ class ParameterServerStrategy(Strategy):
             self._begin,
             lambda: [*self.servers.listeners, *self._metrics],
         )
-        self._units.append(source_of_units)
-        return DistributedDataset(loader, plan, self._num_datasets, source_of_units, self.device)
+        self._units.append(units)
+        return DistributedDataset(loader, plan, self._num_datasets, units, self.device)
 
     @checked
     def distribute_datasets_from_function(
@@ -362,11 +360,9 @@ class ParameterServerStrategy(Strategy):
                 "or train asynchronously (staleness=math.inf)"
             )
         context = InputContext(self._runtime.cluster.num_workers, self.task.index)
+        placement, listener = InputPlacement((self.device,)), OwnBatches(self._runtime)
         return distribute_from_function(
-            lambda _: dataset_fn(context),
-            placement=InputPlacement((self.device,)),
-            options=options,
-            listener=OwnBatches(self._runtime),
+            lambda _: dataset_fn(context), placement=placement, options=options, listener=listener
         )
 
     def _end_epoch(self) -> None:

@@ -31,20 +31,17 @@ from stratagem.worker.runtime import WorkerRuntime
 logger = logging.getLogger(__name__)
 
 GROUPS_PER_OPTIMIZER = 16  # one for each dtype; keeps group numbers equal on all workers
-RETRY_S = 0.05
-"""Until the next look whether another worker has done its part: given a ps its values, become the lead."""
+RETRY_S = 0.05  # until the next look whether another worker has given a ps its values, or become the lead
 
 
 class VariableGroups:
     """Creates the variables of every ``prepare``, cut by the partitioner or (None) each whole on one ps, and keeps
     their copies here up to date."""
 
-    def __init__(self, runtime: WorkerRuntime, partitioner: Partitioner | None, in_step: bool = False) -> None:
+    def __init__(self, runtime: WorkerRuntime, partitioner: Partitioner | None) -> None:
         self._runtime = runtime
-        self._in_step = in_step
         self._partitioner = partitioner
-        self.closes = CloseReports(runtime.clients, self.recover)
-        """Units on their way to the ps."""
+        self.closes = CloseReports(runtime.clients, self.recover)  # units on their way to the ps
         self.pushes: list[GradientPush] = []
         """One for each optimizer."""
         self._load_bytes = [0] * len(runtime.clients)
@@ -313,7 +310,7 @@ class VariableGroups:
             client.session.wait_stopped(RETRY_S)
             client.session.raise_if_stopped()
         self._epochs[client.index] = client.store_epoch
-        if self._in_step:  # all went back with it: units of before are leased again
+        if self._runtime.meter.in_step:  # all went back with it: units of before are leased again
             self.closes.clear()
 
     def _place_table(
