@@ -150,6 +150,7 @@ class UnitLedger:
             "open": [[*unit, sorted(ordinals.items())] for unit, ordinals in sorted(self._open.items())],
             "per_unit": self._per_unit,
             "counted": [[*unit, number] for unit, number in sorted(self._counted.items())],
+            "joined": sorted(self._joined.intersection(self._open)),
             "accumulates": self._accumulates,
         }
 
@@ -166,6 +167,7 @@ class UnitLedger:
             ledger._open[Unit(*unit)] = dict(ordinals)
         ledger._per_unit = data.get("per_unit", 0)  # a checkpoint of before has none
         ledger._counted = {Unit(*unit): number for *unit, number in data.get("counted", ())}
+        ledger._joined = frozenset(Unit(*unit) for unit in data.get("joined", ()))
         ledger._accumulates = data.get("accumulates", False)
         return ledger
 

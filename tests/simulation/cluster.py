@@ -46,6 +46,8 @@ class Job:
     """There is a table as well, with a row for each example; then each ps has a variable, too."""
     num_optimizers: int = 1
     """Of two, each has half of the variables, and the second one steps on a batch after the first."""
+    has_slots: bool = False
+    """Optimizers keep a sum of squares beside each weight, which changes no update."""
     accumulates: int = 1
     """Batches of an update; what is left at the end of a pass is in none."""
     prepares_apart: bool = False

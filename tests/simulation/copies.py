@@ -76,7 +76,7 @@ class Copies:
         for number in [commit.group for commit in groups]:
             group = state.locked_groups[number].group
             key = (source, number, state.store_epoch, group.counter)
-            data = group.weights.numpy().tobytes()
+            data = b"".join(each.numpy().tobytes() for each in (group.weights, *group.slots.values()))
             if self.contents.setdefault(key, data) != data:
                 self._world.fail(f"{self._checks.task()}: the copy of {key} is another one than the original")
 

@@ -162,7 +162,14 @@ class Invariants:
             self.lost_units.update((self.task(), epoch, unit) for unit in bitmap if mine is None or unit not in mine)
 
     def check_rows(self, groups: Sequence[ShardGroup], what: str) -> None:
-        """A ps has the same updates in its rows of a table as in its variable: both are in one commit."""
+        """A ps has the same updates in its rows of a table as in its variable: both are in one commit; and what its
+        optimizer keeps is of the updates that are in the weights."""
+        for group in groups:
+            if (total := group.slots.get("sum")) is not None:
+                counts = torch.tensor(digits(group.weights, self.cluster.job.epochs)).double()
+                expected = 64.0 ** torch.arange(len(counts)).double() @ counts
+                if not torch.allclose(total.double(), expected, rtol=1e-5):
+                    self.world.fail(f"{what}: the squares of {group.weights.tolist()} are {total.tolist()}")
         if self.cluster.wanted and self.lost_units:
             return  # what one ps lost of a row is not what another one lost of the variable that it has now
         for variable, weights in variables_of(groups).items():

@@ -99,6 +99,8 @@ def plan(seed: int, form: str = "") -> Schedule:
             job = dataclasses.replace(job, num_workers=max(2, job.num_workers), epochs=job.epochs + 1)
             workers = [f"worker:{batches.randrange(job.num_workers)}" for _ in range(batches.choice((1, 2, 3)))]
             faults += [Fault(0.5 + 2 * batches.random(), "kill", worker) for worker in workers]
+    if not (job.fits or job.loads or job.reloads):
+        job = dataclasses.replace(job, has_slots=random.Random(-22 * seed - 1).random() < 0.3)
     if (drains := random.Random(-17 * seed - 1)).random() < 0.06:
         faults.append(Fault(0.3 + 2.5 * drains.random(), "drain", for_s=GRACE_S))
         # A script that begins anew with all others restores what it saved itself, and loads once more; it is warned.

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 BASE = 8
+HUGE = 2.0**100
+"""Learning rate and eps of Adagrad: it is SGD at a learning rate of 1 then, to the last bit, and counts in its sums."""
 
 
 class Counters(torch.nn.Module):
@@ -81,12 +83,16 @@ def train(cluster: Cluster, process: Process) -> None:
         strategy.prepare(torch.nn.ParameterList(torch.zeros(2) for _ in range(job.num_ps)))
         world.block(job.step_s * world.random.random())
     parameters = list(model.counts)
-    optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
+
+    def make(trained: Any) -> Any:
+        return torch.optim.Adagrad(trained, HUGE, eps=HUGE) if job.has_slots else torch.optim.SGD(trained, 1.0)
+
+    optimizer = make(model.parameters())
     if job.num_optimizers == 1:
         strategy.prepare(model, optimizer, gradients="sum")
     else:
         half = len(parameters) // 2
-        others: list[Any] = [torch.optim.SGD(part, 1.0) for part in (parameters[:half], parameters[half:])]
+        others: list[Any] = [make(part) for part in (parameters[:half], parameters[half:])]
         strategy.prepare(model, *others, gradients="sum")
     if job.loads:
         world.block(world.random.random())  # the first checkpoint may be taken before

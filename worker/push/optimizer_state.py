@@ -115,8 +115,8 @@ class OptimizerState:
 
     def begin(self, is_given: bool) -> None:
         """What the optimizer had before it was prepared goes to the ps with the weights that this process gave them, if
-        it did, and is forgotten here."""
-        if is_given and any(parameter in self._optimizer.state for parameter in self._parameters):
+        it did, and is forgotten here. What its constructor made (of Adagrad, say) a ps makes itself."""
+        if is_given and any(_num_steps(self._optimizer.state.get(parameter, {})) for parameter in self._parameters):
             self._send()
         self._empty()
 
@@ -127,9 +127,16 @@ class OptimizerState:
         self._empty()
 
     def _send(self) -> None:
+        while True:
+            try:
+                return self._assign()
+            except (PeerUnavailableError, StaleStoreError):
+                self._reconnect()
+
+    def _assign(self) -> None:
         for (group, ps), shards in sorted(self._layout.shards.items()):
             states = [dict(self._optimizer.state.get(self._parameters[shard.variable], {})) for shard in shards]
-            counts = [int(state.get("step", 1 if state else 0)) for state in states]
+            counts = [*map(_num_steps, states)]
             names = {name for state in states for name, value in state.items() if value is not None}
             scalars = {name: [float(state.get(name, 0.0)) for state in states] for name in sorted(names & SCALARS)}
             slots = sorted(names - SCALARS - {"step"})
@@ -143,6 +150,10 @@ class OptimizerState:
                 source = WeightTargets(self._layout, tensors)
                 values = send_values(self._clients[ps], self._layout, source, [group])
                 assign_values(self._clients[ps], values, [group], slot, counts, scalars)
+
+
+def _num_steps(state: Mapping[str, Any]) -> int:
+    return int(state.get("step", 1 if state else 0))
 
 
 class TableState:
@@ -179,7 +190,7 @@ class TableState:
         loading, self._loading = self._loading, {}
         for at, state in loading.items():
             table = self._tables[at]
-            num_updates = int(state.get("step", 1 if state else 0))
+            num_updates = _num_steps(state)
             if not state:  # it begins anew
                 nothing = torch.zeros((), dtype=table.handle.dtype).expand(table.num_rows, table.width)
                 state = dict.fromkeys(_TABLE_SLOTS.get(type(self._optimizer), ()), nothing)

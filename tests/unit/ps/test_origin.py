@@ -220,13 +220,16 @@ def test_what_came_from_other_ps_is_half_until_it_has_an_update_of_each_kind_tha
     assert not joined.describe().halves
 
 
-def test_what_a_worker_counted_among_other_ps_says_nothing_of_how_many_updates_come_here() -> None:
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_what_a_worker_counted_among_other_ps_says_nothing_of_how_many_updates_come_here(is_restored: bool) -> None:
     """Of two optimizers, one of whose variables lie elsewhere by now: each batch was a half, and told to be lost."""
     first, one, another = UnitLedger(), Unit(1, 0, 0), Unit(1, 0, 1)
     first.record(Update((one,), 0), 1)
     first.record(Update((one,), 1), 1)
     first.close([UnitClose(one, 2)])
     joined, _ = UnitLedger.joined([first])
+    if is_restored:
+        joined = UnitLedger.from_json(joined.to_json())
     joined.record(Update((another,), 0), 1)
     joined.close([UnitClose(one, 2)])
     assert not joined.describe().halves

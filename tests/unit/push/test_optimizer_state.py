@@ -34,3 +34,30 @@ def test_a_state_is_fetched_from_ps_that_come_back(monkeypatch: pytest.MonkeyPat
     state = OptimizerState(variables, optimizer, [parameter], lambda: True, reconnect)
     state.begin(False)
     assert optimizer.state_dict()["state"] == {} and not failures
+
+
+def test_a_state_of_before_is_given_to_ps_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script ended with PeerUnavailableError, by the sums of Adagrad's constructor too, which a ps makes itself."""
+    layout = Layout([VariableSpec("w", (2,), torch.float32, 1)], [[(0, 0, 2)]], 1 << 20)
+    variables: Any = SimpleNamespace(clients=[SimpleNamespace(index=0)], layout=layout)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    failures: list[StratagemError] = [StaleStoreError("it went back"), PeerUnavailableError("it is gone")]
+    given: list[tuple[str, list[int]]] = []
+
+    def send(*_: object) -> None:
+        if failures:
+            raise failures[-1]
+
+    def reconnect() -> None:
+        failures.pop()
+
+    monkeypatch.setattr(optimizer_state, "send_values", send)
+    monkeypatch.setattr(optimizer_state, "assign_values", lambda _, __, ___, *what: given.append(what[:2]))
+    fresh = torch.optim.Adagrad([parameter], 0.1)
+    OptimizerState(variables, fresh, [parameter], lambda: True, reconnect).begin(True)
+    assert not given and len(failures) == 2
+    trained = torch.optim.Adagrad([parameter], 0.1)
+    parameter.grad = torch.ones(2)
+    trained.step()
+    OptimizerState(variables, trained, [parameter], lambda: True, reconnect).begin(True)
+    assert given == [("sum", [1])] and not failures
