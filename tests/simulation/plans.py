@@ -90,8 +90,10 @@ def plan(seed: int, form: str = "") -> Schedule:
         num_examples = random.Random(-7 * seed - 1).choice((8, 12, 16))
         job = dataclasses.replace(job, fits=True, has_table=False, num_optimizers=1, prepares_apart=False)
         job = dataclasses.replace(job, num_examples=num_examples, batch_size=2)
-    is_plain = not (job.has_table or job.num_optimizers > 1 or job.fits or job.saves or job.loads or job.reloads)
-    if is_plain and (batches := random.Random(-21 * seed - 1)).random() < (0.3 if job.staleness else 0.15):
+    share = 0.1 if job.has_table or job.saves else 0.3 if job.staleness else 0.15
+    if job.num_optimizers > 1 or job.fits or job.loads or job.reloads:
+        share = 0.0
+    if (batches := random.Random(-21 * seed - 1)).random() < share:
         size = 2 if job.staleness else 6  # at staleness 0 a slice for each
         job = dataclasses.replace(job, accumulates=batches.choice((2, 2, 3)), num_examples=18, batch_size=size)
         # Workers die between an update and the closing of its batches.
