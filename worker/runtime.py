@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from stratagem.checkpoint.ended import note_left, take_end
-from stratagem.cluster.config import ChiefConfig, WorkerConfig
+from stratagem.cluster.config import ChiefConfig, ServerConfig, WorkerConfig
 from stratagem.cluster.membership import Membership
+from stratagem.cluster.sources import Layer, environment_layer, resolve
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease
@@ -271,18 +272,13 @@ class WorkerRuntime:
     def _spawn_chief(self) -> ChiefProcess | None:
         if self.cluster.chief or self.task != TaskId("worker", 0):
             return None
-        return ChiefProcess(
-            ChiefConfig(
-                bind=self.cluster.chief_address,
-                num_workers=self.cluster.num_workers,
-                num_ps=self.cluster.num_ps,
-                insecure=self.config.insecure,
-                checkpoint_roots=self.config.checkpoint_roots,
-                tls=self.config.tls,
-                token_file=self.config.token_file,
-                log_format=self.config.log_format,
-            )
-        )
+        place: dict[str, Any] = {
+            **{"task": "chief:0", "bind": self.cluster.chief_address, "advertise": "", "chief": "", "num_threads": 1},
+            **{"num_workers": self.cluster.num_workers, "num_ps": self.cluster.num_ps},
+        }
+        shared = {name: getattr(self.config, name) for name in ServerConfig.model_fields}
+        layers = [Layer(f"that of {self.task}", shared | place), environment_layer(ChiefConfig, os.environ)]
+        return ChiefProcess(resolve(ChiefConfig, layers).config)
 
 
 def _preempt(reason: JobStoppedError) -> None:

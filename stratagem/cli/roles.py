@@ -19,6 +19,7 @@ from stratagem.cli.options import configure, role_options, script_arguments
 from stratagem.cluster.choice import choose_strategy
 from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.sources import ENV_PREFIX, Resolved
+from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.status import ask_for_cluster
@@ -132,7 +133,12 @@ def _run_script(
         _refuse_without_chief(config)
     if role == "evaluator":
         _refuse_without_chief(config)
-    os.environ.update(script_environment(resolved, placement, os.environ))
+    variables = script_environment(resolved, placement, os.environ)
+    if placement is not None and placement.task == TaskId("worker", 0) and not placement.cluster.chief:
+        chief = configure("chief", cluster_file, {"task": "chief:0"})[0].config  # which this task starts
+        told = chief.model_dump(exclude_defaults=True, exclude={"num_workers", "num_ps", *WorkerConfig.model_fields})
+        variables |= {ENV_PREFIX + name.upper(): str(value) for name, value in told.items()}
+    os.environ.update(variables)
     return _once(role, config, str(script), list(args), module)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,17 @@ def test_without_an_id_everything_runs(tmp_path: Path, codes: list[int]) -> None
     codes += [0, 0]
     assert run(tmp_path, "") == run(tmp_path, "") == 0
     assert not codes and not list(tmp_path.iterdir())
+
+
+def test_the_chief_that_worker_0_starts_hears_the_cluster_file(
+    tmp_path: Path, codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"STRATAGEM_SESSION_TIMEOUT_S": "9"})
+    monkeypatch.setattr(roles, "role_entry", lambda role: lambda *_: 0)
+    file = tmp_path / "cluster.yaml"
+    file.write_text("{cluster: {worker: [h:1]}, defaults: {min_workers: 1}, chief: {worker_timeout_s: 7.0, bind: h:2}}")
+    arguments = ["--cluster", str(file), "--task", "worker:0", __file__]
+    assert CliRunner().invoke(roles.worker_command, arguments, standalone_mode=False).return_value == 0
+    told = {name: value for name, value in os.environ.items() if name.endswith(("_S", "_WORKERS", "_BIND"))}
+    expected = {"STRATAGEM_SESSION_TIMEOUT_S": "9.0", "STRATAGEM_WORKER_TIMEOUT_S": "7.0"}
+    assert told == {**expected, "STRATAGEM_MIN_WORKERS": "1", "STRATAGEM_BIND": "h:0"}

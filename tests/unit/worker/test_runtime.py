@@ -7,11 +7,12 @@ import pathlib
 import pytest
 
 from stratagem.checkpoint.ended import note_leaving
-from stratagem.cluster.config import WorkerConfig
+from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.errors import ConfigurationError, JobStoppedError
 from stratagem.rpc.session import SessionClient
+from stratagem.worker import runtime
 from stratagem.worker.runtime import WorkerRuntime, told_otherwise
 
 MEMBERS = tuple(Member(task, "127.0.0.1:1", 1, live=True) for task in ("ps:0", "worker:0", "worker:1"))
@@ -52,3 +53,16 @@ def test_a_dismissed_worker_that_was_killed_as_it_left_has_ended_well(
         WorkerRuntime(config, cluster)
     with pytest.raises(ConfigurationError, match="not wanted"):
         WorkerRuntime(config, cluster)
+
+
+def test_a_chief_that_worker_0_starts_is_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def see(config: ChiefConfig) -> None:
+        assert (config.task, config.bind, config.num_workers) == ("chief:0", "127.0.0.1:2", 1)
+        raise ConfigurationError(f"{config.worker_timeout_s} {config.checkpoint_dir} {config.insecure}")
+
+    monkeypatch.setattr(runtime, "ChiefProcess", see)
+    monkeypatch.setenv("STRATAGEM_WORKER_TIMEOUT_S", "7")
+    monkeypatch.setenv("STRATAGEM_BIND", "127.0.0.1:9")
+    config = WorkerConfig(task="worker:0", chief="127.0.0.1:2", checkpoint_dir="kept", insecure=True)
+    with pytest.raises(ConfigurationError, match=r"^7\.0 .*kept True$"):
+        WorkerRuntime(config, ClusterSpec(worker=("127.0.0.1:2",)))
