@@ -168,6 +168,11 @@ class WorkerRuntime:
             raise take_end(config.checkpoint_dir, config.task) or refused from None
         note_left(config.checkpoint_dir, config.task)  # by a process before this one, which is needed again
         self.session.wait_ready(config.start_timeout_s)
+        if bool(self.cluster.num_ps) != bool(self.session.membership.num_ps):
+            raise ConfigurationError(
+                f"{self.task} was told of {self.cluster.num_ps} parameter servers, but its chief of "
+                f"{self.session.membership.num_ps}. Give every task the same cluster (TF_CONFIG, --cluster)"
+            )
         while True:
             self.reroute()
             try:

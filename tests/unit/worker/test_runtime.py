@@ -55,6 +55,16 @@ def test_a_dismissed_worker_that_was_killed_as_it_left_has_ended_well(
         WorkerRuntime(config, cluster)
 
 
+def test_a_worker_that_knows_parameter_servers_its_chief_does_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in a ZeroDivisionError, or waited for a ring with workers that form none."""
+    membership = Membership(members=MEMBERS[1:])
+    monkeypatch.setattr(SessionClient, "start", lambda self, *_: setattr(self, "membership", membership))
+    monkeypatch.setattr(SessionClient, "wait_ready", lambda *_: None)
+    cluster = ClusterSpec(("127.0.0.1:1",), ("127.0.0.1:2", "127.0.0.1:3"), ("127.0.0.1:4",))
+    with pytest.raises(ConfigurationError, match="was told of 1 parameter servers, but its chief of 0"):
+        WorkerRuntime(WorkerConfig(task="worker:0", chief="127.0.0.1:1"), cluster)
+
+
 def test_a_chief_that_worker_0_starts_is_told_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def see(config: ChiefConfig) -> None:
         assert (config.task, config.bind, config.num_workers) == ("chief:0", "127.0.0.1:2", 1)
