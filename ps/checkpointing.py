@@ -120,7 +120,7 @@ class Checkpointing:
             step = state.step
             if state.origin is not None:
                 state.origin.close()
-        snapshot.check_nonce(path, nonce)
+        snapshot.check_nonce(path, nonce, self._index)
         files = snapshot.save(path, self._index, content)
         with state.changed:
             if not state.gate.is_held(time.monotonic()):

@@ -64,8 +64,8 @@ class Content:
     store_epoch: int
 
 
-def check_nonce(directory: pathlib.Path, nonce: str) -> None:
-    """Makes sure that chief and ps mean the same directory.
+def check_nonce(directory: pathlib.Path, nonce: str, index: int) -> None:
+    """Makes sure that the chief and the ps of this index mean the same directory.
 
     Raises:
         CheckpointError: the file ``nonce`` is missing or says something else.
@@ -74,12 +74,12 @@ def check_nonce(directory: pathlib.Path, nonce: str) -> None:
         found = (directory / "nonce").read_text().strip()
     except OSError as error:
         raise CheckpointError(
-            f"{directory} cannot be read here ({error.strerror}); the checkpoint directory must be on a file system "
-            "that the chief and every parameter server share"
+            f"{directory} cannot be read by ps:{index} ({error.strerror}); the checkpoint directory must be on a file "
+            "system that the chief and every parameter server share"
         ) from None
     if found != nonce:
         raise CheckpointError(
-            f"{directory} exists here, and it is not the chief's: expected nonce {nonce!r}, found {found!r}. "
+            f"{directory} exists at ps:{index}, and it is not the chief's: expected nonce {nonce!r}, found {found!r}. "
             "The checkpoint directory must be on a file system that the chief and every parameter server share"
         )
 

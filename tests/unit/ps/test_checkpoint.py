@@ -178,10 +178,10 @@ def test_a_damaged_part_is_refused_and_the_store_stays_as_it_is(tmp_path: pathli
 def test_the_nonce_proves_the_directory(tmp_path: pathlib.Path) -> None:
     store = new_store()
     store.checkpoints.hold_commits(CHIEF, 1, 10.0, CALL)
-    with pytest.raises(CheckpointError, match="file system that the chief and every parameter server share"):
+    with pytest.raises(CheckpointError, match=r"read by ps:0 .* file system that the chief and every parameter server"):
         store.checkpoints.save_shards(1, str(tmp_path / "elsewhere"), "n")
     (tmp_path / "nonce").write_text("other")
-    with pytest.raises(CheckpointError, match="expected nonce 'n', found 'other'"):
+    with pytest.raises(CheckpointError, match=r"exists at ps:0, .* expected nonce 'n', found 'other'"):
         store.checkpoints.save_shards(1, str(tmp_path), "n")
     assert not list(tmp_path.glob("ps-*"))
     store.checkpoints.release_commits(1)
