@@ -141,5 +141,5 @@ def _check_same(slots: Sequence[ParameterGradient], groups: Sequence[int], commu
 def _describe(slot: ParameterGradient, group: int) -> str:
     parameter = slot.parameter
     kind = "sparse" if isinstance(slot, SparseSlot) else "dense"
-    strides = list(parameter.stride())
+    strides = list(torch.empty_like(parameter, device="meta").stride())  # of its gradient, wherever it lies itself
     return f"{kind} {parameter.dtype} {list(parameter.shape)} with strides {strides} in group {group}"

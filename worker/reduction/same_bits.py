@@ -131,11 +131,11 @@ def _settings(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> lis
 
 
 def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The elements in the order of memory, without a copy if there are no gaps."""
+    """The elements in the order of memory, without a copy if there are no gaps; else those of a dense copy."""
     own = parameter.detach()
-    if torch.empty_like(own, device="meta").stride() == own.stride():
-        return own.as_strided((own.numel(),), (1,))
-    return own.reshape(-1)
+    if torch.empty_like(own, device="meta").stride() != own.stride():
+        own = own.clone()
+    return own.as_strided((own.numel(),), (1,))
 
 
 def sum_of_bits(flat: torch.Tensor) -> int:
