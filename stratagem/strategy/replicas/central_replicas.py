@@ -174,9 +174,14 @@ class CentralOptimizer(MirroredOptimizer):
             for parameter, copies in pairs:
                 gradient = copies[0].grad  # after backward all have the same
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            before = [None if (gradient := parameter.grad) is None else gradient._version for parameter, _ in pairs]
             optimizer.step()  # outside of replicas, which wait for it
-            for parameter, copies in pairs:
+            for (parameter, copies), version in zip(pairs, before, strict=True):
                 spread(parameter, copies)
+                if parameter.grad is not None and parameter.grad._version != version:  # clipped
+                    for other in (copy.grad for copy in copies if copy.grad is not parameter.grad):
+                        if other is not None:
+                            other.copy_(parameter.grad)
             return [None] * len(offers)
 
         return self._mirrored_home.meet(self._mirrored_name, None, decide)
