@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from stratagem.strategy.replicas.local_replicas import SeveralReplicas
 from stratagem.strategy.replicas.mirrored import current, mirrored, original
 from stratagem.strategy.replicas.mirrored_module import foreign
 from stratagem.strategy.replicas.mirrored_stepping import MirroredOptimizer
-from stratagem.strategy.replicas.mirrors import Mirrors
+from stratagem.strategy.replicas.mirrors import Mirrors, otherwise, snapshot
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.reduction.same_bits import checksums
 from stratagem.worker.step_meter import StepMeter
@@ -72,6 +73,7 @@ class CentralMirrors(Mirrors):
         super().__init__(*args, **kwargs)
         self._num_seen = num_seen
         self._models: list[tuple[Sequence[nn.Module], Sequence[int]]] = []
+        self._settings: list[OwnSettings] = []
 
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """See :meth:`Mirrors.add`.
@@ -86,6 +88,11 @@ class CentralMirrors(Mirrors):
                     "MirroredStrategy, or bfloat16 autocast, which needs no scaling"
                 )
         return super().add(objects)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        for settings in self._settings:
+            settings.spread()
 
     def record(self) -> None:
         """See :meth:`Mirrors.record`. The user's models get the gradients and the averages of buffers."""
@@ -116,7 +123,9 @@ class CentralMirrors(Mirrors):
                 raise foreign(f"stepped the {type(optimizer).__name__}", here - 1, None)
 
         optimizer.register_step_pre_hook(refuse_in_replica)
-        return mirrored(CentralOptimizer, copies, self, name=name)
+        settings = OwnSettings(optimizer, len(self._copies) - 1)
+        self._settings.append(settings)
+        return mirrored(CentralOptimizer, copies, self, name=name, settings=settings)
 
     def _install(self, item: Any, copies: list[Any], others: Any) -> Any:
         if isinstance(item, nn.Module):
@@ -131,19 +140,20 @@ class CentralMirrors(Mirrors):
 class CentralOptimizer(MirroredOptimizer):
     """Stands for the only optimizer (see :class:`Mirrored`): in a step all replicas meet, and it is stepped once."""
 
-    __slots__ = ("_mirrored_name",)
+    __slots__ = ("_mirrored_name", "_mirrored_settings")
 
     _mirrored_home: CentralMirrors
     _mirrored_name: str
     """Of its step, for messages."""
+    _mirrored_settings: OwnSettings
 
     @property
     def param_groups(self) -> Any:
-        """The groups; in a replica, with its own copies of the parameters, and the settings of all."""
+        """The groups; in a replica, with its own copies of the parameters."""
         replica = self._mirrored_home.which()
-        groups: list[dict[str, Any]] = current(self).param_groups
         if replica is None:
-            return groups
+            return current(self).param_groups
+        groups = self._mirrored_settings.groups_of(replica - 1)
         return [CentralGroup(group, lambda p: self._mirrored_home.twins_of(p)[replica - 1]) for group in groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -170,6 +180,8 @@ class CentralOptimizer(MirroredOptimizer):
             )
 
         def decide(offers: list[Any]) -> list[None]:
+            for what in self._mirrored_settings.set_otherwise():
+                self._mirrored_home._warn(f"{self._mirrored_name}: {what}")
             pairs = [(parameter, self._mirrored_home.twins_of(parameter)) for parameter in parameters_of(optimizer)]
             for parameter, copies in pairs:
                 gradient = copies[0].grad  # after backward all have the same
@@ -182,16 +194,44 @@ class CentralOptimizer(MirroredOptimizer):
                     for other in (copy.grad for copy in copies if copy.grad is not parameter.grad):
                         if other is not None:
                             other.copy_(parameter.grad)
+            self._mirrored_settings.spread()
             return [None] * len(offers)
 
         return self._mirrored_home.meet(self._mirrored_name, None, decide)
 
 
-class CentralGroup(CopiedAsDict):
-    """A parameter group as one replica sees it: settings are those of all, parameters the copies that it has."""
+class OwnSettings:
+    """The groups of the only optimizer as replicas see them. What replica 0 sets counts. Another one sees what was set
+    when they began to run or made their last step, and what it has set itself, as if it had an optimizer of its own."""
 
-    def __init__(self, group: dict[str, Any], copy_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        self.data = group  # itself: what is set here is set for all
+    def __init__(self, optimizer: torch.optim.Optimizer, num_others: int) -> None:
+        self._optimizer = optimizer
+        self._num_others = num_others
+        self.spread()
+
+    def spread(self) -> None:
+        """Gives the other replicas what is set now."""
+        taken = list(map(snapshot, self._optimizer.param_groups))
+        self._others = [[collections.ChainMap({}, group) for group in taken] for _ in range(self._num_others)]
+
+    def groups_of(self, replica: int) -> Sequence[Any]:
+        return self._others[replica - 1] if replica else self._optimizer.param_groups
+
+    def set_otherwise(self) -> Iterator[str]:
+        """In words: what another replica has set to another value than replica 0; not of tensors."""
+        for replica, groups in enumerate(self._others, start=1):
+            for own, group in zip(groups, self._optimizer.param_groups, strict=False):  # a step may have added one
+                for name, value in own.maps[0].items():
+                    counts = group.get(name)
+                    if not isinstance(value, torch.Tensor) and not isinstance(counts, torch.Tensor) and value != counts:
+                        yield otherwise(name, counts, value, replica)
+
+
+class CentralGroup(CopiedAsDict):
+    """A parameter group as one replica sees it: parameters are the copies that it has."""
+
+    def __init__(self, group: Any, copy_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        self.data = group  # itself: what is set here is set there
         self._copy_of = copy_of
 
     def __getitem__(self, name: str) -> Any:

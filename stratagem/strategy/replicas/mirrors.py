@@ -222,15 +222,12 @@ class Mirrors:
             return
         if here != replica:
             raise foreign(f"stepped the {type(optimizer).__name__}", here, replica)
-        mine = [] if replica else [_snapshot(settings_of(group)) for group in optimizer.param_groups]
+        mine = [] if replica else [snapshot(settings_of(group)) for group in optimizer.param_groups]
         all_settings: list[Settings] = self.meet(name, mine, lambda offers: [offers[0]] * len(offers))
         if replica:
             for settings, group in zip(all_settings, optimizer.param_groups, strict=True):
                 if setting := self._copies[replica - 1].set_otherwise(settings, group):
-                    self._warn(
-                        f"{name}: a step set {setting} to {settings.get(setting)!r} on replica 0, which counts, and "
-                        f"to {group.get(setting)!r} on replica {replica}"
-                    )
+                    self._warn(f"{name}: {otherwise(setting, settings.get(setting), group.get(setting), replica)}")
                 self._copies[replica - 1].take_settings(settings, group)
 
     def _warn(self, what: str) -> None:
@@ -256,6 +253,10 @@ class Mirrors:
         return own
 
 
-def _snapshot(settings: Settings) -> Settings:
+def snapshot(settings: Settings) -> Settings:
     """As they are now: a scheduler may write to their tensors."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
+
+
+def otherwise(setting: str, counts: Any, other: Any, replica: int) -> str:
+    return f"a step set {setting} to {counts!r} on replica 0, which counts, and to {other!r} on replica {replica}"

@@ -31,3 +31,34 @@ def test_a_second_step_has_the_clipped_gradient(sparse: bool) -> None:
 
     central = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
     torch.testing.assert_close(trained(central), trained(sg.OneDeviceStrategy("cpu")))
+
+
+def test_a_rate_that_each_replica_counts_is_that_of_replica_0(caplog: pytest.LogCaptureFixture) -> None:
+    """The count, and what each multiplied the rate by, ran ahead without a word."""
+    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    own = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(own, torch.optim.SGD(own.parameters(), 1.0))
+    num_steps = 0
+
+    def step(batch: torch.Tensor, counting: bool) -> float:
+        nonlocal num_steps
+        num_steps += 1
+        group = optimizer.param_groups[0]
+        group["lr"] = 0.5**num_steps if counting else group["lr"] * 0.5
+        model(batch).mean().backward()
+        optimizer.step()
+        return float(group["lr"])
+
+    batches = iter(strategy.distribute_dataset([torch.ones(4, 2)] * 4))
+    for rate in (0.5, 0.25):
+        assert strategy.local_results(strategy.run(step, args=(next(batches), False))) == (rate, rate)
+    assert optimizer.param_groups[0]["lr"] == 0.25 and not _warnings(caplog)
+    for _ in range(2):
+        strategy.run(step, args=(next(batches), True))
+    strategy.close()
+    (told,) = _warnings(caplog)
+    assert told.startswith("step() of SGD 0: a step set lr to 0.0") and "on replica 0, which counts, and to 0.0" in told
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
