@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from stratagem.strategy.replicas.mirrors import Mirrors, otherwise, snapshot
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.reduction.same_bits import checksums
 from stratagem.worker.step_meter import StepMeter
+
+logger = logging.getLogger(__name__)
 
 
 class CentralReplicas(SeveralReplicas):
@@ -74,6 +77,8 @@ class CentralMirrors(Mirrors):
         self._num_seen = num_seen
         self._models: list[tuple[Sequence[nn.Module], Sequence[int]]] = []
         self._settings: list[OwnSettings] = []
+        self._versions: list[list[int]] = []
+        self._has_warned_of_writes = False
 
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """See :meth:`Mirrors.add`.
@@ -93,9 +98,35 @@ class CentralMirrors(Mirrors):
         super().synchronize()
         for settings in self._settings:
             settings.spread()
+        self.note_weights()
+
+    def note_weights(self) -> None:
+        """Replicas have the weights that they should have."""
+        self._versions = [[copy._version for copy in copies] for _, _, *copies in self._weights()]
+
+    def look_at_weights(self) -> None:
+        """Warns of weights that a step has written to itself."""
+        for (name, parameter, *copies), before in zip(self._weights(), self._versions, strict=False):
+            written = sum(copy._version != version for copy, version in zip(copies, before, strict=True))
+            if written > (copies[0].device == parameter.device) and not self._has_warned_of_writes:
+                self._has_warned_of_writes = True
+                logger.warning(
+                    "%s was written to in a step, by %d replicas: in the memory that they share this is done once by "
+                    "each, on other devices the next update undoes it. Do it outside of strategy.run, once for all, or "
+                    "use MirroredStrategy. A clamp, the same whoever does it, can stay where there is one memory",
+                    name,
+                    written,
+                )
+
+    def _weights(self) -> Iterator[tuple[Any, ...]]:
+        """Name, the parameter, and its copy on each replica."""
+        for models, _ in self._models:
+            names = (name for name, _ in models[0].named_parameters())
+            yield from zip(names, *(model.parameters() for model in models), strict=True)
 
     def record(self) -> None:
         """See :meth:`Mirrors.record`. The user's models get the gradients and the averages of buffers."""
+        self.look_at_weights()
         for (central, *replicas), before in self._models:
             weights = [now - then for now, then in zip(self._num_seen(), before, strict=True)]
             for parameter, *copies in zip(*(model.parameters() for model in (central, *replicas)), strict=True):
@@ -182,6 +213,7 @@ class CentralOptimizer(MirroredOptimizer):
         def decide(offers: list[Any]) -> list[None]:
             for what in self._mirrored_settings.set_otherwise():
                 self._mirrored_home._warn(f"{self._mirrored_name}: {what}")
+            self._mirrored_home.look_at_weights()
             pairs = [(parameter, self._mirrored_home.twins_of(parameter)) for parameter in parameters_of(optimizer)]
             for parameter, copies in pairs:
                 gradient = copies[0].grad  # after backward all have the same
@@ -195,6 +227,7 @@ class CentralOptimizer(MirroredOptimizer):
                         if other is not None:
                             other.copy_(parameter.grad)
             self._mirrored_settings.spread()
+            self._mirrored_home.note_weights()
             return [None] * len(offers)
 
         return self._mirrored_home.meet(self._mirrored_name, None, decide)

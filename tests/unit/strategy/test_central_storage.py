@@ -60,5 +60,33 @@ def test_a_rate_that_each_replica_counts_is_that_of_replica_0(caplog: pytest.Log
     assert told.startswith("step() of SGD 0: a step set lr to 0.0") and "on replica 0, which counts, and to 0.0" in told
 
 
+@pytest.mark.parametrize("who", [(), (0,), (0, 1)])
+def test_weights_that_several_replicas_write_to_are_told_of(
+    caplog: pytest.LogCaptureFixture, who: tuple[int, ...]
+) -> None:
+    """What a step changed in them by hand was done once by each, without a word."""
+    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    own = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(own, torch.optim.SGD(own.parameters(), 1.0))
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+        context = sg.get_replica_context()
+        assert context is not None
+        if context.replica_id_in_sync_group in who:
+            with torch.no_grad():
+                model.bias.mul_(0.9)
+
+    for batch in strategy.distribute_dataset([torch.ones(4, 2)] * 3):
+        strategy.run(step, args=(batch,))
+        with torch.no_grad():
+            own.weight.mul_(0.9)
+    strategy.close()
+    told = [text[:47] for text in _warnings(caplog)]
+    assert told == ["bias was written to in a step, by 2 replicas: i"] * (len(who) == 2)
+
+
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
