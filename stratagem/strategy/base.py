@@ -129,7 +129,8 @@ class Strategy(WithWaysOut):
             nan: "error": a NaN or Inf in a gradient raises ``NonFiniteGradientError``; "skip": the update is skipped
                 and counted.
             sync_batchnorm: BatchNorm layers normalise over the batches of all replicas in sync, so that the result
-                equals one process on the joined batch.
+                equals one process on the joined batch; in training alone, as torch's ``SyncBatchNorm`` (in ``eval()`` a
+                layer without running statistics goes by each replica's own examples).
             torch_compile: True, a mode ("max-autotune"), or arguments of ``torch.compile`` (``{"dynamic": True}``):
                 each replica's models are compiled. Shares of uneven batches have other sizes, each a compilation unless
                 ``dynamic``.
