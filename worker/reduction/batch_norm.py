@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 # The base of all BatchNorm modules; torch's own conversion goes by it too.
@@ -182,6 +181,22 @@ def _statistics(x: torch.Tensor, communicator: Communicator) -> tuple[int, torch
     return everywhere, mean, (squares - mean**2).clamp_min_(0.0)
 
 
+class _Once(torch.autograd.Function):
+    """A gradient as it is, whose own gradient would need that of other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *of: torch.Tensor | None) -> torch.Tensor:
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise ConfigurationError(
+            "sync_batchnorm=True: a gradient of a gradient (create_graph=True, as for a gradient penalty) cannot go "
+            "through a BatchNorm that takes its statistics from all replicas; leave sync_batchnorm out, or have a "
+            "GroupNorm or LayerNorm in its place"
+        )
+
+
 class _Normalise(torch.autograd.Function):
     """Normalises with statistics of all ranks, which depend on the input of all ranks."""
 
@@ -204,8 +219,15 @@ class _Normalise(torch.autograd.Function):
         return functional.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = _Normalise._gradients(ctx, grads)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = tuple(None if one is None else _Once.apply(one, *grads, *ctx.saved_tensors[:2]) for one in found)  # type: ignore[no-untyped-call]
+        return found
+
+    @staticmethod
+    @torch.no_grad()
+    def _gradients(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """The loss of the job is the weighted sum of the ranks' losses. A rank propagates the gradient of that, divided
         by its own weight, because the reducer will multiply the gradients of its parameters by it."""
         x, weight, mean, inverse = ctx.saved_tensors

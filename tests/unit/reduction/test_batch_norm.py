@@ -307,3 +307,19 @@ def test_no_buffers_no_collective_beside_the_count() -> None:
         return communicator.position.ordinal
 
     assert run_ranks(2, work) == [1, 1]
+
+
+def test_a_gradient_of_a_gradient_is_refused_with_the_way_out() -> None:
+    """Torch's own words named none; where the loss is linear in what the layer gives, there was no word at all."""
+
+    def work(communicator: Communicator) -> None:
+        module = nn.BatchNorm1d(5)
+        convert_batch_norm(module, communicator, whole)
+        x = torch.randn(4, 5, requires_grad=True)
+        for loss in (module(x)[0].sum(), module(x).square().sum()):
+            gradients = torch.autograd.grad(loss, (x, *module.parameters()), create_graph=True)
+            for gradient in gradients[:2]:
+                with pytest.raises(ConfigurationError, match=r"a gradient of a gradient .* leave sync_batchnorm out"):
+                    gradient.square().sum().backward(retain_graph=True)
+
+    run_ranks(2, work)
