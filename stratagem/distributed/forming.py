@@ -24,6 +24,7 @@ from stratagem.cluster.sources import Layer, environment_layer, resolve
 from stratagem.cluster.spec import join_address, split_address
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.nccl import Nccl
+from stratagem.distributed.open_groups import refuse_forked
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
 from stratagem.errors import ConfigurationError
@@ -53,7 +54,7 @@ def make_process_group(given: Any, options: CommunicationOptions | None = None) 
 
     Raises:
         ConfigurationError: ranks want different things, or cannot reach each other; ``options`` are another backend's;
-            compression is asked for.
+            compression is asked for; this process was forked from one that had a group.
         ClusterTimeoutError: a rank does not come.
     """
     check_kind(options, CommunicationOptions, NoneType)
@@ -65,6 +66,7 @@ def form(
     store: Store, rank: int, ranks: list[int], timeout_s: float, options: CommunicationOptions | None = None
 ) -> LaneProcessGroup:
     """A process group of ``ranks`` (of the default group), of which this is the ``rank``-th."""
+    refuse_forked()
     if not 0 <= rank < len(ranks):
         raise ConfigurationError(f"there is no rank {rank} among {len(ranks)}: RANK goes from 0 to WORLD_SIZE - 1")
     tasks = [f"worker:{each}" for each in ranks]

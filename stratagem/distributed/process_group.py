@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from stratagem.distributed import open_groups
 from stratagem.distributed.comm_memory import CommMemory
 from stratagem.distributed.dynamo import keep_dynamo_out
 from stratagem.distributed.messages import Messages
@@ -27,27 +25,6 @@ from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
 
 Tensors = list[torch.Tensor]
-_open: weakref.WeakSet[LaneProcessGroup] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """A script has ended, well or not, and destroyed no group: a thread that waits for another rank would keep the
-    process, and the other ranks would wait for it."""
-    for group in list(_open):
-        group.shutdown()
-
-
-def _forget_all() -> None:
-    """In a forked child (a DataLoader's worker), which comes by :func:`_close_all` too: the groups are not its own."""
-    for group in list(_open):
-        group._ended = "the process group is that of the process from which this one was forked: make one here"
-        group._close = lambda reason: None  # its threads are not here, and its server does not stand a fork
-    _open.clear()
-
-
-# Before Python waits for its threads; atexit's functions come after that.
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_forget_all)
 
 
 class LaneProcessGroup(dist.ProcessGroup):
@@ -85,7 +62,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         self._close = close
         self._ended = ""
         self._name = self._description = ""
-        _open.add(self)
+        open_groups.add(self)
 
     def getBackendName(self) -> str:
         """The name that ``init_process_group`` was given."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
+from stratagem.distributed.forming import form
 from stratagem.distributed.messages import Messages
-from stratagem.errors import CollectiveError
+from stratagem.errors import CollectiveError, ConfigurationError
 from tests.contract.distributed.ranks import process_groups
 
 
@@ -71,4 +74,20 @@ def test_a_forked_child_ends_nothing_of_its_parents_group() -> None:
             group.shutdown()
             os._exit(0)
         group._close = close
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_group_of_a_forked_childs_own_is_refused() -> None:
+    """It waited for ever, whatever its timeout."""
+    with process_groups(1):
+        if not (child := os.fork()):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            try:
+                form(HashStore(), 0, [0], 5.0)
+            except ConfigurationError as error:
+                os._exit(0 if 'get_context("spawn")' in str(error) else 4)
+            finally:
+                os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

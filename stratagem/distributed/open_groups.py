@@ -1,0 +1,51 @@
+"""The process groups of this process that stand, at its end and in its forks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+from stratagem.errors import ConfigurationError
+
+_SPAWN = 'start it by torch.multiprocessing.get_context("spawn"), and make a group there'
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_forked: set[int] = set()
+"""This process, if it was forked from one in which a group stood."""
+
+
+def add(group: Any) -> None:
+    """A group is there."""
+    _open.add(group)
+
+
+def refuse_forked() -> None:
+    """Refuses a group in a process that was forked while one stood.
+
+    Raises:
+        ConfigurationError: gRPC, which the parent uses, would wait here for ever.
+    """
+    if os.getpid() in _forked:
+        raise ConfigurationError(f"this process was forked from one that has a process group: {_SPAWN}")
+
+
+def _close_all() -> None:
+    """A script has ended, well or not, and destroyed no group: a thread that waits for another rank would keep the
+    process, and the other ranks would wait for it."""
+    for group in list(_open):
+        group.shutdown()
+
+
+def _forget_all() -> None:
+    """In a forked child (a DataLoader's worker), which comes by :func:`_close_all` too: the groups are not its own."""
+    for group in list(_open):
+        group._ended = f"the process group is that of the process from which this one was forked: {_SPAWN}"
+        group._close = lambda reason: None  # its threads are not here, and its server does not stand a fork
+        _forked.add(os.getpid())
+    _open.clear()
+
+
+# Before Python waits for its threads; atexit's functions come after that.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_forget_all)
