@@ -37,7 +37,7 @@ def why_command(asking: Asking, summary: Path | None) -> None:
             reading = reading_of(fetch_status(address, asking.timeout_s, security))
         except PeerUnavailableError as error:
             reading = Reading(
-                problem=f"the chief does not answer, so the job can go on only until its leases end: {error}"
+                problem=f"the chief does not answer, and tasks end that wait for it longer than peer_timeout_s: {error}"
             )
     verdict = judge(reading)
     click.echo(json.dumps(verdict.as_json(), indent=2) if asking.as_json else verdict.text())

@@ -510,6 +510,11 @@ def test_what_cannot_be_asked_or_written_is_said_at_once(
     assert (code, out) == (2, "") and words.format(tmp=tmp_path) in err
 
 
+def test_why_says_what_becomes_of_a_job_whose_chief_is_away() -> None:
+    code, out, _ = invoke("why", "--chief", "127.0.0.1:1")
+    assert code == 0 and "tasks end that wait for it longer than peer_timeout_s" in out
+
+
 def test_as_a_process() -> None:
     run = subprocess.run([sys.executable, "-m", "stratagem.cli", "status"], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
