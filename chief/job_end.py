@@ -76,14 +76,12 @@ class JobEnd(ChiefPart):
         self._say_end(stop, sessions.absent_servers + sessions.unfinished)
         if not (stop.exit_code in (0, 143) and unsaved and self._config.checkpoints_stay):
             return stop.exit_code
-        journal = f" with another journal than that in {self._config.state_dir}"
+        what = "work is done" if is_good else "job was told to end"
+        state_dir = self._config.state_dir
+        how = f" with another journal than that in {state_dir}" if is_good and state_dir else ""
         newest = next(iter(checkpoints.newest(self._config.checkpoint_dir) or ["none"]))
-        logger.error(
-            "The %s and not saved: no last checkpoint (%s); the newest is %s. A job that is started%s goes on "
-            "from that",
-            *("work is done" if is_good else "job was told to end", unsaved, newest),
-            journal if is_good and self._config.state_dir else "",
-        )
+        words = "The %s and not saved: no last checkpoint (%s); the newest is %s. A job that is started%s goes on "
+        logger.error(words + "from that", what, unsaved, newest, how)
         return 1
 
     async def _save_last(self, deadline: float) -> str:

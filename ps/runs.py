@@ -53,19 +53,18 @@ def cut_runs(
         end = offset + count
         while index < len(shards) and shards[index].stop <= offset:
             index += 1
-        current: Run | None = None
-        at = index
-        while at < len(shards) and shards[at].offset < end:
+        for at in range(index, len(shards)):
+            if shards[at].offset >= end:
+                break
             start, stop = max(offset, shards[at].offset), min(end, shards[at].stop)
-            if present[at] and start < stop:
-                covered[at] += stop - start
-                if current is not None and current.stop == start and likeness[current.shard] == likeness[at]:
-                    current = dataclasses.replace(current, stop=stop)
-                    runs[-1] = current
-                else:
-                    current = Run(piece, start, stop, at)
-                    runs.append(current)
-            at += 1
+            if not present[at] or start >= stop:
+                continue
+            covered[at] += stop - start
+            last = runs[-1] if runs and runs[-1].piece == piece else None
+            if last is not None and last.stop == start and likeness[last.shard] == likeness[at]:
+                runs[-1] = dataclasses.replace(last, stop=stop)
+            else:
+                runs.append(Run(piece, start, stop, at))
     for shard, has_gradient, count in zip(shards, present, covered, strict=True):
         if has_gradient and count != shard.num_elements:
             raise ProtocolError(

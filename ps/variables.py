@@ -53,18 +53,7 @@ class Variables:
             self._take_from_origin(sender, groups, num_ps)
             with state.lock:
                 self._check_num_ps(sender, num_ps)
-                new = [spec for spec in groups if spec.group not in state.locked_groups]
-                if len({spec.group for spec in groups}) != len(groups):
-                    raise ProtocolError(f"expected each group once, got {[spec.group for spec in groups]}")
-                for spec in groups:
-                    if spec.group in state.locked_groups:
-                        check_same(state.locked_groups[spec.group].spec, spec)
-                    else:
-                        check_group(spec)
-                held = [locked.spec for locked in state.locked_groups.values()]
-                check_new_groups(new, held, state.limits, state.elsewhere)
-                for spec in new:
-                    state.locked_groups[spec.group] = LockedGroup(new_group(spec))
+                new = self._make_new(groups)
                 empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]
                 state.changed.notify_all()
                 locked_groups = [state.locked_groups[spec.group] for spec in groups]
@@ -84,7 +73,7 @@ class Variables:
         if made:
             self._make_tables(sender, made, call)
         if new or initialize:
-            self._state.copy_is_outdated()
+            state.copy_is_outdated()
         initialized = [locked.spec.group for locked in locked_groups if locked.group.initialized]
         return [group for group in initialize if group not in initialized], initialized
 
@@ -158,6 +147,22 @@ class Variables:
                 wait_room(state, sender, frame.tensor.nbytes, call)
             state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor, state.peer_bytes)
             state.changed.notify_all()
+
+    def _make_new(self, groups: Sequence[GroupSpec]) -> list[GroupSpec]:
+        """With the store locked: makes the groups that are not there, and returns them; none if one is refused."""
+        held = self._state.locked_groups
+        new = [spec for spec in groups if spec.group not in held]
+        if len({spec.group for spec in groups}) != len(groups):
+            raise ProtocolError(f"expected each group once, got {[spec.group for spec in groups]}")
+        for spec in groups:
+            if spec.group in held:
+                check_same(held[spec.group].spec, spec)
+            else:
+                check_group(spec)
+        check_new_groups(new, [locked.spec for locked in held.values()], self._state.limits, self._state.elsewhere)
+        for spec in new:
+            held[spec.group] = LockedGroup(new_group(spec))
+        return new
 
     def _check_num_ps(self, sender: Sender, num_ps: int) -> None:
         """With the store locked: the number of ps may change while a call is under way."""

@@ -272,6 +272,35 @@ class Sessions(Roster):
 
     def tick(self, now: float) -> list[Action]:
         config = self._config
+        actions = self._lose_silent(now)
+        if self.stopping is not None:
+            return actions
+        if not self.ready and now > self._start_deadline and self.anybody_waits:
+            missing = ", ".join(self.waiting_for)
+            actions += self.stop(
+                1, f"the cluster did not come up within {config.start_timeout_s:.0f} s; still missing: {missing}"
+            )
+        is_start = self._starts_cold and now <= self._start_deadline  # all had left: they come as to a new job
+        away_too_long = {
+            task: session
+            for task, session in self.tasks.items()
+            if session.state is SessionState.LOST and now - session.lost_at > config.worker_timeout_s
+        }
+        for task in self.required if self.ready and not is_start else ():
+            if task in away_too_long and not self._goes_on:
+                actions += self._give_up(away_too_long[task], now)
+        for task, session in away_too_long.items():
+            if not session.given_up and self.was_added(task):
+                session.given_up = True
+                actions += self._end_of_work()
+        if self.ready and self.all_known:  # a chief that restarts after the last goodbye, or loss, hears none any more
+            actions += self._end_of_ring() or self._end_of_work()
+        return actions
+
+    # Rules
+
+    def _lose_silent(self, now: float) -> list[Action]:
+        config = self._config
         actions: list[Action] = []
         for session in self.tasks.values():
             silent_s = now - session.heard_at
@@ -284,29 +313,7 @@ class Sessions(Roster):
             elif session.open and not session.stream and (broken_s := now - session.broken_at) > config.session_grace_s:
                 why = f"its session broke off without a goodbye {broken_s:.1f} s ago and did not come back"
                 actions += self._lose(session, now, why)
-        if self.stopping is not None:
-            return actions
-        if not self.ready and now > self._start_deadline and self.anybody_waits:
-            missing = ", ".join(self.waiting_for)
-            actions += self.stop(
-                1, f"the cluster did not come up within {config.start_timeout_s:.0f} s; still missing: {missing}"
-            )
-        is_start = self._starts_cold and now <= self._start_deadline  # all had left: they come as to a new job
-        for task in self.required if self.ready and not is_start else ():
-            session = self.tasks[task]
-            away = session.state is SessionState.LOST
-            if away and now - session.lost_at > config.worker_timeout_s and not self._goes_on:
-                actions += self._give_up(session, now)
-        for task, session in self.tasks.items():
-            away = session.state is SessionState.LOST and now - session.lost_at > config.worker_timeout_s
-            if away and not session.given_up and self.was_added(task):
-                session.given_up = True
-                actions += self._end_of_work()
-        if self.ready and self.all_known:  # a chief that restarts after the last goodbye, or loss, hears none any more
-            actions += self._end_of_ring() or self._end_of_work()
         return actions
-
-    # Rules
 
     def _give_up(self, session: Session, now: float) -> list[Action]:
         others = [s for s in self._workers if s is not session]

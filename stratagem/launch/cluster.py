@@ -194,7 +194,7 @@ class LocalCluster:
             if code == EXIT_DONE and self._owes_goodbye(process):
                 code = EXIT_FAILED
                 self.output.say(f"{task} ended with exit code 0 in the middle of its script: it has failed")
-        told, lost = self.supervisor.failure, len(self.supervisor.lost)
+        failure_before, num_lost = self.supervisor.failure, len(self.supervisor.lost)
         was_renewing = self.supervisor.phase is Phase.RENEWING
         if self.folders.resume_mark.exists():
             self.supervisor.can_resume()
@@ -211,17 +211,18 @@ class LocalCluster:
             code = EXIT_DONE
             self.output.say(f"{task} was killed after its goodbye to the chief: it had done its work")
         actions = self.supervisor.exited(task, code, now)
-        left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
+        ended = f"{task} ended ({describe_exit(code)})"
+        restarts_left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
         if self.supervisor.phase is Phase.RENEWING and not was_renewing:
-            self.output.say(f"{task} ended ({describe_exit(code)}); starting the job again, {left} restarts left")
+            self.output.say(f"{ended}; starting the job again, {restarts_left} restarts left")
         elif Start(task) in actions and not was_renewing:
-            self.output.say(f"{task} ended ({describe_exit(code)}); starting it again, {left} restarts left")
-        if len(self.supervisor.lost) > lost:
-            left = len(self.supervisor.workers) - lost - 1
-            self.output.say(f"{task} ended ({describe_exit(code)}); the ring goes on with {left} workers")
-        if self.supervisor.failure is not None and self.supervisor.failure is not told:
+            self.output.say(f"{ended}; starting it again, {restarts_left} restarts left")
+        if len(self.supervisor.lost) > num_lost:
+            workers_left = len(self.supervisor.workers) - num_lost - 1
+            self.output.say(f"{ended}; the ring goes on with {workers_left} workers")
+        if self.supervisor.failure is not None and self.supervisor.failure is not failure_before:
             self.failure_tail = self.output.tail(self.supervisor.failure.task)
-            self.output.say(f"{task} ended ({describe_exit(code)}): {self.supervisor.failure.reason}")
+            self.output.say(f"{ended}: {self.supervisor.failure.reason}")
         self._do(actions)
 
     def _note_goodbyes(self, now: float) -> None:
@@ -256,19 +257,23 @@ class LocalCluster:
         self.supervisor.away(runs, now)
         if status.lead and status.ready:  # before that, whoever joined first leads
             self.output.lead = TaskId.parse(status.lead)
+        self._start_wanted(status)
+        self.on_status(status, now)
+
+    def _start_wanted(self, status: StatusView) -> None:
+        """Starts the tasks that the chief wants, and that are not there."""
         ps = max(status.wanted_ps, status.num_ps) if status.wanted_ps else 0  # one is needed until others have its rows
         away = [each.task for each in status.tasks if each.state in ("lost", "done") and not status.stop_reason]
         absent = [task for task in map(TaskId.parse, away) if task.type == "ps"]  # a worker that is done has done all
         absent += [TaskId.parse(each.task) for each in status.tasks if each.state == "waiting" and each.pid]
+        most = most_processes()
         for kind, wanted in (("worker", status.wanted_workers), ("ps", ps)):
-            most = most_processes()
             starting = self.supervisor.want(kind, min(wanted, most), absent) if wanted else []
             if starting:
                 names = ", ".join(str(start.task) for start in starting)
                 few = f", and this host bears {most}" if wanted > most else ""
                 self.output.say(f"starting {names}: there are to be {wanted}{few}")
             self._do(starting)
-        self.on_status(status, now)
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

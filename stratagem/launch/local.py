@@ -62,14 +62,14 @@ def run_local(
 
     display = make_display(out, err)
     output = OutputRouter(display.show, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))
-    chaos = (
-        ChaosInjector(job.chaos, (*job.servers, *job.workers), output.say, job.ps_replicas > 1) if job.chaos else None
-    )
-
+    chaos = None
+    if job.chaos:
+        chaos = ChaosInjector(job.chaos, (*job.servers, *job.workers), output.say, job.ps_replicas > 1)
     certified: Callable[[str], None] | None = None
 
     def launch(task: TaskId, chief_address: str) -> Launch:
-        chief, relayed = folders.chief_file if job.num_chiefs > 1 else chief_address, ("", "")
+        chief = folders.chief_file if job.num_chiefs > 1 else chief_address
+        relayed = ("", "")
         if certified is not None and task not in (*job.servers, *job.workers):
             certified(str(task))
         if chaos is not None and task.type != "chief":
@@ -89,9 +89,7 @@ def run_local(
             if job.tls == AUTO and job.servers:
                 from stratagem.launch.certificates import make_throw_away  # needs a package of the extra tls
 
-                tasks = [
-                    task for task in (*job.servers, *job.workers) if task != STANDBY
-                ]  # which is chief:0 to the others
+                tasks = [task for task in (*job.servers, *job.workers) if task != STANDBY]  # chief:0 to the others
                 certified = make_throw_away(folders.certificates, map(str, tasks))
             started_at = time.monotonic()
             cluster = LocalCluster(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import signal
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from stratagem.cluster.task import TaskId
@@ -67,7 +68,7 @@ class Supervisor:
         self.phase = Phase.STARTING
         self.life = 1
         """Grows when the whole job, or a script alone, begins anew; what the job counts is of one life."""
-        self.restarts: dict[TaskId, int] = {}
+        self.restarts: Counter[TaskId] = Counter()
         self.exits: dict[TaskId, list[int]] = {task: [] for task in (*self.servers, *self.workers)}
         self.failure: Failure | None = None
         self.running: set[TaskId] = set()
@@ -94,7 +95,7 @@ class Supervisor:
 
     @property
     def num_restarts(self) -> int:
-        return sum(self.restarts.values())
+        return self.restarts.total()
 
     def begin(self, now: float) -> list[Action]:
         """Start the chief, or the lone worker."""
@@ -162,7 +163,7 @@ class Supervisor:
             actions = self._end_late(now)
         elif self._goes_on_without(task, code):
             if self._may_come_back(task, code):
-                self.restarts[task] = self.restarts.get(task, 0) + 1
+                self.restarts[task] += 1
                 return [self._start(task)]
             self.lost.add(task)
         elif self._has_successor(task, code):
@@ -170,7 +171,7 @@ class Supervisor:
         elif self.phase in (Phase.STARTING, Phase.RUNNING, Phase.RENEWING):
             reason = self._why_not_again(task, code)
             if reason is None:
-                self.restarts[task] = self.restarts.get(task, 0) + 1
+                self.restarts[task] += 1
                 if self._is_in_ring(task) or self._is_broken:  # this life of the job ends with it
                     self.phase, self._deadline = Phase.RENEWING, now + self.policy.shutdown_timeout_s
                     return [*(self._signal_all() if task.type == "chief" else []), *self._renew(task, now)]
@@ -181,7 +182,7 @@ class Supervisor:
             else:
                 actions = self._fail(Failure(task, code, reason), now)
         elif self.phase is Phase.DRAINING and task.type != "worker" and not self._why_not_again(task, code):
-            self.restarts[task] = self.restarts.get(task, 0) + 1  # the last checkpoint needs a ps, and the chief
+            self.restarts[task] += 1  # the last checkpoint needs a ps, and the chief
             return [self._start(task)]
         elif self.phase is Phase.DRAINING and self.failure is None:
             self.failure = Failure(task, code, "it failed after the workers were done")
@@ -227,24 +228,23 @@ class Supervisor:
             if now >= since + away_s and self._is_to_begin_anew(task):
                 del self._away[task]
                 return [Kill(task, "is lost, and its process has not ended: it is killed, and started again")]
-        if self._deadline is None or now < self._deadline:
-            return []
+        return [] if self._deadline is None or now < self._deadline else self._too_late(now)
+
+    def _too_late(self, now: float) -> list[Action]:
         if self.phase is Phase.STARTING:
             reason = f"it did not say where it listens within {self.policy.start_timeout_s:.0f} s"
             return self._fail(Failure(self.servers[0], EXIT_FAILED, reason), now)
         if self.phase is Phase.DRAINING and (late := [task for task in self._in_order() if task.type == "evaluator"]):
             self._deadline = now + self.policy.shutdown_timeout_s
             return [Say(f"{task} still runs, and is waited for: Ctrl-C ends it") for task in late]
-        if self.phase is Phase.DRAINING and self._chief_is_done and all(task.type == "chief" for task in self.running):
-            self._deadline = None  # it came to stand by when there was nobody any more to stand by for
+        only_chiefs = self._chief_is_done and all(task.type == "chief" for task in self.running)
+        if self.phase is Phase.RENEWING or (self.phase is Phase.DRAINING and only_chiefs):
+            self._deadline = None  # a chief came to stand by when there was nobody any more to stand by for
             return [Kill(task) for task in self._in_order()]
         if self.phase is Phase.DRAINING:
             left = ", ".join(str(task) for task in self._in_order())
             reason = f"still running {self.policy.shutdown_timeout_s:.0f} s after the workers were done: {left}"
             return self._fail(Failure(self._in_order()[0], EXIT_FAILED, reason), now)
-        if self.phase is Phase.RENEWING:
-            self._deadline = None
-            return [Kill(task) for task in self._in_order()]
         return self._kill()
 
     def _is_to_begin_anew(self, task: TaskId) -> bool:
@@ -316,7 +316,7 @@ class Supervisor:
 
     def _is_hopeless(self, task: TaskId, code: int) -> bool:
         """Whether the job ends; not by a worker that came to a ring later, and could not join: the others go on."""
-        came_later = self._is_in_ring(task) and self.policy.min_workers and self.restarts.get(task)
+        came_later = self._is_in_ring(task) and self.policy.min_workers and self.restarts[task]
         return code in _NEVER_RETRIED and not came_later
 
     def _goes_on_without(self, task: TaskId, code: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.buckets import ALIGNMENT, cut_buckets
+from stratagem.worker.reduction.buckets import ALIGNMENT, Bucket, cut_buckets
 from stratagem.worker.reduction.compress_interface import BucketPart
 from stratagem.worker.reduction.gradient_areas import Area, DeviceArea, StagedArea, page_locked
 from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
@@ -81,12 +81,7 @@ class GradientLayout:
         arena.source.zero_()
         start = 0
         for group, members, bucket in plan:
-            area: Area
-            if bucket.device.type == "cuda":
-                kind = DeviceArea if arena.source.is_cuda else StagedArea
-                area = kind(arena, start, bucket.num_bytes, bucket.dtype, bucket.device)
-            else:
-                area = Area(arena, start, bucket.num_bytes, bucket.dtype)
+            area = _area_of(bucket, arena, start)
             start += bucket.num_bytes
             parts = []
             for slot, offset in zip(members, bucket.offsets, strict=True):
@@ -105,6 +100,13 @@ class GradientLayout:
             self._release()
             self._release = None
         self._arena.free()
+
+
+def _area_of(bucket: Bucket, arena: Arena, start: int) -> Area:
+    if bucket.device.type != "cuda":
+        return Area(arena, start, bucket.num_bytes, bucket.dtype)
+    kind = DeviceArea if arena.source.is_cuda else StagedArea
+    return kind(arena, start, bucket.num_bytes, bucket.dtype, bucket.device)
 
 
 def check_reducible(parameter: torch.nn.Parameter) -> None:

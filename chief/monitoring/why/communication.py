@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from stratagem.chief.monitoring.why.finding import Cause, Finding, percent, rate
+from stratagem.chief.monitoring.why.finding import WORTH, Cause, Finding, percent, rate
 from stratagem.chief.monitoring.why.reading import Reading, TaskReading
 from stratagem.measuring import measures
 
-WORTH = 0.15
-"""Exposed communication from which on it is worth a look."""
 FEW_ROWS = 0.3
 """The part of a table's row updates from which on the few rows that get it are why its shard is hot."""
 STANDS_STILL_S = 0.01
@@ -185,6 +183,7 @@ def _hot_rows(values: measures.Values) -> tuple[str, dict[str, float]]:
 
 
 def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Finding]:
+    """The ps that is waited for most: it is busy, slower than the others, answers late, or starves."""
     servers = [server for server in reading.of("ps") if server.get(measures.COMMITS) and server.window_s > 0]
     if not servers:
         return
@@ -196,9 +195,9 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
     cores = slow.get(measures.CPU) / slow.window_s
     # In step its reply waits for the other workers: what is late is not the ps then.
     is_late = waits[slow.task] >= 4 * slow.served_s and not reading.in_step
-    if slow.busy < 0.4 and ratio < 2 and not is_late:
+    works_little = slow.busy < 0.4 and ratio < 2
+    if works_little and not is_late:
         return
-    moved = sum(slow.lanes(measures.RECEIVED).values()) + sum(slow.lanes(measures.SENT).values())
     late_s = slow.get(measures.GIL_WAIT) / max(1.0, slow.get(measures.GIL_PROBES))
     advice = "add a ps, or give it more --threads"
     if late_s >= STANDS_STILL_S:
@@ -210,34 +209,22 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
         advice = (
             "it answers late and works little: it is stopped now and then, or its machine is busy with other things"
         )
-    no_core_s = slow.get(measures.STARVED)
-    steps = max(1.0, sum(one.steps for one in reading.working))
-    cpu = statistics.mean(one.get(measures.CPU) / one.steps for one in reading.working)
-    # Its own work takes long: it does much of what a worker does, and the machine is as short of cores for all of them.
-    scarce, usual = _seconds_without_a_core(slow), statistics.mean(map(_seconds_without_a_core, reading.working))
-    does = slow.get(measures.CPU) / slow.get(measures.COMMITS) * len(reading.working)
-    works = does >= 0.6 * cpu and scarce < 4 * usual
-    waited_s = max(one.get(f"{measures.PEER_WAIT}|{slow.task}") for one in reading.working)
-    alike = [server.get(measures.STARVED) for server in servers if server is not slow]
-    is_starved = no_core_s >= max(0.2 * slow.window_s, 0.6 * waited_s, *(1.5 * seconds for seconds in alike))
-    if is_starved and not works and late_s < STANDS_STILL_S:
+    if late_s < STANDS_STILL_S and _is_starved(reading, slow, servers):
+        no_core = percent(slow.get(measures.STARVED) / slow.window_s)
         yield Finding(
             Cause.NO_CORE,
             slow.task,
-            f"{slow.task} is ready and gets no core {percent(no_core_s / slow.window_s)} of the time, and "
+            f"{slow.task} is ready and gets no core {no_core} of the time, and "
             f"{worker.task} waits {percent(share)} of its time for communication",
             "move what else runs on its machine, raise its CPU limit, or take fewer processes or threads",
             share,
             (f"it serves {percent(slow.busy)} of the time, on {cores:.1f} cores",),
         )
         return
-    compared = f", {ratio:.1f} x as long as the others" if ratio >= 1.5 else ""
-    parts = (measures.RECEIVE, measures.MERGE, measures.APPLY, measures.REPLY, measures.STARVED)
-    words = {measures.STARVED: "without a core"}
     sentence = (
         f"{slow.task} is slow: it serves {percent(slow.busy)} of the time, {1e3 * each[slow.task]:.1f} ms an update"
     )
-    if slow.busy < 0.4 and ratio < 2:
+    if works_little:
         # What else is waited for, the other ps for example, is not by it.
         share = min(share, waits[slow.task] / max(1e-9, sum(one.total_s for one in reading.working)))
         if share < WORTH:
@@ -246,6 +233,11 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
             f"{slow.task} answers late: workers wait {percent(share)} of their time for it, and it works "
             f"{percent(slow.busy)}"
         )
+    compared = f", {ratio:.1f} x as long as the others" if ratio >= 1.5 else ""
+    steps = max(1.0, sum(one.steps for one in reading.working))
+    moved = sum(slow.lanes(measures.RECEIVED).values()) + sum(slow.lanes(measures.SENT).values())
+    parts = (measures.RECEIVE, measures.MERGE, measures.APPLY, measures.REPLY, measures.STARVED)
+    words = {measures.STARVED: "without a core"}
     yield Finding(
         Cause.SLOW_PS,
         slow.task,
@@ -261,6 +253,19 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
             ),
         ),
     )
+
+
+def _is_starved(reading: Reading, slow: TaskReading, servers: Sequence[TaskReading]) -> bool:
+    """Whether a ps lacks cores, more than the others, and its updates are not just as much work as steps of workers."""
+    waited_s = max(one.get(f"{measures.PEER_WAIT}|{slow.task}") for one in reading.working)
+    others = (1.5 * server.get(measures.STARVED) for server in servers if server is not slow)
+    if slow.get(measures.STARVED) < max(0.2 * slow.window_s, 0.6 * waited_s, *others):
+        return False
+    cpu = statistics.mean(one.get(measures.CPU) / one.steps for one in reading.working)
+    does = slow.get(measures.CPU) / slow.get(measures.COMMITS) * len(reading.working)
+    # Its own work takes long: it does much of what a worker does, and the machine is as short of cores for all of them.
+    usual = statistics.mean(map(_seconds_without_a_core, reading.working))
+    return does < 0.6 * cpu or _seconds_without_a_core(slow) >= 4 * usual
 
 
 def _seconds_without_a_core(task: TaskReading) -> float:

@@ -6,6 +6,9 @@ import dataclasses
 import enum
 from typing import Any
 
+WORTH = 0.15
+"""The part of the time from which on a cause is told, and exposed communication is worth a look."""
+
 
 class Cause(enum.Enum):
     """What a job may be slow by."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stratagem.chief.monitoring.why import communication, stalls, workers
-from stratagem.chief.monitoring.why.finding import Cause, Finding, JobVerdict, percent
+from stratagem.chief.monitoring.why.finding import WORTH, Cause, Finding, JobVerdict, percent
 from stratagem.chief.monitoring.why.reading import Reading
 from stratagem.measuring import measures
 
@@ -18,8 +18,6 @@ RULES = (
     workers.slow_data,
     communication.exposed,
 )
-WORTH = 0.15
-"""What costs less is not told."""
 FEW_STEPS, SHORT_S = 5, 3.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from stratagem.chief.monitoring.why.finding import Cause, Finding, percent
+from stratagem.chief.monitoring.why.finding import WORTH, Cause, Finding, percent
 from stratagem.chief.monitoring.why.reading import Reading, TaskReading
 from stratagem.measuring import measures
 from stratagem.measuring.measures import labels
@@ -32,7 +32,7 @@ def slow_data(reading: Reading) -> Iterator[Finding]:
     for worker in workers:
         share = worker.share(measures.DATA_WAIT)
         others = [one.share(measures.DATA_WAIT) for one in workers if one is not worker]
-        if share < 0.15:
+        if share < WORTH:
             continue
         cpu = worker.get(measures.DATA_CPU) / max(1e-9, worker.get(measures.DATA_WAIT))
         loaders = worker.values.get(measures.LOADER_WORKERS)
@@ -72,7 +72,7 @@ def slow_worker(reading: Reading) -> Iterator[Finding]:
         usual_cpu = statistics.median(one.each_s(measures.STEP_CPU) for one in others)
         # Where all lack cores those that wait for it look slow, too; what they need of them does not grow.
         is_slower = ratio >= SLOWER or cpu >= MUCH_SLOWER * max(1e-9, usual_cpu)
-        if not is_slower or own - usual < 0.15 * worker.total_s / max(1.0, worker.steps):
+        if not is_slower or own - usual < WORTH * worker.total_s / max(1.0, worker.steps):
             continue
         starved = worker.get(measures.STARVED_MAIN) / worker.steps
         is_starved = (
@@ -125,7 +125,7 @@ def interpreter(reading: Reading) -> Iterator[Finding]:
         # Where the lock is kept as long as it can be, its waiters look as if they had no core, too.
         ran = cpu if wait_s >= 2 * GIL_S else cpu + starved
         share = 1 - min(1.0, ran / max(1e-9, computing))
-        if wait_s < GIL_S or cores < 0.1 or share < 0.15:
+        if wait_s < GIL_S or cores < 0.1 or share < WORTH:
             continue
         busiest = max(threads, key=lambda name: threads[name])
         yield Finding(
@@ -174,7 +174,7 @@ def gate(reading: Reading) -> Iterator[Finding]:
     workers = reading.working
     longest_s = max((worker.window_s for worker in workers), default=0.0)
     back = [worker for worker in workers if worker.window_s < longest_s - AWAY_S]
-    waiting = [worker for worker in workers if worker.share(measures.GATE_WAIT) >= 0.15 and worker not in back]
+    waiting = [worker for worker in workers if worker.share(measures.GATE_WAIT) >= WORTH and worker not in back]
     free = [worker for worker in workers if worker not in waiting]
     if not waiting or not free:
         return

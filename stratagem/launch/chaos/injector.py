@@ -43,11 +43,15 @@ class Fired:
 
     def record(self) -> dict[str, Any]:
         """For the summary."""
-        told: dict[str, Any] = {"event": self.event.text, "after_s": round(self.after_s, 1), "step": self.step}
-        told |= {} if self.connections is None else {"connections": self.connections}
-        resumed_s = None if self.resumed_s is None else round(self.resumed_s, 1)
-        told |= {"updates_lost": self.updates_lost, "standstill_s": round(self.standstill_s, 1)}
-        return told | {"resumed_s": resumed_s}
+        return {
+            "event": self.event.text,
+            "after_s": round(self.after_s, 1),
+            "step": self.step,
+            **({} if self.connections is None else {"connections": self.connections}),
+            "updates_lost": self.updates_lost,
+            "standstill_s": round(self.standstill_s, 1),
+            "resumed_s": None if self.resumed_s is None else round(self.resumed_s, 1),
+        }
 
 
 class ChaosInjector:
@@ -139,16 +143,13 @@ class ChaosInjector:
             target, past_s = fired.event.targets[0], now - self._began_at - fired.after_s
             has_gone = fired.event.verb in ("kill", "stop") and target != STANDBY  # of which no status tells
             is_new = not has_gone or (target in tasks and tasks[target].pid != fired.pid)
-            if (
-                is_new
-                and past_s >= (fired.event.for_s or 0)
-                and (target in moved or (target.type == "chief" and moved))
-            ):
+            has_moved = bool(moved) if target.type == "chief" else target in moved
+            if is_new and has_moved and past_s >= (fired.event.for_s or 0):
                 fired.resumed_s = past_s
 
     def _due(self, now: float) -> list[ChaosEvent]:
         past_s = now - self._began_at
-        due = [e for e in self._waiting if past_s >= e.at_s and (e.step is None or self._step(e.targets[0]) >= e.step)]
+        due = [e for e in self._waiting if past_s >= e.at_s and self._step(e.targets[0]) >= (e.step or 0)]
         self._waiting = [event for event in self._waiting if event not in due]
         while self._next_drawn is not None and past_s >= self._next_drawn.at_s:
             due.append(self._next_drawn)
