@@ -88,6 +88,7 @@ class SessionClient:
         self.job_started = False
         self.ps_replicas = 1
         self.waits_for = "worker:0 starts it if no task is one"
+        self._failure: StratagemError | str = "no answer yet"  # of the last attempt to reach the chief
         self._progress = progress
         self._measures = measures
         self._measured_at = float("-inf")
@@ -132,18 +133,17 @@ class SessionClient:
         self._thread.start()
         with self._changed:
             if not self._changed.wait_for(self._joined_or_stopped, min(SILENCE_S, timeout_s)):
-                logger.info("Waiting for the chief at %s (%s)", self.chief_address, self.waits_for)
+                logger.info("Waiting for the chief at %s (%s): %s", self.chief_address, self.waits_for, self._failure)
             while not self._joined_or_stopped() and (left_s := deadline - time.monotonic()) > 0:
-                if self._changed.wait_for(self._joined_or_stopped, min(left_s, LOOK_S)):
-                    break
-                if (error := look()) is not None:
+                is_over = self._changed.wait_for(self._joined_or_stopped, min(left_s, LOOK_S))
+                if not is_over and (error := look()) is not None:
                     raise error
             if self.stopped is not None:
                 raise self.stopped
             if not self._welcomed:
                 raise PeerUnavailableError(
-                    f"{self.task} found no chief at {self.chief_address} within {timeout_s:.0f} s. "
-                    "Start the chief first, or check the address in TF_CONFIG, --cluster or --chief."
+                    f"{self.task} found no chief at {self.chief_address} within {timeout_s:.0f} s: "
+                    f"{self._failure}. Start the chief first, or check the address in TF_CONFIG, --cluster or --chief."
                 )
         if is_loopback(self.address.rpartition(":")[0]) and not is_loopback(self._tried.rpartition(":")[0]):
             logger.warning(
@@ -381,7 +381,7 @@ class SessionClient:
         with self._changed:
             if self._closing or self.stopped is not None:
                 return
-            now = time.monotonic()
+            self._failure, now = error, time.monotonic()
             if self._connected:
                 self._lost_since = now
             lost_s = now - self._lost_since

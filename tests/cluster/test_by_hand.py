@@ -200,6 +200,17 @@ def test_a_worker_that_is_started_alone_says_what_it_waits_for(tasks: list[subpr
     assert f"worker:1: Waiting for the chief at {addresses[0]} (worker:0 starts it" in line
 
 
+def test_a_worker_that_waits_for_a_chief_that_the_cluster_names_says_which_and_why(
+    tasks: list[subprocess.Popen[str]],
+) -> None:
+    addresses = free_addresses(2)
+    tasks.append(start({"chief": addresses[:1], "worker": addresses[1:]}, "worker", 0))
+    assert tasks[0].stderr is not None
+    line = next(line for line in tasks[0].stderr if "Waiting" in line)
+    assert f"Waiting for the chief at {addresses[0]} (the task chief:0): " in line
+    assert line.endswith(": no answer yet\n") or "refused" in line  # on a busy machine it comes later
+
+
 def test_a_worker_that_ends_before_there_is_a_chief_says_why_it_waits(
     tasks: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:

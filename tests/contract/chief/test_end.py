@@ -443,7 +443,8 @@ def test_a_ps_that_finds_the_end_ends_well_and_says_so(
         nobody = f"127.0.0.1:{closed.getsockname()[1]}"
         assert start("ps:1", nobody) == 0
         assert f"The job is over: every worker has finished (written in {tmp_path})" in caplog.text
-        assert start("ps:0", nobody) == 1 and "ps:0 found no chief" in caplog.text
+        assert start("ps:0", nobody) == 1
+        assert "ps:0 found no chief" in caplog.text and "refused" in caplog.text.rpartition("found no chief")[2]
 
 
 async def test_a_goodbye_after_the_stop_is_heard_however_late_it_comes() -> None:
