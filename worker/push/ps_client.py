@@ -174,7 +174,8 @@ class PsClient:
             epoch, info = self.session.membership.routing_epoch, self._info()
             try:
                 if info is None or not info.live:
-                    raise PeerUnavailableError(f"{self.task} has not joined the cluster")
+                    what = "is gone, and not back yet" if info and info.incarnation else "has not joined the cluster"
+                    raise PeerUnavailableError(f"{self.task} {what}")
                 self._open(info)
                 self._served_by = info.incarnation, epoch
                 return

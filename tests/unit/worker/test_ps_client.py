@@ -14,11 +14,19 @@ from stratagem.rpc.security import OPEN
 from stratagem.worker.push import ps_client
 
 
+@pytest.mark.parametrize(
+    ("member", "why"),
+    [
+        (Member("ps:0", "127.0.0.1:1", 1, live=True), "ps:0 cannot be reached"),
+        (Member("ps:0", "", 0, live=False), "ps:0 has not joined the cluster"),
+        (Member("ps:0", "127.0.0.1:1", 1, live=False), "ps:0 is gone, and not back yet"),
+    ],
+)
 def test_a_ps_that_cannot_be_reached_is_not_waited_for_in_silence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    member: Member, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ps_client, "SILENCE_S", 0.0, raising=False)
-    membership = Membership(members=(Member("ps:0", "127.0.0.1:1", 1, live=True),), num_ps=1)
+    membership = Membership(members=(member,), num_ps=1)
     session: Any = types.SimpleNamespace(
         membership=membership,
         task="worker:0",
@@ -32,4 +40,4 @@ def test_a_ps_that_cannot_be_reached_is_not_waited_for_in_silence(
     with caplog.at_level(logging.WARNING), pytest.raises(PeerUnavailableError, match=r"waited 0 s for ps:0"):
         client.connect()
     [waiting] = [record.getMessage() for record in caplog.records if "Waiting for ps:0" in record.getMessage()]
-    assert "ps:0 cannot be reached" in waiting
+    assert why in waiting
