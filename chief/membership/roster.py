@@ -196,7 +196,8 @@ class Roster:
             or not (session.open or session.state is SessionState.AWAITED)
         ):
             newest = "unknown" if session is None else f"incarnation {session.number}, {session.state.value}"
+            units = "its units go to others; " if incarnation.task.startswith("worker:") else ""
             raise FencedError(
-                f"{incarnation} is not a live member of the cluster (the chief has: {newest}). Its units go to others; "
+                f"{incarnation} is not a live member of the cluster (the chief has: {newest}); {units}"
                 "end the process and start it again to rejoin."
             )

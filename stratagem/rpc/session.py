@@ -349,7 +349,7 @@ class SessionClient:
         with self._changed:
             if kind == "welcome":
                 if self.incarnation and self.incarnation != event.welcome.incarnation:
-                    self.stopped = FencedError(f"{self.task} came back too late: its units have been given to others")
+                    self.stopped = FencedError(f"{self.task} came back too late: the job goes on without this process")
                 self.incarnation = event.welcome.incarnation
                 self._heartbeat_interval_s = event.welcome.heartbeat_interval_s
                 self.job_started = event.welcome.job_started

@@ -120,8 +120,11 @@ def test_silence_loses_a_session_and_heartbeats_keep_it() -> None:
     assert Fence(W1, (PS,)) in actions
     assert any(isinstance(action, Dismiss) and "nothing was heard" in action.reason for action in actions)
     assert sessions.tick(6.6) == []
-    with pytest.raises(FencedError, match=r"worker:1 .incarnation 2. is not a live member"):
+    with pytest.raises(FencedError, match=r"worker:1 .incarnation 2. is not a live member .*; its units go to others"):
         sessions.check(W1)
+    sessions.tick(60.0)
+    with pytest.raises(FencedError, match=r"ps:0 .incarnation 3. is not a live .* lost\); end the process"):
+        sessions.check(PS)
 
 
 def test_a_chief_that_stood_still_has_heard_of_nobody_in_the_future() -> None:
