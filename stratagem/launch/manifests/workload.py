@@ -15,6 +15,8 @@ from stratagem.launch.machines import TASK_MACHINES, MachineConfig
 ACCESS_MODES = ("ReadWriteMany", "ReadWriteOnce")
 """Of a volume on Kubernetes: for pods on several nodes, or for pods that are all on one."""
 MOST_TASKS = 4096
+MAX_DNS_NAME, DNS_NAME = 253, re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+"""What Kubernetes takes as the name of an object."""
 _NAME_CHARACTERS = 40
 _NAME = re.compile(rf"(?=.{{1,{_NAME_CHARACTERS}}}$)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
 
@@ -100,6 +102,12 @@ class Workload:
                 f"expected a name of at most {_NAME_CHARACTERS} lower-case letters, digits and '-' that starts with a "
                 f"letter, got {self.name!r}: it becomes part of host names"
             )
+        for name in filter(None, (self.tls_secret, self.token_secret, self.storage_class)):
+            if len(name) > MAX_DNS_NAME or not DNS_NAME.fullmatch(name):
+                raise ConfigurationError(
+                    f"expected the name of a Secret or storage class as Kubernetes takes it ({MAX_DNS_NAME} lower-case "
+                    f"letters, digits, '-' and '.' at most), got {name!r}"
+                )
         if not (1 <= self.num_workers <= MOST_TASKS and 0 <= self.num_ps <= MOST_TASKS):
             raise ConfigurationError(
                 f"expected at least one worker, no negative count and at most {MOST_TASKS} of each, got "

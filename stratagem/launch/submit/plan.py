@@ -88,7 +88,10 @@ def make_plan(request: JobRequest, entry_point: EntryPoint, root: Path) -> JobPl
     """
     job_id = new_job_id(entry_point.stem)
     image = None if request.target == "local" else _plan_image(request, entry_point, root, job_id)
-    return JobPlan(job_id, request, entry_point, root, image)
+    plan = JobPlan(job_id, request, entry_point, root, image)
+    if image is not None:
+        plan.workload(image.name)  # what is wrong with it is said before anything is built
+    return plan
 
 
 def _plan_image(request: JobRequest, entry_point: EntryPoint, root: Path, job_id: str) -> ImagePlan:

@@ -13,13 +13,12 @@ from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choo
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
-from stratagem.launch.manifests.workload import ACCESS_MODES, check_staleness
+from stratagem.launch.manifests.workload import ACCESS_MODES, DNS_NAME, MAX_DNS_NAME, check_staleness
 
 TARGETS = ("local", "compose", "kubernetes")
 MAX_LABELS = 64
-_MAX_NAME, _MAX_PREFIX = 63, 253
+_MAX_NAME = 63
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
-_PREFIX = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 _RESERVED = ("kubernetes.io", "k8s.io", "stratagem.dev", "app.kubernetes.io")
 
 _REGISTRY = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9.-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
@@ -253,7 +252,7 @@ def _check_key(key: object) -> None:
     prefix, slash, name = key.rpartition("/")
     if len(name) > _MAX_NAME or not _LABEL.fullmatch(name):
         raise ConfigurationError(f"the label {key!r} has no valid key: {_rule('its name')}")
-    if slash and (len(prefix) > _MAX_PREFIX or not _PREFIX.fullmatch(prefix)):
+    if slash and (len(prefix) > MAX_DNS_NAME or not DNS_NAME.fullmatch(prefix)):
         raise ConfigurationError(
             f"the label {key!r} has no valid prefix: expected a DNS name in lower case, for example example.com/team"
         )

@@ -83,6 +83,12 @@ def test_text_that_other_readers_of_yaml_take_for_numbers_is_quoted() -> None:
         ("--workers 100000 t.py", "at most 4096 of each, got 100000 workers"),
         ("--machine worker=inf:1 t.py", "a machine like 4:16"),
         ("--workers 4096 --ps 4096 t.py", "the addresses of all tasks are 186,258 characters"),
+        (
+            "--tls-secret A t.py",
+            "of a Secret or storage class as Kubernetes takes it (253 lower-case",
+        ),
+        ("--token-secret a/b t.py", "the name of a Secret or storage class as Kubernetes takes it"),
+        ("--storage-class a..b t.py", "the name of a Secret or storage class as Kubernetes takes it"),
         ("--volume-gib 0 t.py", "a volume of at least 1 GiB, got 0"),
         ("--strategy ring --ps 1 t.py", "without parameter servers"),
     ],

@@ -58,6 +58,12 @@ def test_the_dockerfile_has_what_was_asked_for(tmp_path: Path) -> None:
     assert base is not None and "FROM stratagem:latest\n" in base.made["Dockerfile"] and not base.pushed
 
 
+def test_what_kubernetes_would_not_take_is_said_before_an_image_is_built(tmp_path: Path) -> None:
+    request = JobRequest(target="kubernetes", docker_image_bucket_name="r.example", kubernetes_storage_class="A b")
+    with pytest.raises(ConfigurationError, match=r"storage class as Kubernetes takes it .* got 'A b'"):
+        make_plan(request, find_entry_point("train.py"), tmp_path)
+
+
 def test_requirements_may_be_a_list() -> None:
     assert JobRequest(requirements_txt=["einops", "rich>=13"]).requirements == "einops\nrich>=13\n"
     assert JobRequest().requirements is None
