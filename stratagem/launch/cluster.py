@@ -266,8 +266,9 @@ class LocalCluster:
         away = [each.task for each in status.tasks if each.state in ("lost", "done") and not status.stop_reason]
         absent = [task for task in map(TaskId.parse, away) if task.type == "ps"]  # a worker that is done has done all
         absent += [TaskId.parse(each.task) for each in status.tasks if each.state == "waiting" and each.pid]
-        most = most_processes()
         for kind, wanted in (("worker", status.wanted_workers), ("ps", ps)):
+            there = self.supervisor.running | self.supervisor.exits.keys() - self.supervisor.dismissed
+            most = most_processes() - sum(task.type in {"worker", "ps"} - {kind} for task in there)
             starting = self.supervisor.want(kind, min(wanted, most), absent) if wanted else []
             if starting:
                 names = ", ".join(str(start.task) for start in starting)

@@ -77,7 +77,7 @@ class Supervisor:
         self._away: dict[TaskId, float] = {}
         """Tasks that the chief calls lost, and whose process runs, stopped or in a long step: since when."""
         self._done: set[TaskId] = set()
-        self._dismissed: set[TaskId] = set()
+        self.dismissed: set[TaskId] = set()
         """Tasks that are not wanted any more: they end by themselves, and however they do, it is no failure."""
         self._added: set[TaskId] = set()
         """Those that were started because more were wanted."""
@@ -135,10 +135,10 @@ class Supervisor:
         if self.phase is not Phase.RUNNING:
             return []
         wanted = [TaskId(kind, index) for index in range(number)]
-        may_start = self._dismissed.union(absent) & self._done
+        may_start = self.dismissed.union(absent) & self._done
         starting = [task for task in wanted if task not in self.exits or task in may_start]
         gone = {task for task in self.exits if task.type == kind and task.index >= number}
-        self._dismissed = self._dismissed.difference(wanted) | gone
+        self.dismissed = self.dismissed.difference(wanted) | gone
         self._done.difference_update(starting)
         self._added.update(starting)
         new = tuple(task for task in starting if task not in self.exits)
@@ -158,7 +158,7 @@ class Supervisor:
             return self._renew(task, now)
         if code == EXIT_DONE and self.phase is Phase.STARTING:
             actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
-        elif code == EXIT_DONE or task in self._dismissed or self._had_finished(task, code):
+        elif code == EXIT_DONE or task in self.dismissed or self._had_finished(task, code):
             self._done.add(task)
             actions = self._end_late(now)
         elif self._goes_on_without(task, code):

@@ -129,15 +129,15 @@ def test_where_nothing_can_be_written_is_said_before_the_job(case: Case, tmp_pat
 
 def test_no_more_tasks_are_started_than_this_host_bears(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def says(poller: StatusPoller, _: float) -> bool:
-        poller.latest = StatusView(wanted_workers=4096)
+        poller.latest = StatusView(wanted_workers=4096, wanted_ps=0 if "worker:2" in case.starts else 9)
         return True
 
     monkeypatch.setattr(StatusPoller, "step", says)
-    monkeypatch.setattr(cluster, "most_processes", lambda: 3)
+    monkeypatch.setattr(cluster, "most_processes", lambda: 4)
     waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '/doneworker:2'): time.sleep(0.01)\n"
     case.programs |= {"worker:0": waits + WORKER_DONE, "worker:1": waits + WORKER_DONE, "worker:2": WORKER_DONE}
     assert case.run() == 0
-    assert case.starts.count("worker:2") == 1 and "worker:3" not in case.starts
+    assert case.starts.count("worker:2") == 1 and not {"worker:3", "ps:1"} & {*case.starts}
     assert "starting worker:2: there are to be 4096, and this host bears 3\n" in case.stderr.getvalue()
 
 
