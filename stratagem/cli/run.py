@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ COMMUNICATION = (
     "devices",
 )
 """Fields of a worker's configuration that `stratagem run` takes as flags too."""
+
+
+_READS_ARGUMENTS = re.compile(r"argv|[Aa]rg_?[Pp]arse|parse_|click|typer|fire|hydra|absl|docopt")
+
+
+def _warn_of_late_flags(job: LocalJob) -> None:
+    """What follows the script is the script's: of one that seems to read nothing it was meant for us."""
+    ours = {name for option in run_command.params for name in option.opts if name.startswith("--")}
+    late = [word for word in job.args if word.partition("=")[0] in ours]
+    if late and job.script.is_file() and not _READS_ARGUMENTS.search(job.script.read_text(errors="replace")):
+        click.echo(
+            f"stratagem: {late[0]} follows {job.script}, and is the script's argument, which seems to read none: if it "
+            "is meant for stratagem run, write it before the script",
+            err=True,
+        )
 
 
 def _refuse_replicas(_: click.Context, __: click.Parameter, count: str | None) -> None:
@@ -156,4 +172,5 @@ def run_command(**options: Any) -> int:
     communication = {name: str(value) for name, value in chosen.items() if value is not None}
     job = LocalJob(**options, communication=communication)
     _check_tasks(job)
+    _warn_of_late_flags(job)
     return run_local(job)

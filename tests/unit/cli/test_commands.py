@@ -385,6 +385,25 @@ def test_run_takes_tls_with_and_without_a_folder(
     assert jobs[0].tls == expected and jobs[0].args == ("--tls", "argument of the script")
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "is_warned"),
+    [
+        ("import torch", ["--workers", "2"], True),
+        ("import torch", ["x", "--ps=1"], True),
+        ("import torch", ["--epochs", "2"], False),
+        ("import argparse", ["--workers", "2"], False),
+        ("from sys import argv", ["--workers", "2"], False),
+    ],
+)
+def test_run_says_that_a_flag_of_its_own_went_to_a_script_that_reads_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: list[str], is_warned: bool
+) -> None:
+    monkeypatch.setattr(run, "run_local", lambda job: 0)
+    (script := tmp_path / "train.py").write_text(text)
+    code, _, err = invoke("run", str(script), *words)
+    assert code == 0 and ("before the script" in err) == is_warned
+
+
 def test_run_heeds_the_environment_behind_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (script := tmp_path / "train.py").touch()
     jobs: list[LocalJob] = []
