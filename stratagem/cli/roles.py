@@ -17,11 +17,12 @@ import click
 from stratagem.checkpoint.ended import has_run, note_run, take_away_at_exit
 from stratagem.cli.options import configure, role_options, script_arguments
 from stratagem.cluster.choice import choose_strategy
-from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
+from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.sources import ENV_PREFIX, Resolved
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
+from stratagem.launch.manifests.workload import check_checkpoint_every, check_max_workers
 from stratagem.launch.status import ask_for_cluster
 from stratagem.launch.streams import lead_nowhere
 from stratagem.rpc.logs import configure_logging
@@ -103,9 +104,13 @@ def script_environment(
 @role_options("chief")
 def chief_command(cluster_file: Path | None, **flags: Any) -> int:
     """Coordinate a job: sessions, leases, clocks, checkpoints. Runs no user code."""
-    resolved, _ = configure("chief", cluster_file, flags)
-    configure_logging(resolved.config.task, resolved.config.log_format)
-    return _once("chief", resolved.config)
+    config = configure("chief", cluster_file, flags)[0].config
+    assert isinstance(config, ChiefConfig)
+    # What a variable says may be for jobs of any kind.
+    check_checkpoint_every(flags["checkpoint_every_s"] or 0.0, config.num_ps)
+    check_max_workers(flags["max_workers"] or 0, config.num_workers, config.min_workers, config.num_ps)
+    configure_logging(config.task, config.log_format)
+    return _once("chief", config)
 
 
 @click.command("ps")

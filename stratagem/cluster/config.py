@@ -149,6 +149,15 @@ class ChiefConfig(ServerConfig):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _checkpoints_have_a_place(self) -> ChiefConfig:
+        if self.checkpoint_every_s and self.num_ps and not self.checkpoint_dir:
+            raise ValueError(
+                f"checkpoint_every_s {self.checkpoint_every_s:g} needs a place for the checkpoints: give the chief and "
+                "every ps the same checkpoint_dir"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _copies_have_a_place(self) -> ChiefConfig:
         if self.ps_replicas > max(1, self.num_ps):
             raise ValueError(

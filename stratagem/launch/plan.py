@@ -16,7 +16,7 @@ from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
 from stratagem.launch.fork_server import COMMAND_PREFIX
-from stratagem.launch.manifests.workload import check_checkpoint_every, check_staleness
+from stratagem.launch.manifests.workload import check_checkpoint_every, check_max_workers, check_staleness
 from stratagem.rpc import heap
 from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 
@@ -138,12 +138,7 @@ class LocalJob:
                 f"lost: expected --strategy ring and at least as many --workers, got {chosen} and "
                 f"--workers {self.num_workers}; workers of parameter servers come and go without it"
             )
-        if self.max_workers and not (self.max_workers >= self.num_workers and (self.num_ps or self.min_workers)):
-            raise ConfigurationError(
-                f"--max-workers {self.max_workers} says how many workers a job takes while it runs: expected at least "
-                f"as many as --workers, and a ring with --min-workers, or --ps; got --workers {self.num_workers} "
-                f"--min-workers {self.min_workers} --ps {self.num_ps}"
-            )
+        check_max_workers(self.max_workers, self.num_workers, self.min_workers, self.num_ps)
         for is_asked, why in (
             (self.evaluator, "an evaluator stands beside a cluster"),
             (self.chaos, "--chaos needs a cluster"),

@@ -43,8 +43,22 @@ def check_checkpoint_every(seconds: float, num_ps: int) -> None:
     """
     if seconds and not num_ps:
         raise ConfigurationError(
-            "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add --ps, or save in "
+            "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add ps, or save in "
             "the script (sg.CheckpointManager, sg.callbacks.BackupAndRestore)"
+        )
+
+
+def check_max_workers(most: int, num_workers: int, min_workers: int, num_ps: int) -> None:
+    """A job that takes further workers while it runs, and those that it begins with.
+
+    Raises:
+        ConfigurationError: it does neither.
+    """
+    if most and not (most >= num_workers and (num_ps or min_workers)):
+        raise ConfigurationError(
+            f"--max-workers {most} says how many workers a job takes while it runs: expected at least as many as it "
+            f"begins with, and a ring with --min-workers, or ps; got {num_workers} workers, --min-workers "
+            f"{min_workers}, {num_ps} ps"
         )
 
 

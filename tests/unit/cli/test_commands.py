@@ -404,6 +404,17 @@ def test_run_says_that_a_flag_of_its_own_went_to_a_script_that_reads_none(
     assert code == 0 and ("before the script" in err) == is_warned
 
 
+def test_a_chief_refuses_flags_that_would_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "role_entry", lambda role: lambda config: 0)
+    code, _, err = invoke("chief", "--num-workers", "1", "--checkpoint-every-s", "5")
+    assert code == 2 and "--checkpoint-every-s is for parameter servers" in err
+    code, _, err = invoke("chief", "--num-workers", "2", "--num-ps", "1", "--max-workers", "1")
+    assert code == 2 and "expected at least as many as it begins with" in err
+    for name in ("CHECKPOINT_EVERY_S", "MAX_WORKERS"):  # as docker-compose says it to a job of any kind
+        monkeypatch.setenv(f"STRATAGEM_{name}", "1")
+    assert invoke("chief", "--num-workers", "2")[0] == 0
+
+
 def test_run_heeds_the_environment_behind_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (script := tmp_path / "train.py").touch()
     jobs: list[LocalJob] = []
