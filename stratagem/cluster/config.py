@@ -220,6 +220,15 @@ class WorkerConfig(LaneConfig):
     staleness: float = pydantic.Field(default=float("inf"), ge=0)
     """Staleness bound for parameter servers: 0 synchronous, inf asynchronous."""
 
+    @pydantic.model_validator(mode="after")
+    def _stripes_are_let_in(self) -> WorkerConfig:
+        if self.stripes >= self.max_lanes_per_peer:
+            raise ValueError(
+                f"stripes {self.stripes} has to be less than max_lanes_per_peer {self.max_lanes_per_peer}: each is a "
+                "lane to the next worker"
+            )
+        return self
+
 
 class EvaluatorConfig(RoleConfig):
     """The evaluator: it reads checkpoints and stays outside the training cluster."""
