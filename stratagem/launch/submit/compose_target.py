@@ -15,6 +15,8 @@ from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, Record
 
 FILE = "compose.yaml"
+_CLEAR_LINE = "\x1b[2K"
+"""Before each line of a log, by Compose 2.26, whatever its output is."""
 
 
 class ComposeTarget:
@@ -61,7 +63,7 @@ class ComposeTarget:
             assert process.stdout is not None
             try:
                 for line in process.stdout:
-                    yield line.rstrip("\n")
+                    yield line.rstrip("\n").removeprefix(_CLEAR_LINE)
             finally:
                 process.terminate()
 

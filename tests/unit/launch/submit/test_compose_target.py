@@ -37,9 +37,9 @@ def test_what_was_started_is_taken_back_also_when_the_user_stops_it(
     assert asked == ["build", "record", "up", "down", "forget"] and (tmp_path / FILE).exists()
 
 
-def test_logs_are_shown_whatever_bytes_a_script_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_shown_whatever_bytes_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker = tmp_path / "docker"
-    docker.write_text("#!/bin/sh\nprintf 'worker-0 | \\377 is no UTF-8\\n'\n")
+    docker.write_text("#!/bin/sh\nprintf '\\033[2Kworker-0 | \\377 is no UTF-8\\n'\n")
     docker.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     record = JobRecord("j", "compose", "t.py", "one", 1, 0, "2026-01-01")
