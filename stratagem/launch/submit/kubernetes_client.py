@@ -75,6 +75,16 @@ class Cluster:
         pools.clear()
         self._api.close()
 
+    def check_namespace(self) -> None:
+        """Says early what :meth:`create` would; whoever may not look at a namespace (403) hears it then.
+
+        Raises:
+            SubmitError: there is no such namespace.
+        """
+        with self._refusals(f"use the namespace {self.namespace} (`kubectl create namespace` makes one)", unless=403):
+            v1 = self._group("v1")
+            v1.read_namespace(self.namespace, _preload_content=False, _request_timeout=TIMEOUT_S).release_conn()
+
     def create(self, objects: Sequence[Object]) -> None:
         """Creates the objects, all or none.
 
@@ -100,7 +110,7 @@ class Cluster:
             SubmitError: the server refused.
         """
         for one in objects:
-            with self._refusals(f"delete {_name(one)}", missing_ok=True):
+            with self._refusals(f"delete {_name(one)}", unless=404):
                 name = one["metadata"]["name"]
                 self._call("delete", one["apiVersion"], one["kind"], name=name, propagation_policy="Background")
 
@@ -165,14 +175,14 @@ class Cluster:
         return getattr(self._library.client, f"{stem}{version.title()}Api")(self._api)
 
     @contextlib.contextmanager
-    def _refusals(self, what: str, missing_ok: bool = False) -> Iterator[None]:
+    def _refusals(self, what: str, unless: int = 0) -> Iterator[None]:
         import urllib3
 
         library = self._library
         try:
             yield
         except library.client.ApiException as error:
-            if not (missing_ok and error.status == 404):
+            if error.status != unless:
                 raise SubmitError(f"the cluster would not {what}: {_said(error)}") from None
         except urllib3.exceptions.HTTPError as error:
             host = self._api.configuration.host

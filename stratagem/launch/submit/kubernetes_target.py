@@ -38,6 +38,7 @@ class KubernetesTarget:
         """Builds and pushes the image, and creates the objects, all or none; the image is not kept here."""
         assert plan.image is not None
         with contextlib.closing(Cluster(namespace=plan.request.kubernetes_namespace or "")) as cluster:
+            cluster.check_namespace()
             build(plan.image)
             try:
                 image = push(plan.image.name)

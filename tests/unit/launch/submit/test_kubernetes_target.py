@@ -70,6 +70,16 @@ def test_what_is_posted_is_what_render_shows(server: ApiServer, cluster: Cluster
     assert server.posted == OBJECTS
 
 
+def test_a_namespace_that_is_not_there_is_noticed_at_once(server: ApiServer, cluster: Cluster) -> None:
+    read = server.handler[f"get /api/v1/namespaces/{NAMESPACE}"]
+    read << 403 << {"message": "not yours"}
+    cluster.check_namespace()
+    cluster.namespace = "nowhere"
+    server.handler["get /api/v1/namespaces/nowhere"] << 404 << {"message": 'namespaces "nowhere" not found'}
+    with pytest.raises(SubmitError, match=r'use the namespace nowhere \(`kubectl .* 404 namespaces "nowhere'):
+        cluster.check_namespace()
+
+
 def test_a_refused_object_takes_back_the_others(server: ApiServer, cluster: Cluster) -> None:
     server.refuse("jobs", 'jobs "x" is forbidden: no quota')
     with pytest.raises(SubmitError, match='would not create Job digits-1-chief-0: 403 jobs "x" is forbidden: no quota'):
