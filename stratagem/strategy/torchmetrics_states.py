@@ -83,5 +83,6 @@ def _reduced(values: Sequence[torch.Tensor | list[torch.Tensor]], reduction: Any
             return rows
         joined = reduction(rows)
         return joined if isinstance(joined, list) else [joined]
-    stacked = torch.stack([cast(torch.Tensor, value) for value in values])
+    # R2Score and others begin with one zero and find their number of outputs in the first batch, which some had not.
+    stacked = torch.stack(torch.broadcast_tensors(*cast(Sequence[torch.Tensor], values)))
     return stacked if reduction is None else reduction(stacked)

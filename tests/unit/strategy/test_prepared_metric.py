@@ -45,6 +45,14 @@ def test_all_replicas_count_and_one_without_examples_does_not(strategy: sg.Mirro
         metric.compute()
 
 
+def test_states_that_take_their_shape_from_the_first_batch(strategy: sg.MirroredStrategy) -> None:
+    metric = strategy.prepare(torchmetrics.R2Score())
+    values, targets = torch.randn(4, 2), torch.randn(4, 2)
+    for batch in strategy.distribute_dataset(TensorDataset(values, targets), batch_size=4):  # one replica has none
+        strategy.run(lambda batch: metric.update(*batch), args=(batch,))
+    assert torch.allclose(metric.compute(), torchmetrics.R2Score()(values, targets))
+
+
 def test_what_is_outside_of_steps_is_said(strategy: sg.MirroredStrategy) -> None:
     metric = strategy.prepare(torchmetrics.MeanMetric())
     metric.update(4.0)
