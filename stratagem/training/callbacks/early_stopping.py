@@ -76,10 +76,11 @@ class EarlyStopping(Callback):
         if self._monitor.improves(value):
             self._monitor.best, self.best_epoch = value, epoch
             if self._restores:
-                self._weights = {
-                    name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                    for name, value in self.model.module.state_dict().items()
-                }
+                with self.model.strategy.averaged_buffers(self.model.module):  # as they were evaluated
+                    self._weights = {
+                        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                        for name, value in self.model.module.state_dict().items()
+                    }
             if self._baseline is None or self._monitor.improves(value, self._baseline):
                 self.wait = 0
         elif self.wait >= self._patience and epoch > 0:

@@ -202,6 +202,17 @@ def test_early_stopping_restores_the_best_weights() -> None:
         torch.testing.assert_close(kept[1], kept[3])
 
 
+def test_best_weights_evaluate_to_the_best_value_with_statistics_of_each_replica() -> None:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = Model(nn.BatchNorm1d(1))
+        model.compile("sgd", "mse")
+    stopping = EarlyStopping("val_loss", restore_best_weights=True)
+    x = torch.arange(12.0)[:, None]  # the replicas see unlike halves
+    model.fit(x, x, verbose=0, callbacks=stopping, shuffle=False, validation_data=(x, x))
+    assert model.evaluate(x, x, verbose=0) == pytest.approx(stopping.best)
+    model.strategy.close()
+
+
 def weights(model: Model) -> list[torch.Tensor]:
     return [parameter.data for parameter in model.module.parameters()]
 
