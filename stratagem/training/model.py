@@ -314,7 +314,9 @@ class Model(SingleBatches):
         steps: int | None = None,
         callbacks: Callback | Sequence[Callback] | None = (),
     ) -> Any:
-        """The module's outputs for all of ``x``, in its order, on the CPU. Not collective: each worker asks for itself.
+        """The module's outputs for all of ``x``, in its order, on the CPU. Not collective: each worker asks for itself,
+        and on a ring BatchNorm without ``sync_batchnorm`` has each replica's own statistics; in one process, their
+        average.
 
         Args:
             x: as of :meth:`fit`, but no distributed dataset; targets in its batches are left out.

@@ -135,10 +135,12 @@ def predict(steps: FitSteps, dataset: Iterable[Any], callbacks: CallbackList, nu
     """The outputs for a dataset, of ``num_steps`` batches at most, in its order, joined along their first dimension."""
     parts: list[Any] = []
     callbacks.call("on_predict_begin", {})
-    with in_eval_mode(steps.module), torch.no_grad():
+    strategy = steps.strategy
+    averaged = strategy.averaged_buffers(*[steps.module] if strategy.communicator is None else [])
+    with averaged, in_eval_mode(steps.module), torch.no_grad():
         for number, batch in first_batches(dataset, num_steps):
             callbacks.call_batch("on_predict_batch_begin", number)
-            results = steps.strategy.local_results(steps.strategy.run(steps.predict, args=(batch,)))
+            results = strategy.local_results(strategy.run(steps.predict, args=(batch,)))
             own = [result for result in results if result is not None]
             parts += own
             logs = {"outputs": own[0] if len(own) == 1 else _joined(own)} if own else {}

@@ -219,6 +219,16 @@ def test_predict_says_how_long_it_took_when_it_is_asked_to(capsys: pytest.Captur
     assert "prediction  16 examples in " in capsys.readouterr().err
 
 
+def test_a_prediction_does_not_depend_on_the_replica_that_makes_it() -> None:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = sg.Model(torch.nn.BatchNorm1d(1))
+        model.compile("sgd", "mse")
+    x = torch.arange(12.0)[:, None]  # the replicas see unlike halves
+    model.fit(x, x, verbose=0, shuffle=False)
+    assert model.evaluate(x, x, verbose=0) == pytest.approx(torch.nn.functional.mse_loss(model.predict(x), x).item())
+    model.strategy.close()
+
+
 def yields(batch: torch.Tensor) -> Iterator[torch.Tensor]:
     yield batch
 
