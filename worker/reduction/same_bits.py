@@ -70,15 +70,16 @@ class SameBits:
             for group in optimizer.param_groups
         ]
         every = gather_json(communicator, [self._label, *map(without_addresses, settings)])
-        labels, *rest = itertools.zip_longest(*every, fillvalue="")
+        labels = [each[0] for each in every]
+        telling, *rest = itertools.zip_longest(*([each for each in every if each[1:]] or every), fillvalue="none")
         sums = communicator.all_gather(torch.tensor([sum_of_bits(_flat(parameter)) for parameter in self._parameters]))
         for line in rest:
-            if (odd := _odd([part for part in line if part])) is not None:
-                told = [(label, part) for label, part in zip(labels, line, strict=True) if part]
-                (who, has), (other, expected) = told[odd], told[0 if odd else 1]
+            if (odd := _odd(line)) is not None:
+                usual = 0 if odd else 1
                 raise ConfigurationError(
-                    f"the settings of an optimizer differ, and the replicas would part: {other} has {expected}, {who} "
-                    f"has {has}; set and schedule them alike on every worker"
+                    "the settings of an optimizer differ, and the replicas would part: "
+                    f"{telling[usual]} has {line[usual]}, {telling[odd]} has {line[odd]}; set and schedule them alike "
+                    "on every worker"
                 )
         for position, name in enumerate(self._names):
             if (odd := _odd([int(each[position]) for each in sums])) is not None:

@@ -60,6 +60,15 @@ def test_other_settings_are_refused_before_they_are_used() -> None:
         assert "worker:1 has Adam(lr=0.002, betas=(0.9, 0.999)" in text
 
 
+def test_a_group_that_one_rank_alone_has_is_named() -> None:
+    def spoil(rank: int, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if (rank, step) == (1, 2):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+    for step, text in run_ranks(3, lambda communicator: train(communicator, 4, spoil)):
+        assert step == 2 and "worker:0 has none, worker:1 has Adam(lr=0.001" in text
+
+
 def test_a_function_among_the_settings_is_the_same_wherever_it_lies() -> None:
     def spoil(rank: int, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.defaults["decay"] = None
