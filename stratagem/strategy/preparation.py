@@ -28,6 +28,14 @@ class Preparation(GradientPolicy):
             known = " or ".join(map(str, _NUM_DIMENSIONS))
             raise ConfigurationError(f"expected memory_format={known}, or None, got {self.memory_format!r}")
 
+    @property
+    def alike(self) -> str:
+        """What has to be the same on every worker."""
+        return (
+            f"prepare(gradients={self.gradients!r}, clip_norm={self.clip_norm}, nan={self.nan!r}, "
+            f"sync_batchnorm={self.sync_batchnorm})"
+        )
+
     def lay_out(self, model: torch.nn.Module) -> None:
         """Gives what convolutions compute with the memory format that was asked for, in place."""
         if self.memory_format is None:

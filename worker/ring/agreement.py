@@ -15,20 +15,26 @@ from stratagem.worker.ring.state_broadcast import gather_json
 
 
 def agree(
-    communicator: Communicator, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    communicator: Communicator,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    asked: str = "",
 ) -> None:
     """Gives every rank the parameters and buffers of rank 0.
 
+    Args:
+        asked: what the script asked of ``prepare``.
+
     Raises:
-        ConfigurationError: a rank has other parameters, or other hyper-parameters of an optimizer.
+        ConfigurationError: a rank has other parameters, other hyper-parameters of an optimizer, or asked otherwise.
     """
-    mine = _describe(models, optimizers)
+    mine = [asked, *_describe(models, optimizers)]
     different = _others(communicator, hashlib.sha256("\n".join(mine).encode()).digest())
     if different:
         texts = gather_json(communicator, mine)
         first, other = texts[0], texts[rank := different[0]]
         unlike = ((one, another) for one, another in zip(first, other, strict=False) if one != another)
-        here, there = next(unlike, (f"{len(first)} tensors and groups", f"{len(other)}"))
+        here, there = next(unlike, (f"{len(first) - 1} tensors and groups", f"{len(other) - 1}"))
         raise ConfigurationError(
             f"every worker must prepare the same model and optimizers: rank 0 has {here}, rank {rank} has {there}"
         )

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.reduction.same_bits import MAX_PIECES, WINDOW, SameBits
 from stratagem.worker.ring.agreement import agree
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.step_meter import StepMeter
 from tests.unit.reduction.reducing import batch, build, mean_loss, reducing, share_of, weight_of
 from tests.unit.ring.thread_group import run_ranks
 
@@ -67,6 +69,17 @@ def test_a_group_that_one_rank_alone_has_is_named() -> None:
 
     for step, text in run_ranks(3, lambda communicator: train(communicator, 4, spoil)):
         assert step == 2 and "worker:0 has none, worker:1 has Adam(lr=0.001" in text
+
+
+def test_workers_that_ask_otherwise_of_prepare_are_refused() -> None:
+    def work(communicator: Communicator) -> None:
+        strategy = SynchronousStrategy([torch.device("cpu")], StepMeter(), workers=communicator)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        strategy.prepare(model, optimizer, gradients="sum" if communicator.rank else "mean")
+
+    with pytest.raises(ConfigurationError, match=r"rank 0 has prepare\(gradients='mean', .*'sum'"):
+        run_ranks(2, work)
 
 
 def test_a_function_among_the_settings_is_the_same_wherever_it_lies() -> None:
