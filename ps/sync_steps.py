@@ -168,7 +168,8 @@ class SyncSteps:
             if other.committed and other.unit != unit and (other.action is not action or differs):
                 raise ConfigurationError(
                     f"step {key[0]}: {other.sender} commits {other.action.value} with scale {other.scale}, "
-                    f"{mine.sender} {action.value} with scale {scale}; every worker must decide from the same facts"
+                    f"{mine.sender} {action.value} with scale {scale}; "
+                    "call prepare(clip_norm=…, nan=…) alike on every worker"
                 )
         mine.committed, mine.action, mine.scale, mine.num_servers = True, action, scale, num_servers
 

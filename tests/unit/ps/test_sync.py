@@ -307,7 +307,7 @@ def test_contributors_that_differ_are_refused_by_name() -> None:
         two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units[::-1], 2))
     waiting = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
     poll(lambda: one.store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
-    with pytest.raises(ConfigurationError, match=r"commits apply with scale 1.0, worker:1 .* scale 0.5"):
+    with pytest.raises(ConfigurationError, match=r"commits apply with scale 1.0, worker:1 .* scale 0.5; call prepare"):
         commit(two, torch.ones(SIZE), units[1], part_of(1, units, 2), scale=0.5).result()
     one.store.fence(CHIEF, "worker:0", 1, CALL)
     with pytest.raises(FencedError):
