@@ -23,6 +23,11 @@ def test_what_is_loaded_once_is_the_jobs(cluster: Start, num_ps: int, flags: lis
     assert done.code == 0, done.stderr
 
 
+def test_who_meets_when_the_lead_has_ended_waits_for_nobody(cluster: Start) -> None:
+    done = cluster(2, 1, "changes_weights.py", "lead ends first").finish(60)
+    assert done.code == 0, done.stderr
+
+
 def test_what_would_be_lost_is_refused(cluster: Start) -> None:
     done = cluster(2, 1, "changes_weights.py", "refused").finish()
     assert done.code == 2, done.stderr

@@ -228,7 +228,7 @@ class Servers:
         deadline = time.monotonic() + self._runtime.config.start_timeout_s
         for attempt in itertools.count(1):
             is_done = self.chief.logs(group, 0) is not None
-            if not is_done and self._runtime.is_lead():
+            if not is_done and self._runtime.gives_values():
                 if load is not None:
                     self._warn_of_undone(num_updates)
                     self._load(load, deadline)
