@@ -44,14 +44,14 @@ def merge_slices(spec: GroupSpec, slices: Sequence[SliceGradient], out: torch.Te
     """Sums slices into ``out``, in slice order.
 
     Args:
-        slices: gradients of the slices; those with coefficient 0 are left out.
+        slices: gradients of the slices; those with coefficient 0 are left out, and are zeros where all are.
         out: flat tensor of the group; elements of shards without a gradient are undefined afterwards.
 
     Returns:
         For each shard, whether any slice has a gradient for it.
     """
     used = [piece for piece in slices if piece.coefficient]
-    union = any_present(used) or (False,) * len(spec.shards)
+    union = any_present(used or slices) or (False,) * len(spec.shards)
     fresh = bool(used) and tuple(used[0].present) == union
     if not fresh:
         out.zero_()

@@ -90,6 +90,8 @@ class RequestedSlice:
     """Units of the planned slices, in slice order."""
     weight: float
     merge: Merge
+    is_set: bool = False
+    """The weight is what a script has set, not a number of examples."""
 
 
 class UpdateAction(enum.Enum):

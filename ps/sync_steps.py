@@ -318,6 +318,13 @@ def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> No
             f"step {key[0]}: {one.sender} merges by {one.slice.merge.value}, {other.sender} by "
             f"{other.slice.merge.value}; call prepare(gradients=…) alike on every worker"
         )
+    if one.slice.is_set != other.slice.is_set and one.slice.weight and other.slice.weight:
+        setter, counter = (one, other) if one.slice.is_set else (other, one)
+        raise ConfigurationError(
+            f"step {key[0]}: {setter.sender} has called set_weight({setter.slice.weight:g}), and {counter.sender} "
+            f"weighs its slice by its {counter.slice.weight:g} examples: call it on every worker, or with 0 for what "
+            "is not to count"
+        )
     theirs = {commit.group: commit.hyper_parameters for commit in one.groups}
     for commit in other.groups:
         expected = theirs.get(commit.group, commit.hyper_parameters)

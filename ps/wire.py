@@ -255,7 +255,7 @@ def _slice(message: ps_pb2.StepSlice) -> RequestedSlice:
     units = tuple(unit_from_proto(unit) for unit in message.units)
     if message.merge not in _MERGES:
         raise ProtocolError(f"expected merge MEAN or SUM, got {message.merge}")
-    return RequestedSlice(message.step, units, message.weight, _MERGES[message.merge])
+    return RequestedSlice(message.step, units, message.weight, _MERGES[message.merge], message.is_set)
 
 
 def _plain_value(value: struct_pb2.Value) -> Any:

@@ -252,7 +252,7 @@ class ParameterServerStrategy(Strategy):
                 "drop_last=True; a job that lost a worker goes on from its last checkpoint when it is started again"
             )
         weight = float(num_examples) if self._weight is None else self._weight
-        return StepSlice(newest.step, newest.slices, weight)
+        return StepSlice(newest.step, newest.slices, weight, self._weight is not None)
 
     def _begin(self, lease: Lease | None, batch: Any) -> None:
         if self.staleness > 0 or not self._tracker.has_waiting:

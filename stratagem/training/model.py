@@ -238,7 +238,7 @@ class Model(SingleBatches):
             )
         with self._scope(), self._fitting():
             dataset = for_training(self.strategy, source, self.module, self._device, self._num_fits)
-            check_groups(self.strategy.servers, dataset, compiled.accumulate_steps)
+            check_groups(self.strategy.servers, dataset, compiled.accumulate_steps, steps_per_epoch)
             running = self._new_running_metrics()
             steps = self._steps(dataclasses.replace(compiled, loss=compiled.loss.weighted(class_weight)))
             history, pace = History(), Pace()

@@ -44,6 +44,8 @@ class StepSlice:
     step: int
     units: tuple[Unit, ...]
     weight: float
+    is_set: bool
+    """The weight is what the script has set, not a number of examples."""
 
 
 class RolledBack(Exception):
@@ -150,7 +152,7 @@ class GradientPush:
             return False
         self._slice, self._is_part = None, step_slice is not None and len(step_slice.units) > 1
         if step_slice is not None:
-            told = step_slice.step, step_slice.units, step_slice.weight
+            told = step_slice.step, step_slice.units, step_slice.weight, step_slice.is_set
             self._slice = wire.step_slice(*told, self._policy.gradients)
         while True:
             self._is_rerouted, self._num_answered = False, 0

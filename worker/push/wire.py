@@ -99,10 +99,13 @@ def close_units(client: PsClient, closes: Sequence[tuple[Unit, int]]) -> None:
     client.call("CloseUnits", ps_pb2.CloseUnitsRequest(closes=told))
 
 
-def step_slice(step: int, units: Sequence[Unit], weight: float, gradients: Literal["mean", "sum"]) -> ps_pb2.StepSlice:
+def step_slice(
+    step: int, units: Sequence[Unit], weight: float, is_set: bool, gradients: Literal["mean", "sum"]
+) -> ps_pb2.StepSlice:
     """Staleness 0: the step of the job that an update belongs to."""
     merge = ps_pb2.MEAN if gradients == "mean" else ps_pb2.SUM
-    return ps_pb2.StepSlice(step=step, units=[unit_to_proto(unit) for unit in units], weight=weight, merge=merge)
+    planned = [unit_to_proto(unit) for unit in units]
+    return ps_pb2.StepSlice(step=step, units=planned, weight=weight, is_set=is_set, merge=merge)
 
 
 def group_commit(

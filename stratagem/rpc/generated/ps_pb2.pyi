@@ -522,11 +522,14 @@ class StepSlice(_message.Message):
     UNITS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     MERGE_FIELD_NUMBER: _builtins.int
+    IS_SET_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step number, starting at 1."""
     weight: _builtins.float
     """Weight of the sender's slice: its examples, or what set_weight said."""
     merge: Global___Merge.ValueType
+    is_set: _builtins.bool
+    """The weight is what set_weight said."""
     @_builtins.property
     def units(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Unit]:
         """Units of the planned slices, in slice order; the sender's own unit is among them."""
@@ -538,10 +541,11 @@ class StepSlice(_message.Message):
         units: _abc.Iterable[_common_pb2.Unit] | None = ...,
         weight: _builtins.float = ...,
         merge: Global___Merge.ValueType = ...,
+        is_set: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["merge", b"merge", "step", b"step", "units", b"units", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_set", b"is_set", "merge", b"merge", "step", b"step", "units", b"units", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -140,15 +140,27 @@ class FitOnServers(FitAgreement):
         return bool(self._chief.agree(self.group, epoch, int(wish)))
 
 
-def check_groups(servers: Servers | None, dataset: Any, accumulate_steps: int) -> None:
-    """Refuses accumulation where workers would not make their updates together.
+def check_groups(
+    servers: Servers | None, dataset: Any, accumulate_steps: int, steps_per_epoch: int | None = None
+) -> None:
+    """Refuses accumulation on parameter servers where workers would not make the updates of one process, together.
 
     Raises:
-        ConfigurationError: at staleness 0 workers have another share of the last batch than of the others.
+        ConfigurationError: an update would be of batches of two passes over the data; or at staleness 0 workers have
+            another share of the last batch than of the others.
     """
-    if servers is None or servers.staleness > 0 or accumulate_steps == 1:
+    plan: Plan | None = getattr(dataset, "plan", None)
+    if servers is None or accumulate_steps == 1 or plan is None:
         return
-    plan = dataset.plan
+    is_over_passes = plan.num_batches % (steps_per_epoch or plan.num_batches or 1)
+    if is_over_passes and (plan.num_batches % accumulate_steps or (steps_per_epoch or 0) % accumulate_steps):
+        raise ConfigurationError(
+            f"accumulate_steps={accumulate_steps} on parameter servers makes an update at the end of each pass over "
+            f"the data, and an epoch of steps_per_epoch={steps_per_epoch} does not end with one of {plan.num_batches} "
+            "batches: leave steps_per_epoch out, or have multiples of accumulate_steps"
+        )
+    if servers.staleness > 0:
+        return
     if plan.num_batches and _shares(plan, plan.num_batches - 1) != _shares(plan, 0):
         raise ConfigurationError(
             f"accumulate_steps={accumulate_steps} at staleness 0 needs the same share of each batch for every worker, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -323,6 +324,38 @@ def test_zero_weight_slices_are_selected_not_multiplied() -> None:
     ]
     assert all(call.result().applied for call in calls)
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+
+
+def test_a_weight_that_one_script_alone_has_set_is_refused() -> None:
+    """It was mixed with the examples of the others, without a word; 0 is 0 in either unit."""
+    store, (one, two) = started(2)
+    for step, weight in enumerate((0.0, 0.5), start=1):
+        units = units_of(step, 2)
+        part = part_of(step, units, weight)
+        first = commit(one, torch.ones(SIZE), units[0], dataclasses.replace(part, is_set=True))
+        if not weight:
+            assert commit(two, torch.ones(SIZE), units[1], part_of(step, units, 2)).result().applied
+            assert first.result().applied
+            continue
+        poll(lambda: store.state.steps.is_prepared((2, 0), units_of(2, 2)[0]))
+        with pytest.raises(ConfigurationError, match=r"worker:0 .* set_weight\(0.5\), and worker:1 .* its 2 examples"):
+            two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(step, units, 2))
+        store.fence(CHIEF, "worker:0", 1, CALL)
+        with pytest.raises(FencedError):
+            first.result()
+
+
+def test_an_update_of_weight_zero_is_made_of_zeros() -> None:
+    """As in one process: momentum goes on, and weight decay. It was not made, without a word."""
+    store, (one, two) = started(2)
+    for step, (weight, gradient) in enumerate([(2.0, 1.0), (0.0, float("nan"))], start=1):
+        units = units_of(step, 2)
+        pairs = zip((one, two), units, strict=True)
+        calls = [
+            commit(worker, torch.full((SIZE,), gradient), unit, part_of(step, units, weight)) for worker, unit in pairs
+        ]
+        assert all(call.result().applied for call in calls)
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.zeros(SIZE)]))
 
 
 def test_skip_by_all_changes_nothing_and_counts() -> None:

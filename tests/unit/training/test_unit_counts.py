@@ -119,3 +119,14 @@ def test_accumulation_at_staleness_0_needs_the_same_share_of_each_batch(num_exam
             check_groups(servers, dataset, 2)
     servers.staleness = 1
     check_groups(servers, dataset, 2)
+
+
+def test_accumulation_over_two_passes_is_refused_beside_ps() -> None:
+    """An update was made at the end of each, of too few batches, where one process goes on."""
+    servers: Any = Servers.__new__(Servers)
+    servers.staleness = float("inf")
+    dataset = Planned(Plan(24, 6))
+    for steps_per_epoch in (None, 2, 4, 6):
+        check_groups(servers, dataset, 2, steps_per_epoch)
+    with pytest.raises(ConfigurationError, match="steps_per_epoch=3 does not end with one of 4 batches"):
+        check_groups(servers, dataset, 2, 3)
