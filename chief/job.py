@@ -26,6 +26,7 @@ from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import Fence, Prepare, Release, StopJob
 from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.chief.monitoring import status
+from stratagem.chief.monitoring.standstill import Standstill
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.scaling import Scaling
 from stratagem.chief.servers.ps_pool import Connect
@@ -56,6 +57,7 @@ class ChiefJob(ChiefState):
         self.evaluation = EvaluationUnits(self, self.metric_store.write)
         self.training = TrainingUnits(self, self.recovery, self._maintenance.first_checkpoint, self.metric_store)
         self._end = JobEnd(self, self.streams, self._maintenance)
+        self._standstill = Standstill(self, self.streams)
         self._finishing = self._is_leaving = False
         self.address = config.bind
         """Where the chief serves; set to the port really bound once it listens."""
@@ -135,6 +137,8 @@ class ChiefJob(ChiefState):
                 self.streams.recent.add("chief:0", self.saving.totals.values(), self.clock())
                 await self.ps_pool.drop_lost()
                 self._maintenance.tick()
+                if self.sessions.stopping is None and (why := self._standstill.found()):
+                    self.stop(2, why)
                 if self.scaling.tick() and self._maintenance.newest is not None:
                     self._background.spawn(self.scaling.move)
                 await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))

@@ -10,6 +10,7 @@ from stratagem.chief.membership.roster import Roster
 from stratagem.chief.membership.session import Session, SessionState
 from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.chief.monitoring.recent import Measured
+from stratagem.chief.monitoring.standstill import late_for
 from stratagem.rpc.status_view import StatusView, TaskState
 
 
@@ -46,14 +47,9 @@ def report(state: ChiefState, streams: SessionStreams, address: str, scaling: st
     for session in sessions.known:
         name = str(session.task)
         waiting_on, since = state.waits.noted.get(session.incarnation, ("", now))
-        step = streams.waiting_steps.get(name, 0) if session.state is SessionState.LIVE else 0
-        late = [
-            incarnation.task
-            for incarnation in lease_book.steps.unfinished(step)
-            if streams.waiting_steps.get(incarnation.task) != step
-        ]
-        if late and not waiting_on:
-            waiting_on = f"{', '.join(late)} to deliver their part of step {step}"
+        step, late = late_for(state, streams, name)
+        if late and not waiting_on and session.state is SessionState.LIVE:
+            waiting_on = f"{', '.join(one.task for one in late)} to deliver their part of step {step}"
         tasks.append(
             TaskState(
                 name,

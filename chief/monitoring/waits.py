@@ -1,4 +1,4 @@
-"""What workers wait for inside the chief, for the status page."""
+"""What workers wait for inside the chief: for the status page, and where they wait for each other."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Waits:
         self._clock = clock
         self.noted: dict[Incarnation, tuple[str, float]] = {}
         """In words, and since when."""
+        self.others: dict[Incarnation, Sequence[Incarnation]] = {}
+        """Who is waited for, of each that is noted for others."""
         self._left: dict[Incarnation, tuple[str, float, float]] = {}
 
     @contextlib.contextmanager
@@ -28,10 +30,12 @@ class Waits:
         try:
             yield
         finally:
+            self.others.pop(incarnation, None)
             if incarnation in self.noted:
                 self._left[incarnation] = (*self.noted.pop(incarnation), self._clock())
 
     def note(self, incarnation: Incarnation, what: str, others: Sequence[Incarnation]) -> None:
+        self.others[incarnation] = others
         text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
         if self.noted.get(incarnation, ("",))[0] != text:
             now = self._clock()

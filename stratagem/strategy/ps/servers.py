@@ -222,7 +222,7 @@ class Servers:
         Raises:
             ClusterTimeoutError: the lead does not load, and nobody takes its place.
         """
-        group = self.chief.new_group("load")
+        group = self.chief.new_group("barrier, load or restore")
         has_loaded = False
         self.chief.agree(group, 0, 0)  # all are here: none of them has an update under way
         deadline = time.monotonic() + self._runtime.config.start_timeout_s

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.chief.monitoring import standstill
 from stratagem.cluster.units import MAX_STATE_BYTES, Unit
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
@@ -189,6 +190,23 @@ async def test_workers_agree_on_the_largest_number() -> None:
         await until(lambda: running.job.get_status().tasks[2].waiting_on)
         await workers[0].die()
         assert await alone == 0
+
+
+async def test_workers_that_wait_for_each_other_end_the_job_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One script alone calls barrier() in the middle of an epoch: they waited without end."""
+    monkeypatch.setattr(standstill, "STANDSTILL_S", 0.5)
+    async with cluster() as (running, workers, _):
+        for worker in workers:
+            await worker.open(num_examples=8)
+            assert await worker.next(want=2)
+        meets = asyncio.create_task(agree(workers[0], 0, 0))
+        ends = asyncio.create_task(workers[1].next([2, 3], held=[]))
+        await until(lambda: running.job.sessions.stopping)
+        stop = running.job.sessions.stopping
+        assert stop is not None and stop.exit_code == 2
+        assert "worker:0 waits for worker:1 to come to fit 1, ends/0; worker:1 waits for worker:0 to f" in stop.reason
+        for call in (meets, ends):
+            assert "at the same place of its script" in str(await refused(call))
 
 
 async def test_a_restarted_chief_knows_what_was_counted_and_decided(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stratagem.chief.monitoring.standstill import _stuck
 from stratagem.chief.monitoring.waits import SAME_S, Waits
 from stratagem.cluster.incarnation import Incarnation
 
@@ -36,3 +37,10 @@ def test_another_wait_begins_anew() -> None:
         assert waits.noted[ONE] == ("worker:2 to finish", now[0]), "it did not wait in between"
     with waits.of(TWO):
         assert TWO not in waits.noted
+
+
+def test_who_waits_for_others_that_wait_for_it_waits_without_end() -> None:
+    assert _stuck({ONE: [TWO], TWO: [THREE]}) == []
+    assert _stuck({ONE: [TWO, THREE], TWO: [ONE]}) == [ONE, TWO]
+    assert _stuck({ONE: [TWO], TWO: [THREE], THREE: [TWO]}) == [ONE, TWO, THREE], "it waits for these"
+    assert _stuck({ONE: [], TWO: [ONE]}) == []

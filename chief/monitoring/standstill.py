@@ -1,0 +1,72 @@
+"""Workers that wait for each other, and would without end: their scripts do not meet at the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stratagem.chief.chief_state import ChiefState
+from stratagem.chief.membership.session_streams import SessionStreams
+from stratagem.chief.monitoring.waits import SAME_S
+from stratagem.cluster.incarnation import Incarnation
+
+STANDSTILL_S = 20.0
+"""So long the same workers wait for the same before the job ends with it."""
+
+
+def late_for(state: ChiefState, streams: SessionStreams, task: str) -> tuple[int, list[Incarnation]]:
+    """The step in which a worker waits for others on a ps, as it said, 0 for none; and for whom."""
+    step = streams.waiting_steps.get(task, 0)
+    unfinished = state.lease_book.steps.unfinished(step)
+    return step, [one for one in unfinished if streams.waiting_steps.get(one.task) != step]
+
+
+class Standstill:
+    """Looks for it, at every tick."""
+
+    def __init__(self, state: ChiefState, streams: SessionStreams) -> None:
+        self._state = state
+        self._streams = streams
+        self._seen: dict[Incarnation, str] = {}
+        self._since = self._seen_at = 0.0
+
+    def found(self) -> str:
+        """Who waits for whom, in words, if it is to end; else empty."""
+        state, now = self._state, self._state.clock()
+        words: dict[Incarnation, str] = {}
+        others: dict[Incarnation, Sequence[Incarnation]] = {}
+        for session in state.sessions.live("worker"):
+            one = session.incarnation
+            step, late = late_for(state, self._streams, one.task)
+            if one in state.waits.others:
+                words[one], others[one] = state.waits.noted[one][0], state.waits.others[one]
+            elif late:
+                words[one], others[one] = f"{_listed(late)} to deliver their part of step {step}", late
+        stuck = {one: words[one] for one in _stuck(others)}
+        if not stuck:
+            if now - self._seen_at > SAME_S:  # a call that waits long is made anew
+                self._seen = {}
+            return ""
+        if stuck != self._seen:
+            self._seen, self._since = stuck, now
+        self._seen_at = now
+        if now - self._since < STANDSTILL_S:
+            return ""
+        told = "; ".join(f"{one.task} waits for {what}" for one, what in sorted(stuck.items()))
+        return (
+            f"workers wait for each other, and would without end: {told}. Every worker has to call barrier(), "
+            "load_once(), restore(), evaluate() and fit(), and to go through its datasets, at the same place of its "
+            "script"
+        )
+
+
+def _stuck(others: Mapping[Incarnation, Sequence[Incarnation]]) -> list[Incarnation]:
+    """Of those who wait: those who wait for themselves in the end."""
+    left = dict(others)
+    while free := [one for one, whom in left.items() if left.keys().isdisjoint(whom)]:
+        for one in free:
+            del left[one]
+    return [*left]
+
+
+def _listed(incarnations: Sequence[Incarnation]) -> str:
+    return ", ".join(one.task for one in incarnations)
