@@ -142,6 +142,7 @@ def test_a_push_that_fails_leaves_neither_job_nor_image(
     (desk.folder / "wait.py").write_text(WAIT)
     options = [f"--target={target}", "--registry=127.0.0.1:9/team", "--workers=1", f"--base-image={light_image}"]
     with api_server(tmp_path) as server:
+        server.add_namespace()
         desk.environ["KUBECONFIG"] = str(server.kubeconfig)
         failed = desk.stratagem("submit", *options, "--build-network=host", "wait.py", code=1)
     assert "docker could not push the image 127.0.0.1:9/team/wait-" in failed.stderr
@@ -156,6 +157,7 @@ def test_what_kubernetes_gets_is_what_render_shows_of_the_pushed_image(
     options = ["--target=kubernetes", f"--registry={registry}/team", "--label=team=vision", "--workers=2", "--ps=1"]
     image_options = [f"--base-image={light_image}", "--build-network=host"]
     with api_server(tmp_path) as server:
+        server.add_namespace()
         desk.environ["KUBECONFIG"] = str(server.kubeconfig)
         job_id = desk.stratagem("submit", *options, *image_options, "wait.py", "--lr", "1").stdout.strip()
         (job,) = desk.jobs()
@@ -194,6 +196,7 @@ def test_cells_of_a_kernel_reach_kubernetes_in_an_image(
     desk: Desk, light_image: str, registry: str, tmp_path: Path
 ) -> None:
     with api_server(tmp_path) as server:
+        server.add_namespace()
         desk.environ["KUBECONFIG"] = str(server.kubeconfig)
         options = f"docker_base_image={light_image!r}, docker_build_network='host', worker_count=2"
         run_cell = f"job = sg.run(target='kubernetes', docker_image_bucket_name='{registry}/team', {options})"

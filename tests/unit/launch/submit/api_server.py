@@ -60,6 +60,10 @@ class ApiServer:
         alive = [one.raw for one in self.handler.objects.values() if not one.deleted]
         return {(one["kind"], one["metadata"]["name"]) for one in alive}
 
+    def add_namespace(self) -> None:
+        """There is the one that is used."""
+        self.handler[f"get /api/v1/namespaces/{NAMESPACE}"] << {"metadata": {"name": NAMESPACE}}
+
     def refuse(self, plural: str, message: str) -> None:
         """From now on nothing of this kind can be created."""
         self.handler[f"post /apis/batch/v1/namespaces/{NAMESPACE}/{plural}"] << 403 << {"message": message}
