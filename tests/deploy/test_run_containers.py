@@ -88,7 +88,11 @@ def test_a_script_runs_as_a_compose_project(desk: Desk, image: str) -> None:
     assert run(["docker", "image", "ls", "--quiet", job["image"]]).stdout == ""
 
 
-CELLS = ("!echo a command of a cell", "import stratagem as sg", "if sg.remote(): print('cells in', sg.run().id)")
+CELLS = (
+    "!echo a command of a cell",
+    "import stratagem as sg",
+    "if sg.remote(): print('cells in', sg.run().id, 'with', sg.strategy_from_environment().task)",
+)
 
 
 def test_cells_of_a_kernel_run_as_a_compose_project(desk: Desk, image: str) -> None:
