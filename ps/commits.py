@@ -65,8 +65,8 @@ class Commits(Applying):
         with noted(self._state, sender, call):
             with self._state.lock:
                 self._state.units.close(closes)
-                self._state.steps.leave(sender, [close.unit for close in closes])
-                self._state.changed.notify_all()
+                if self._state.steps.leave(sender, [close.unit for close in closes]):
+                    self._state.changed.notify_all()
                 if self._state.backup is not None:
                     self._state.backup.tell(CLOSE_UNITS, as_it_came, {})
             if self._state.backup is not None:
@@ -79,8 +79,7 @@ class Commits(Applying):
             present = self.present(request.groups)
             state.units.close(request.closes)
             is_new = not update.units or state.units.is_new(update)
-            if request.slice is not None and request.closes:
-                state.steps.leave(request.sender, [close.unit for close in request.closes])
+            if request.slice is not None and state.steps.leave(request.sender, [one.unit for one in request.closes]):
                 state.changed.notify_all()
         if request.slice is not None:
             if state.backup is not None:

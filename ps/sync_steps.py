@@ -121,14 +121,16 @@ class SyncSteps:
         if (error := self._lacks_for_good(key)) is not None:
             raise error
 
-    def leave(self, sender: Sender, units: Iterable[Unit]) -> None:
-        """``sender`` has gone on from these slices: whoever waits for another update of one waits in vain."""
+    def leave(self, sender: Sender, units: Iterable[Unit]) -> bool:
+        """``sender`` has gone on from these slices: whoever waits for another update of one waits in vain. Whether
+        somebody does."""
         self._left.update(dict.fromkeys(units, sender))
         while len(self._left) > NUM_REMEMBERED:
             del self._left[next(iter(self._left))]
-        for key in self._open:
-            if (error := self._lacks_for_good(key)) is not None:
-                self.fail(key, error)
+        errors = {key: error for key in self._open if (error := self._lacks_for_good(key)) is not None}
+        for key, error in errors.items():
+            self.fail(key, error)
+        return bool(errors)
 
     def _lacks_for_good(self, key: StepKey) -> ConfigurationError | None:
         came = self._open[key].contributions
