@@ -71,6 +71,7 @@ class ChiefProcess:
     def __init__(self, config: ChiefConfig) -> None:
         python = (sys.executable, "-P", "-m", "stratagem.chief")
         command = [*python, "--config-json", config.model_dump_json(), "--until-eof"]
+        self._config = config
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
         logger.info("the cluster names no chief: started one at %s (pid %d)", config.bind, self._process.pid)
 
@@ -93,6 +94,7 @@ class ChiefProcess:
             self._process.wait()
         finally:
             self._process.stdin.close()
+            note_left(self._config.checkpoint_dir, self._config.task)  # what it noted as it left is for nobody
 
 
 class WorkerRuntime:
