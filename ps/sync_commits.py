@@ -188,9 +188,7 @@ class SyncCommits:
         if self._merged is not None and self._merged.slices == slices:
             return self._merged
         adding = [(one, factor) for one, factor in zip(slices, factors, strict=True) if one.contributes]
-        used = [
-            (one, factor) for one, factor in adding if factor
-        ] or adding  # all of weight 0: decay and momentum go on
+        used = [pair for pair in adding if pair[1]] or adding  # all of weight 0: decay and momentum go on
         commits = {commit.group: commit for one, _ in reversed(used) for commit in one.groups}
         parts: dict[int, Parts] = {}
         present: dict[int, tuple[bool, ...]] = {}

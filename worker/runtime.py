@@ -282,8 +282,13 @@ class WorkerRuntime:
         if self.cluster.chief or self.task != TaskId("worker", 0):
             return None
         place: dict[str, Any] = {
-            **{"task": "chief:0", "bind": self.cluster.chief_address, "advertise": "", "chief": "", "num_threads": 1},
-            **{"num_workers": self.cluster.num_workers, "num_ps": self.cluster.num_ps},
+            "task": "chief:0",
+            "bind": self.cluster.chief_address,
+            "advertise": "",
+            "chief": "",
+            "num_threads": 1,
+            "num_workers": self.cluster.num_workers,
+            "num_ps": self.cluster.num_ps,
         }
         shared = {name: getattr(self.config, name) for name in ServerConfig.model_fields}
         layers = [Layer(f"that of {self.task}", shared | place), environment_layer(ChiefConfig, os.environ)]

@@ -13,11 +13,11 @@ STANDSTILL_S = 20.0
 """So long the same workers wait for the same before the job ends with it."""
 
 
-def late_for(state: ChiefState, streams: SessionStreams, task: str) -> tuple[int, list[Incarnation]]:
-    """The step in which a worker waits for others on a ps, as it said, 0 for none; and for whom."""
+def late_for(state: ChiefState, streams: SessionStreams, task: str) -> tuple[str, list[Incarnation]]:
+    """What a worker waits for on a ps, by the step that it said, and for whom; empty if for nobody."""
     step = streams.waiting_steps.get(task, 0)
-    unfinished = state.lease_book.steps.unfinished(step)
-    return step, [one for one in unfinished if streams.waiting_steps.get(one.task) != step]
+    late = [one for one in state.lease_book.steps.unfinished(step) if streams.waiting_steps.get(one.task) != step]
+    return f"{', '.join(one.task for one in late)} to deliver their part of step {step}" if late else "", late
 
 
 class Standstill:
@@ -36,11 +36,11 @@ class Standstill:
         others: dict[Incarnation, Sequence[Incarnation]] = {}
         for session in state.sessions.live("worker"):
             one = session.incarnation
-            step, late = late_for(state, self._streams, one.task)
+            what, whom = late_for(state, self._streams, one.task)
             if one in state.waits.others:
                 words[one], others[one] = state.waits.noted[one][0], state.waits.others[one]
-            elif late:
-                words[one], others[one] = f"{_listed(late)} to deliver their part of step {step}", late
+            elif whom:
+                words[one], others[one] = what, whom
         stuck = {one: words[one] for one in _stuck(others)}
         if not stuck:
             if now - self._seen_at > SAME_S:  # a call that waits long is made anew
@@ -66,7 +66,3 @@ def _stuck(others: Mapping[Incarnation, Sequence[Incarnation]]) -> list[Incarnat
         for one in free:
             del left[one]
     return [*left]
-
-
-def _listed(incarnations: Sequence[Incarnation]) -> str:
-    return ", ".join(one.task for one in incarnations)

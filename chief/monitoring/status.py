@@ -47,9 +47,8 @@ def report(state: ChiefState, streams: SessionStreams, address: str, scaling: st
     for session in sessions.known:
         name = str(session.task)
         waiting_on, since = state.waits.noted.get(session.incarnation, ("", now))
-        step, late = late_for(state, streams, name)
-        if late and not waiting_on and session.state is SessionState.LIVE:
-            waiting_on = f"{', '.join(one.task for one in late)} to deliver their part of step {step}"
+        if not waiting_on and session.state is SessionState.LIVE:
+            waiting_on, _ = late_for(state, streams, name)
         tasks.append(
             TaskState(
                 name,

@@ -76,9 +76,13 @@ class OptimizerState:
 
     def _fill(self) -> None:
         """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
+        self._insist(self._fetch)
+
+    def _insist(self, call: Callable[[], None]) -> None:
+        """Again with ps that went away and came back."""
         while True:
             try:
-                return self._fetch()
+                return call()
             except (PeerUnavailableError, StaleStoreError):
                 self._reconnect()
 
@@ -127,11 +131,7 @@ class OptimizerState:
         self._empty()
 
     def _send(self) -> None:
-        while True:
-            try:
-                return self._assign()
-            except (PeerUnavailableError, StaleStoreError):
-                self._reconnect()
+        self._insist(self._assign)
 
     def _assign(self) -> None:
         for (group, ps), shards in sorted(self._layout.shards.items()):
