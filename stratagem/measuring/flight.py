@@ -8,9 +8,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from stratagem.measuring import measures
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
 
 NUM_KEPT = 512
 """Collectives and commits."""
@@ -18,6 +23,8 @@ NUM_TOLD = 8
 """Of them in the log when one fails."""
 MAX_SPANS = 30_000
 """Of a trace: what comes after them is dropped and counted."""
+WAIT_S = 8.0
+"""Seconds that the end of a trace waits for the end of a step."""
 
 
 class TracedSpan:
@@ -38,18 +45,56 @@ class TracedSpan:
         return f"{ago:.3f} s ago, {took}: {self.words}"
 
 
-class StepProfile(Protocol):
-    """Records operators from one step on to another; see ``torch_profile.py``."""
+class TorchProfile:
+    """Torch's operators in one trace. ``torch.profiler`` sees the thread that starts it, and the backward passes of that
+    thread: the one that trains, which starts and stops it between two steps."""
+
+    def __init__(self) -> None:
+        self._profile: torch.profiler.profile | None = None
+        self._is_over = threading.Event()
+        self._has_stopped = threading.Event()
+        self._offset_ns = 0
+        self._spans: list[TracedSpan] = []
+        self._num_dropped = 0
 
     def at_step(self) -> None:
-        """A step begins."""
+        """Called by the training thread as a step begins."""
+        if self.has_stopped:
+            return
+        import torch  # here alone: tasks without it have a recorder too
 
-    def end(self) -> tuple[list[TracedSpan], int]:
-        """Operators, and how many more there were."""
+        if self._is_over.is_set():
+            if self._profile is not None:
+                self._profile.stop()
+                self._collect(self._profile)
+            else:
+                logger.warning("A trace has no operators: no step began, or the script's own torch.profiler recorded")
+            self._has_stopped.set()
+        elif self._profile is None and not torch._C._autograd._profiler_enabled():  # a script's own would find nothing
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profile.start()
+            self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
     @property
     def has_stopped(self) -> bool:
         """It needs no further step: one that is longer than the wait for its end goes on to its own."""
+        return self._has_stopped.is_set()
+
+    def end(self) -> tuple[list[TracedSpan], int]:
+        """Operators, and how many more there were; none if no step ended in time."""
+        self._is_over.set()
+        self._has_stopped.wait(WAIT_S)
+        return self._spans, self._num_dropped
+
+    def _collect(self, profile: torch.profiler.profile) -> None:
+        results = profile.profiler.kineto_results if profile.profiler is not None else None
+        for event in results.events() if results is not None else ():
+            if len(self._spans) >= MAX_SPANS:
+                self._num_dropped += 1
+                continue
+            start_ns = event.start_ns() - self._offset_ns
+            thread = f"torch, thread {event.start_thread_id()}"
+            self._spans.append(TracedSpan(event.name(), None, thread, start_ns, start_ns + event.duration_ns()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +124,9 @@ class FlightRecorder:
         """What the process has measured so far."""
         self.num_steps: Callable[[], int] = int
         """Steps that it has completed, if it is a worker."""
-        self.torch: StepProfile | None = None
+        self.torch: TorchProfile | None = None
         """What the training thread has to tell of a step that begins: of the last trace with torch's operators."""
-        self._profile: StepProfile | None = None
+        self._profile: TorchProfile | None = None
         """The same, of the trace that goes on."""
 
     def happening(self, name: str, of: object) -> Happening:
@@ -103,7 +148,7 @@ class FlightRecorder:
         for line in ("the last collectives and commits here:", *self.lines(NUM_TOLD)):
             logger.error("%s", line)  # a record has one line
 
-    def start_trace(self, profile: StepProfile | None = None) -> None:
+    def start_trace(self, profile: TorchProfile | None = None) -> None:
         """Every span is kept from now on, with torch's operators if there is a ``profile``; nothing changes where they
         are kept already."""
         with self._lock:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
-from stratagem.measuring.flight import FLIGHT
+from stratagem.measuring.flight import FLIGHT, TorchProfile
 from stratagem.rpc.generated import observer_pb2
 from stratagem.rpc.server import add_servicer
 
@@ -61,12 +61,8 @@ class ObserverServicer:
     def StartTrace(
         self, request: observer_pb2.StartTraceRequest, context: grpc.ServicerContext
     ) -> observer_pb2.StartTraceReply:
-        if request.torch and not request.only_clock:
-            from stratagem.measuring.torch_profile import TorchProfile  # loads torch
-
-            FLIGHT.start_trace(TorchProfile())
-        elif not request.only_clock:
-            FLIGHT.start_trace()
+        if not request.only_clock:
+            FLIGHT.start_trace(TorchProfile() if request.torch else None)
         return observer_pb2.StartTraceReply(clock_ns=time.perf_counter_ns(), num_steps=FLIGHT.num_steps())
 
     def StopTrace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,13 +17,11 @@ from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.default import get_strategy
-from stratagem.training.callbacks.base import Callback
-from stratagem.training.callbacks.call_list import CallbackList, listed
+from stratagem.training.callbacks.base import Callback, CallbackList, listed
 from stratagem.training.callbacks.history import History
 from stratagem.training.export.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.fit import loop as fit_loop
 from stratagem.training.fit.agreement import FitAgreement, FitOnServers, InStep, check_groups
-from stratagem.training.fit.batches import sample_of, unpack
 from stratagem.training.fit.evaluation import Evaluation, at_epochs
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
@@ -37,19 +35,18 @@ from stratagem.training.fit.sources import (
     source_of,
     validation_source,
 )
-from stratagem.training.fit.steps import Compiled, FitSteps
-from stratagem.training.layer_table import layer_table
+from stratagem.training.fit.steps import Compiled, FitSteps, sample_of, unpack
 from stratagem.training.losses import Loss, LossFunction
 from stratagem.training.metrics import Metrics, metrics_of
+from stratagem.training.model_state import ModelState, as_asked
 from stratagem.training.optimizers import OptimizerFactory, optimizer_of
 from stratagem.training.progress import Pace, Verbose, display, numbers
-from stratagem.training.single_batches import SingleBatches, as_asked
 from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.runtime import active_runtime
 
 
 @known_arguments
-class Model(SingleBatches):
+class Model(ModelState):
     """A plain ``nn.Module``, trained, evaluated and asked as in Keras.
 
     It belongs to the strategy of the scope that it is built in; outside of any scope to the default that
@@ -341,18 +338,6 @@ class Model(SingleBatches):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
         return self.module(*args, **kwargs)
-
-    @known_arguments
-    def summary(self, print_fn: Callable[[str], Any] = print) -> None:
-        """Prints the layers and their numbers of parameters.
-
-        Args:
-            print_fn: gets each line.
-        """
-        strategy = self.strategy
-        replicas = f"{strategy.num_replicas_in_sync} replicas" if strategy.num_replicas_in_sync > 1 else "1 replica"
-        for line in [*layer_table(self.module), f"Strategy: {type(strategy).__name__}, {replicas} in sync"]:
-            print_fn(line)
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, known_arguments
 from stratagem.checkpoint.catalog import next_number
+from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
@@ -22,13 +23,18 @@ from stratagem.tensorflow_names import WithWaysOut
 from stratagem.training.export.export import export_model
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
+from stratagem.training.fit.sources import WEIGHTS_ALONE, Arrays
 from stratagem.training.saving.checkpoint import Checkpoint
 
 _NEVER_CALLED = frozenset({"train_step", "test_step", "predict_step", "make_train_function", "compute_loss", "call"})
 
 
 class ModelState(WithWaysOut):
-    """A model and how far its training has come."""
+    """A model, how far its training has come, and what it does with single batches, by the methods for many."""
+
+    fit: Callable[..., Any]
+    evaluate: Callable[..., Any]
+    predict: Callable[..., Any]
 
     def __init__(self, strategy: Strategy, module: nn.Module) -> None:
         self.strategy = strategy
@@ -232,3 +238,86 @@ class ModelState(WithWaysOut):
         if isinstance(inputs, Mapping):
             return inspect.signature(self._original.forward).bind(**inputs).args
         return tuple(inputs) if isinstance(inputs, list) else inputs
+
+    # -- single batches ----------------------------------------------------------------------------------------
+
+    @known_arguments
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """One step of training on one GLOBAL batch, the same on every worker: a :meth:`fit` of that batch.
+
+        Args:
+            x: inputs, as arrays.
+            y: targets.
+            sample_weight: a weight for each example.
+            class_weight: weight of each class; those not named have 1.
+            return_dict: as of :meth:`evaluate`, whose result this is like, of the weights before the step.
+
+        Raises:
+            ConfigurationError: as of :meth:`fit`; or under parameter servers, whose chief leases batches of a dataset.
+        """
+        if self.has_servers:
+            raise ConfigurationError(
+                "train_on_batch is one step of all workers on one batch, and under parameter servers the chief leases "
+                "batches of a dataset: use fit, or MultiWorkerMirroredStrategy"
+            )
+        if sample_weight is not None and y is None:
+            raise ConfigurationError(WEIGHTS_ALONE)
+        batch = tuple(part for part in (x, y, sample_weight) if part is not None)
+        history = self.fit([Arrays(batch).parts], verbose=0, class_weight=class_weight).history
+        return as_asked({name: values[-1] for name, values in history.items()}, return_dict)
+
+    @known_arguments
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+        """:meth:`evaluate` of one batch."""
+        size = num_examples(x)
+        return self.evaluate(x, y, batch_size=size, sample_weight=sample_weight, verbose=0, return_dict=return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """:meth:`predict` of one batch."""
+        return self.predict(x, batch_size=num_examples(x))
+
+    @known_arguments
+    def summary(self, print_fn: Callable[[str], Any] = print) -> None:
+        """Prints the layers and their numbers of parameters.
+
+        Args:
+            print_fn: gets each line.
+        """
+        strategy = self.strategy
+        replicas = f"{strategy.num_replicas_in_sync} replicas" if strategy.num_replicas_in_sync > 1 else "1 replica"
+        for line in [*layer_table(self.module), f"Strategy: {type(strategy).__name__}, {replicas} in sync"]:
+            print_fn(line)
+
+
+def as_asked(logs: dict[str, float], as_dict: bool) -> Any:
+    """A dict by name; else the loss, or a list of the loss and the metrics, as in Keras."""
+    values = list(logs.values())
+    return logs if as_dict else values[0] if len(values) == 1 else values
+
+
+def layer_table(module: nn.Module) -> list[str]:
+    """A line for each layer with parameters of its own, or no layers inside; a shared parameter counts once."""
+    rows = [("Layer", "Type", "Parameters")]
+    counted: set[int] = set()
+    for name, layer in module.named_modules():
+        parameters = list(layer.parameters(recurse=False))
+        if not parameters and next(layer.children(), None) is not None:
+            continue
+        own = [parameter for parameter in parameters if id(parameter) not in counted]
+        counted.update(map(id, own))
+        rows.append((name or "(the module)", type(layer).__name__, f"{sum(p.numel() for p in own):,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}" for row in rows]
+    rule = "-" * len(lines[0])
+    total = sum(parameter.numel() for parameter in module.parameters())
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    sums = f"Parameters: {total:,} ({num_bytes / 2**20:.2f} MiB), {trained:,} of them trained"
+    return [lines[0], rule, *lines[1:], rule, sums]

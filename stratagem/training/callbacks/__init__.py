@@ -4,15 +4,13 @@ from typing import Any
 
 from stratagem.tensorflow_names import no_attribute
 from stratagem.training.callbacks.backup import BackupAndRestore
-from stratagem.training.callbacks.base import Callback
+from stratagem.training.callbacks.base import Callback, LambdaCallback
 from stratagem.training.callbacks.csv_logger import CSVLogger
-from stratagem.training.callbacks.early_stopping import EarlyStopping
+from stratagem.training.callbacks.early_stopping import EarlyStopping, TerminateOnNaN
 from stratagem.training.callbacks.history import History
-from stratagem.training.callbacks.lambda_callback import LambdaCallback
 from stratagem.training.callbacks.learning_rate import LearningRateScheduler, ReduceLROnPlateau
 from stratagem.training.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem.training.callbacks.tensorboard import TensorBoard
-from stratagem.training.callbacks.terminate_on_nan import TerminateOnNaN
 
 __all__ = [
     "BackupAndRestore",

@@ -1,15 +1,17 @@
-"""Ends training when a value gets no better."""
+"""Ends training when a value gets no better, or the loss is no number any more."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from stratagem.arguments import checked, whole_number
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, NonFiniteGradientError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.callbacks.monitor import Mode, Monitor
 
@@ -122,3 +124,29 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._monitor.best, self.best_epoch, self.wait = state["best"], state["best_epoch"], state["wait"]
         self.stopped_epoch, self._weights = state.get("stopped_epoch", -1), state.get("weights")
+
+
+class TerminateOnNaN(Callback):
+    """Ends training when the loss of the epoch so far is NaN or Inf.
+
+    It reads the loss after each batch, which waits for the device. A NaN or Inf in a gradient, which under
+    ``compile(nan="error")`` is an error, ends ``fit`` too, which then returns the epochs before; under parameter
+    servers, where it is one worker's alone, it stays an error.
+    """
+
+    def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(loss):
+            logger.warning("batch %d: the loss is %s, training ends", batch, loss)
+            self.model.stop_training = True
+
+
+@contextlib.contextmanager
+def ended_by_nan(callbacks: Sequence[Callback], has_servers: bool) -> Iterator[None]:
+    """Around training: a gradient with a NaN or Inf ends it without an error where a callback asks for that."""
+    try:
+        yield
+    except NonFiniteGradientError as error:
+        if has_servers or not any(isinstance(callback, TerminateOnNaN) for callback in callbacks):
+            raise
+        logger.warning("training ends: %s", error)

@@ -21,10 +21,10 @@ from stratagem.training.estimator.inputs import Input, sample, split
 from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.objects import ModelObjects, giving
 from stratagem.training.estimator.spec import EstimatorSpec, MetricValue, ModeKeys
-from stratagem.training.fit.batches import sample_of
 from stratagem.training.fit.loop import first_batches
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.sources import devices_of, for_evaluation, for_prediction
+from stratagem.training.fit.steps import sample_of
 from stratagem.training.metrics import Mean, Metric, metrics_of
 
 logger = logging.getLogger(__name__)

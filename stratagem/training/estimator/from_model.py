@@ -18,8 +18,7 @@ from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.objects import get_or_create
 from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
-from stratagem.training.fit.batches import call
-from stratagem.training.fit.steps import Compiled, precision
+from stratagem.training.fit.steps import Compiled, call, precision
 from stratagem.training.metrics import Metric
 from stratagem.training.model import Model
 

@@ -17,7 +17,7 @@ from stratagem.strategy.random_states import random_untouched
 from stratagem.training.estimator.model_function import taken
 from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.spec import ModeKeys
-from stratagem.training.fit.batches import sample_of
+from stratagem.training.fit.steps import sample_of
 
 InputFunction = Callable[..., Any]
 

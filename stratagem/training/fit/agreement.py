@@ -14,8 +14,7 @@ from stratagem.cluster.units import Plan, Topic
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.position import FitPosition
-from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
-from stratagem.training.fit.unit_counts import UnitCounts
+from stratagem.training.fit.running_metrics import RunningMetrics, StepResult, UnitCounts
 from stratagem.worker.ring.communicator import Communicator
 
 

@@ -16,12 +16,11 @@ from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps.servers import EvaluatedUnits, Servers
-from stratagem.training.callbacks.call_list import CallbackList
+from stratagem.training.callbacks.base import CallbackList
 from stratagem.training.fit.loop import first_batches, in_eval_mode
-from stratagem.training.fit.running_metrics import RunningMetrics
+from stratagem.training.fit.running_metrics import RunningMetrics, UnitCounts
 from stratagem.training.fit.sources import for_evaluation
 from stratagem.training.fit.steps import FitSteps
-from stratagem.training.fit.unit_counts import UnitCounts
 
 
 class Evaluation:

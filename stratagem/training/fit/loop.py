@@ -13,8 +13,8 @@ from torch import nn
 
 from stratagem.data.nested import leaves, map_leaves
 from stratagem.errors import ConfigurationError
-from stratagem.training.callbacks.call_list import CallbackList
-from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
+from stratagem.training.callbacks.base import CallbackList
+from stratagem.training.callbacks.early_stopping import ended_by_nan
 from stratagem.training.fit.agreement import FitAgreement
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics

@@ -10,11 +10,13 @@ from typing import Any, cast
 
 import torch
 
+from stratagem.cluster.units import MAX_STATE_BYTES
 from stratagem.data.nested import CopiedAsDict
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.metric_states import States, states_of_all
+from stratagem.strategy.metric_states import States, from_bytes, states_of_all, to_bytes
 from stratagem.training.metrics import Metric
+from stratagem.worker.chief_client import ChiefClient
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +118,51 @@ class RunningMetrics:
                 )
             found.update((name + suffix, value) for suffix, value in metric.compute(own).items())
         return found
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class UnitCounts:
+    """What is counted on units under parameter servers, each by itself because any worker may die: as it travels with
+    their acceptance, and what comes of all of them."""
+
+    _chief: ChiefClient
+    _running: RunningMetrics
+    """Of this object alone."""
+
+    def begin(self) -> None:
+        self._running.reset()
+
+    def add(self, results: Sequence[StepResult]) -> None:
+        """Counts a step of the unit: one result for each local replica."""
+        self._running.add(results)
+
+    def collect(self) -> bytes:
+        """What was counted since the unit began.
+
+        Raises:
+            ConfigurationError: it is too large to travel.
+        """
+        (states,) = self._running.states()  # a worker of parameter servers has one replica
+        data = to_bytes(states)
+        if len(data) > MAX_STATE_BYTES:
+            raise ConfigurationError(
+                f"the metrics keep {len(data)} bytes of one batch, and {MAX_STATE_BYTES} can travel to the chief: use "
+                "smaller batches, or metrics that keep sums and not every output (thresholds= of torchmetrics)"
+            )
+        return data
+
+    def result(self, group: str, ordinal: int) -> dict[str, float] | None:
+        """Loss and metrics over all units of a topic, the same on every worker; None if there are none."""
+        found = self._chief.states(group, ordinal)
+        if isinstance(found, dict):
+            return found
+        if not found:
+            return None
+        self._running.reset()
+        self._running.add_states([from_bytes(data) for data in found])
+        logs = self._running.result()
+        self._running.reset()
+        return self._chief.record_logs(group, ordinal, logs)
 
 
 def _of(states: States, prefix: str) -> States:

@@ -1,21 +1,59 @@
-"""What ``compile`` was told, and what one replica does in a step of ``fit``, ``evaluate`` and ``predict``."""
+"""What ``compile`` was told, the parts of a batch, and what one replica does with it in a step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from stratagem.data.nested import map_leaves, num_examples, on_cpu, tensors
 from stratagem.strategy.base import Strategy
-from stratagem.training.fit.batches import Batch, call, unpack
 from stratagem.training.fit.running_metrics import StepResult
 from stratagem.training.losses import Loss
 from stratagem.training.metrics import Metric, Metrics, metrics_of
+
+
+class Batch(NamedTuple):
+    """What a step works on."""
+
+    inputs: Any
+    targets: Any = None
+    weights: torch.Tensor | None = None
+    """One for each example."""
+
+    @property
+    def size(self) -> int:
+        """Examples."""
+        if isinstance(self.targets, torch.Tensor) and self.targets.ndim:
+            return len(self.targets)
+        return num_examples(self.inputs)
+
+
+def unpack(batch: Any) -> Batch:
+    """``(inputs,)``, ``(inputs, targets)`` and ``(inputs, targets, weights)`` by their parts; all else is inputs."""
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and 1 <= len(batch) <= 3:
+        return Batch(*batch)
+    return Batch(batch)
+
+
+def call(module: Any, inputs: Any) -> Any:
+    """``module(*inputs)``, ``module(**inputs)`` or ``module(inputs)``: a list or tuple, a dict, or anything else."""
+    if isinstance(inputs, list | tuple):
+        return module(*inputs)
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(inputs)
+
+
+def sample_of(inputs: Any) -> Any:
+    """One or two examples of ``inputs``, on the CPU and of their own memory."""
+    return map_leaves(
+        inputs, lambda leaf: leaf[:2].detach().cpu().clone() if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+    )
 
 
 @dataclasses.dataclass(frozen=True)

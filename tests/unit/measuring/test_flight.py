@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from stratagem.cluster.units import Unit, Update
-from stratagem.measuring import flight, measures, torch_profile
-from stratagem.measuring.flight import FLIGHT, FlightRecorder
-from stratagem.measuring.torch_profile import TorchProfile
+from stratagem.measuring import flight, measures
+from stratagem.measuring.flight import FLIGHT, FlightRecorder, TorchProfile
 from stratagem.measuring.totals import RunningTotals
 from stratagem.worker.step_meter import StepMeter
 
@@ -39,7 +38,7 @@ def test_torchs_profiler_ends_with_the_step_also_where_that_is_longer_than_the_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It recorded on and on, in memory, to the end of the job; and the next trace began a second one inside."""
-    monkeypatch.setattr(torch_profile, "WAIT_S", 0.01)
+    monkeypatch.setattr(flight, "WAIT_S", 0.01)
     recorder, first = FlightRecorder(), TorchProfile()
 
     def step_begins() -> None:

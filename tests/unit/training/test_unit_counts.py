@@ -15,8 +15,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.agreement import check_groups
-from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
-from stratagem.training.fit.unit_counts import UnitCounts
+from stratagem.training.fit.running_metrics import RunningMetrics, StepResult, UnitCounts
 from stratagem.training.metrics import metrics_of
 from stratagem.worker.chief_client import ChiefClient
 
