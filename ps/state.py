@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import StratagemError, VariableError
+from stratagem.measuring.flight import RunningTotals
 from stratagem.measuring.measures import ROW_SHARE, labelled
-from stratagem.measuring.totals import RunningTotals
 from stratagem.ps.backup import Backup
 from stratagem.ps.commit_gate import CommitGate
 from stratagem.ps.locked_group import LockedGroup

@@ -16,7 +16,7 @@ from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
 from stratagem.measuring import measures
-from stratagem.measuring.totals import RunningTotals
+from stratagem.measuring.flight import RunningTotals
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The flight recorder of a process: its last collectives and commits always, and every span while somebody traces."""
+"""What a process adds up while it works, and its flight recorder: the last collectives and commits always, and every
+span while somebody traces."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ class TracedSpan:
 
 
 class TorchProfile:
-    """Torch's operators in one trace. ``torch.profiler`` sees the thread that starts it, and the backward passes of that
-    thread: the one that trains, which starts and stops it between two steps."""
+    """Torch's operators in one trace. ``torch.profiler`` sees the thread that starts it, and the backward passes of
+    that thread: the one that trains, which starts and stops it between two steps."""
 
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None
@@ -201,3 +202,46 @@ class Happening(TracedSpan):
 
 FLIGHT = FlightRecorder()
 """Of this process."""
+
+
+class RunningTotals:
+    """Numbers by name. Thread-safe; an addition costs about a third of a microsecond."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: collections.defaultdict[str, float] = collections.defaultdict(float)
+
+    def add(self, name: str, amount: float) -> None:
+        with self._lock:
+            self._totals[name] += amount
+
+    def add_span(self, name: str, start_ns: int) -> None:
+        """Adds the seconds since ``start_ns`` of ``time.perf_counter_ns``."""
+        now = time.perf_counter_ns()
+        with self._lock:
+            self._totals[name] += (now - start_ns) / 1e9
+        if FLIGHT.traces:
+            FLIGHT.span(name, start_ns, now)
+
+    def timed(self, name: str) -> Timed:
+        """A context whose time is added."""
+        return Timed(self, name)
+
+    def values(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._totals)
+
+
+class Timed:
+    """See :meth:`RunningTotals.timed`."""
+
+    __slots__ = ("_name", "_start", "_totals")
+
+    def __init__(self, totals: RunningTotals, name: str) -> None:
+        self._totals, self._name = totals, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._totals.add_span(self._name, self._start)

@@ -42,10 +42,7 @@ class ProcessUse:
 
     def _look(self) -> dict[str, float]:
         names = {thread.native_id: thread.name for thread in threading.enumerate()}
-        found = {
-            measures.CPU: time.process_time(),
-            measures.CORES: float(len(os.sched_getaffinity(0))),
-        }
+        found = {measures.CPU: time.process_time(), measures.CORES: float(len(os.sched_getaffinity(0)))}
         threads = _threads()
         for number, (ran, waited) in threads.items():
             before = self._ran.get(number, (0, 0))
@@ -73,25 +70,24 @@ class ProcessUse:
 
 
 def _threads() -> dict[int, tuple[int, int]]:
-    """Nanoseconds that each thread of this process ran, and was ready and had no core."""
-    found = {}
+    """The books of each thread of this process."""
     try:
         numbers = os.listdir("/proc/self/task")
     except OSError:
         return {}
-    for number in numbers:
-        try:
-            with open(f"/proc/self/task/{number}/schedstat") as file:
-                ran, waited, _ = file.read().split()
-        except (OSError, ValueError):  # it has ended, or the kernel keeps no such books
-            continue
-        found[int(number)] = int(ran), int(waited)
-    return found
+    found = {int(number): _books(f"self/task/{number}") for number in numbers}
+    return {number: books for number, books in found.items() if books is not None}
+
+
+def _books(task: str) -> tuple[int, int] | None:
+    """Nanoseconds that a thread ran, and was ready and had no core; None: it has ended, or nobody counts."""
+    try:
+        with open(f"/proc/{task}/schedstat") as file:
+            ran, waited, _ = file.read().split()
+    except (OSError, ValueError):
+        return None
+    return int(ran), int(waited)
 
 
 def _starved_ns() -> int:
-    try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+    return (_books("thread-self") or (0, 0))[1]

@@ -9,8 +9,7 @@ import torch
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.measuring import flight, measures
-from stratagem.measuring.flight import FLIGHT, FlightRecorder, TorchProfile
-from stratagem.measuring.totals import RunningTotals
+from stratagem.measuring.flight import FLIGHT, FlightRecorder, RunningTotals, TorchProfile
 from stratagem.worker.step_meter import StepMeter
 
 
