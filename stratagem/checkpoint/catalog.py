@@ -38,7 +38,10 @@ def read_step(path: pathlib.Path) -> int | None:
 def is_complete(path: pathlib.Path) -> bool:
     """Whether the manifest can be read and every file has the size that it says."""
     manifest = Manifest.read(path)
-    return manifest is not None and all(_size(path / file.name) == file.num_bytes for file in manifest.files)
+    try:
+        return manifest is not None and all((path / f.name).stat().st_size == f.num_bytes for f in manifest.files)
+    except OSError:
+        return False
 
 
 def was_removed(path: pathlib.Path) -> bool:
@@ -98,7 +101,6 @@ def next_number(directory: str | os.PathLike[str], at_least: int) -> int:
 
 
 def steps(directory: pathlib.Path) -> list[int]:
-    """The numbers of the complete checkpoints in a directory."""
     return [read_step(path) or 0 for path in scan(directory)]
 
 
@@ -191,10 +193,3 @@ def remove(path: pathlib.Path) -> None:
     with contextlib.suppress(OSError):
         path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _size(path: pathlib.Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None

@@ -1,4 +1,4 @@
-"""Reading a checkpoint, whichever strategy wrote it."""
+"""Reading a checkpoint, whichever strategy wrote it, and saying what it holds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from stratagem.arguments import checked
 from stratagem.checkpoint.catalog import HOST, check, newest, offer, read_step
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.checkpoint.server_state import ServerState, has_server_state
+from stratagem.checkpoint.tensor_file import DTYPES
 from stratagem.checkpoint.tree import EncodedState, Json, decode, encode
 from stratagem.errors import CheckpointError
 
@@ -28,6 +29,9 @@ SERVED_OPTIMIZER = "optimizer on parameter servers"
 """Parameter servers wrote its slots; the rest is its param_groups and the names of its parameters there."""
 LEASED = "leased dataset"
 """The chief knows its position."""
+
+_SHOWN = ("strategy", "num_workers", "num_replicas_in_sync", "num_threads", "torch", "lane", "wire_dtype", "automatic")
+"""The facts of a manifest that :func:`summarize` shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,3 +189,46 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """
     found = newest(pathlib.Path(directory))
     return None if found is None else str(found)
+
+
+def summarize(path: pathlib.Path) -> dict[str, Any]:
+    """What a checkpoint holds, or the newest complete one in a directory of them, as plain values: step, time, files,
+    objects and tensors.
+
+    Raises:
+        CheckpointError: it is not complete, or a file cannot be read.
+    """
+    saved = describe(find(path))
+    manifest = Manifest.read(saved.path)
+    assert manifest is not None, "describe() read it"
+    files: list[dict[str, Any]] = [{"name": file.name, "bytes": file.num_bytes} for file in manifest.files]
+    facts = {**manifest.facts, "automatic": manifest.automatic}
+    if saved.folder != saved.path and (host := Manifest.read(saved.folder)) is not None:
+        files += [{"name": f"{HOST}/{file.name}", "bytes": file.num_bytes} for file in host.files]
+        facts |= host.facts
+    dtypes = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()}
+    tensors = []
+    for name in (file["name"] for file in files):
+        if name.startswith("ps-") or not name.endswith(".safetensors"):
+            continue  # rows of variables are listed whole below
+        try:
+            with safetensors.safe_open(saved.path / name, "pt") as source:
+                for key in source.keys():  # noqa: SIM118 - no mapping
+                    form = source.get_slice(key)
+                    dtype = dtypes.get(form.get_dtype(), form.get_dtype())
+                    tensors.append({"name": key, "dtype": dtype, "shape": list(form.get_shape()), "file": name})
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{saved.path / name} cannot be read: {error}. {offer(saved.path)}") from None
+    for key, value in ServerState(saved.path).forms().items() if saved.has_servers else ():
+        dtype = str(value.dtype).removeprefix("torch.")
+        tensors.append({"name": key, "dtype": dtype, "shape": list(value.shape), "file": "ps-*"})
+    return {
+        "path": str(saved.path),
+        "step": saved.step,
+        "created": manifest.created,
+        "bytes": sum(file["bytes"] for file in files),
+        "made_by": {key: facts[key] for key in _SHOWN if key in facts},
+        "objects": {name: entry.kind for name, entry in saved.objects.items()},
+        "files": files,
+        "tensors": tensors,
+    }

@@ -84,7 +84,10 @@ class ServerState:
     def optimizer_state(self, names: Iterable[str]) -> dict[int, dict[str, Any]]:
         """The part ``state`` of the ``state_dict()`` of an optimizer whose parameters have these names on the ps, in
         its order."""
-        facts = self._facts()
+        facts: dict[str, tuple[dict[str, Any], int]] = {}
+        for group, position, shard in self._shards():
+            if group["optimizer"]:  # of a variable that was cut its first part
+                facts.setdefault(shard["variable"], (group, position))
         state: dict[int, dict[str, Any]] = {}
         for index, name in enumerate(names):
             group, position = facts.get(name, ({}, 0))
@@ -114,14 +117,6 @@ class ServerState:
             shard["variable"]: torch.empty(shard["shape"], dtype=getattr(torch, group["dtype"]), device="meta")
             for group, _, shard in self._shards()
         }
-
-    def _facts(self) -> dict[str, tuple[dict[str, Any], int]]:
-        """The group of each variable that an optimizer changes, and its place in there; of a cut one its first."""
-        facts: dict[str, tuple[dict[str, Any], int]] = {}
-        for group, position, shard in self._shards():
-            if group["optimizer"]:
-                facts.setdefault(shard["variable"], (group, position))
-        return facts
 
     def _shards(self) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:
         """Of every ps: each shard, after its group and its place in there."""

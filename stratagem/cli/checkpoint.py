@@ -30,7 +30,7 @@ def checkpoint_command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect_command(path: Path, as_json: bool) -> None:
     """Show what a checkpoint holds: when and how it was made, its objects, files and tensors."""
-    from stratagem.checkpoint.summary import summarize
+    from stratagem.checkpoint.reading import summarize
 
     summary = summarize(path)
     if as_json:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from stratagem.checkpoint.catalog import find_damage
-from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
-from stratagem.checkpoint.summary import summarize
+from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint, summarize
 from stratagem.training.saving.checkpoint import Checkpoint
 from tests.cluster.scripts.train_checkpoint import batch_of, make
 

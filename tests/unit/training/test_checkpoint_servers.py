@@ -13,8 +13,7 @@ from torch import nn
 
 from stratagem.checkpoint.catalog import check, find_damage, next_number
 from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
-from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
-from stratagem.checkpoint.summary import summarize
+from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint, summarize
 from stratagem.errors import CheckpointError
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
