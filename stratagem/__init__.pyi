@@ -59,9 +59,8 @@ from .training.estimator.cluster_run import EvalSpec, Evaluated, TrainSpec, trai
 from .training.estimator.estimator import Estimator
 from .training.estimator.exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from .training.estimator.from_model import model_to_estimator
-from .training.estimator.objects import get_global_step, get_or_create
+from .training.estimator.model_function import EstimatorSpec, ModeKeys, get_global_step, get_or_create
 from .training.estimator.run_config import RunConfig
-from .training.estimator.spec import EstimatorSpec, ModeKeys
 from .training.export.export import export_model
 from .training.export.inputs import TensorSpec
 from .training.export.loaded_model import LoadedModel, load_model

@@ -83,12 +83,7 @@ class OfTorchmetrics:
     def __init__(self, metric: torchmetrics.Metric, device: torch.device) -> None:
         check_counts_all(metric)
         self._metric = empty_copy(metric, device)
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        self._metric.update(outputs, targets)
-
-    def reset(self) -> None:
-        self._metric.reset()
+        self.update, self.reset = self._metric.update, self._metric.reset
 
     def states(self) -> States:
         return states_of(self._metric)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,24 +21,15 @@ from stratagem.training.callbacks.base import Callback, CallbackList, listed
 from stratagem.training.callbacks.history import History
 from stratagem.training.export.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.fit import loop as fit_loop
+from stratagem.training.fit import sources
 from stratagem.training.fit.agreement import FitAgreement, FitOnServers, InStep, check_groups
 from stratagem.training.fit.evaluation import Evaluation, at_epochs
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
-from stratagem.training.fit.sources import (
-    Arrays,
-    Heard,
-    Passes,
-    devices_of,
-    for_prediction,
-    for_training,
-    source_of,
-    validation_source,
-)
 from stratagem.training.fit.steps import Compiled, FitSteps, sample_of, unpack
 from stratagem.training.losses import Loss, LossFunction
 from stratagem.training.metrics import Metrics, metrics_of
-from stratagem.training.model_state import ModelState, as_asked
+from stratagem.training.model_state import ModelState, as_asked, layer_table
 from stratagem.training.optimizers import OptimizerFactory, optimizer_of
 from stratagem.training.progress import Pace, Verbose, display, numbers
 from stratagem.worker.job_script import awaits_strategy
@@ -211,17 +202,17 @@ class Model(ModelState):
         whole_numbers(steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
         whole_numbers(validation_batch_size=validation_batch_size)
         callbacks = listed(callbacks)
-        source = source_of(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle)
+        source = sources.source_of(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle)
         validation = None
         if validation_split:
             arrays = getattr(source, "dataset", None)
-            if not isinstance(arrays, Arrays) or validation_data is not None:
+            if not isinstance(arrays, sources.Arrays) or validation_data is not None:
                 raise ConfigurationError("validation_split is for arrays, and instead of validation_data")
             trained, held_out = arrays.split(validation_split)
-            source = source_of(*trained.parts, batch_size=batch_size, shuffle=shuffle)
-            validation = source_of(*held_out.parts, batch_size=validation_batch_size or batch_size)
+            source = sources.source_of(*trained.parts, batch_size=batch_size, shuffle=shuffle)
+            validation = sources.source_of(*held_out.parts, batch_size=validation_batch_size or batch_size)
         elif validation_data is not None:
-            validation = validation_source(validation_data, validation_batch_size, batch_size)
+            validation = sources.validation_source(validation_data, validation_batch_size, batch_size)
         if isinstance(source, Iterator) and steps_per_epoch is None and epochs - initial_epoch > 1:
             raise ConfigurationError(
                 f"a {type(source).__name__} can be gone through once, and there are {epochs - initial_epoch} epochs: "
@@ -234,7 +225,7 @@ class Model(ModelState):
                 "validation_data= a list, or something that starts anew with each iter()"
             )
         with self._scope(), self._fitting():
-            dataset = for_training(self.strategy, source, self.module, self._device, self._num_fits)
+            dataset = sources.for_training(self.strategy, source, self.module, self._device, self._num_fits)
             check_groups(self.strategy.servers, dataset, compiled.accumulate_steps, steps_per_epoch)
             running = self._new_running_metrics()
             steps = self._steps(dataclasses.replace(compiled, loss=compiled.loss.weighted(class_weight)))
@@ -254,7 +245,8 @@ class Model(ModelState):
                 self._position.validation = evaluation.in_step
                 validate = lambda number, is_silent: evaluation.run(is_silent) if validates(number) else {}  # noqa: E731
             self.history = history
-            passes = Passes(self._sampled(dataset), steps_per_epoch, isinstance(source, Iterator))
+            heard = sources.Heard(dataset, self._keep_example)
+            passes = sources.Passes(heard, steps_per_epoch, isinstance(source, Iterator))
             agreement = self._agreement(dataset, self._position)
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
             training.run(epochs)
@@ -294,7 +286,7 @@ class Model(ModelState):
         if self.compiled.loss is None:
             raise ConfigurationError("evaluate needs compile(loss=...)")
         whole_numbers(steps=steps)
-        source = source_of(x, y, sample_weight, batch_size=batch_size)
+        source = sources.source_of(x, y, sample_weight, batch_size=batch_size)
         with self._scope():
             called = self._called(listed(callbacks), verbose, steps)
             logs = self._evaluation(source, called, steps).run()
@@ -323,21 +315,33 @@ class Model(ModelState):
             callbacks: see :class:`Callback`.
         """
         whole_numbers(steps=steps)
-        source, began = source_of(x, batch_size=batch_size), time.monotonic()
+        source, began = sources.source_of(x, batch_size=batch_size), time.monotonic()
         with self._scope():
             if not self._is_prepared:
                 self.module, self._is_prepared = self.strategy.prepare(self._original), True
-            dataset = for_prediction(self.strategy, source, self._device)
+            dataset = sources.for_prediction(self.strategy, source, self._device)
+            heard = sources.Heard(dataset, self._keep_example)
             called = self._called(listed(callbacks), verbose, steps)
-            outputs = fit_loop.predict(self._steps(self.compiled), self._sampled(dataset), called, steps)
+            outputs = fit_loop.predict(self._steps(self.compiled), heard, called, steps)
         if verbose:
             seconds = time.monotonic() - began
             print(f"prediction  {num_examples(outputs):,} examples in {seconds:.1f} s", file=sys.stderr, flush=True)
         return outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
         return self.module(*args, **kwargs)
+
+    @known_arguments
+    def summary(self, print_fn: Callable[[str], Any] = print) -> None:
+        """Prints the layers and their numbers of parameters.
+
+        Args:
+            print_fn: gets each line.
+        """
+        strategy = self.strategy
+        replicas = f"{strategy.num_replicas_in_sync} replicas" if strategy.num_replicas_in_sync > 1 else "1 replica"
+        for line in [*layer_table(self.module), f"Strategy: {type(strategy).__name__}, {replicas} in sync"]:
+            print_fn(line)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -356,7 +360,7 @@ class Model(ModelState):
 
     def _evaluation(self, source: Any, callbacks: CallbackList, num_steps: int | None) -> Evaluation:
         steps, new_running = self._steps(self.compiled), self._new_running_metrics
-        return Evaluation(steps, new_running, source, self._device, callbacks, num_steps, self._sampled)
+        return Evaluation(steps, new_running, source, self._device, callbacks, num_steps, self._keep_example)
 
     def _agreement(self, dataset: Any, position: FitPosition) -> FitAgreement:
         if self.strategy.servers is not None:
@@ -365,11 +369,8 @@ class Model(ModelState):
         return FitAgreement() if workers is None else InStep(workers, dataset, position)
 
     def _new_running_metrics(self) -> RunningMetrics:
-        sets = [self.compiled.metrics_on(device) for device in devices_of(self.strategy, self._device)]
+        sets = [self.compiled.metrics_on(device) for device in sources.devices_of(self.strategy, self._device)]
         return RunningMetrics(self.strategy, sets)
-
-    def _sampled(self, dataset: Any) -> Heard:
-        return Heard(dataset, self._keep_example)
 
     def _keep_example(self, batch: Any) -> None:
         inputs = unpack(self.strategy.local_results(batch)[0]).inputs

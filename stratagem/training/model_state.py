@@ -283,18 +283,6 @@ class ModelState(WithWaysOut):
         """:meth:`predict` of one batch."""
         return self.predict(x, batch_size=num_examples(x))
 
-    @known_arguments
-    def summary(self, print_fn: Callable[[str], Any] = print) -> None:
-        """Prints the layers and their numbers of parameters.
-
-        Args:
-            print_fn: gets each line.
-        """
-        strategy = self.strategy
-        replicas = f"{strategy.num_replicas_in_sync} replicas" if strategy.num_replicas_in_sync > 1 else "1 replica"
-        for line in [*layer_table(self.module), f"Strategy: {type(strategy).__name__}, {replicas} in sync"]:
-            print_fn(line)
-
 
 def as_asked(logs: dict[str, float], as_dict: bool) -> Any:
     """A dict by name; else the loss, or a list of the loss and the metrics, as in Keras."""

@@ -140,5 +140,4 @@ def display(verbose: Verbose, is_lead: bool, pace: Pace, stream: TextIO | None =
 
 
 def numbers(logs: Mapping[str, float]) -> str:
-    """Names and values in one line."""
     return "  ".join(f"{name} {value:.4g}" for name, value in logs.items())

@@ -5,9 +5,8 @@ from typing import Any
 from stratagem.tensorflow_names import no_attribute
 from stratagem.training.callbacks.backup import BackupAndRestore
 from stratagem.training.callbacks.base import Callback, LambdaCallback
-from stratagem.training.callbacks.csv_logger import CSVLogger
 from stratagem.training.callbacks.early_stopping import EarlyStopping, TerminateOnNaN
-from stratagem.training.callbacks.history import History
+from stratagem.training.callbacks.history import CSVLogger, History
 from stratagem.training.callbacks.learning_rate import LearningRateScheduler, ReduceLROnPlateau
 from stratagem.training.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem.training.callbacks.tensorboard import TensorBoard

@@ -154,7 +154,6 @@ class CallbackList:
         return CallbackList((), self._model, {})
 
     def call(self, hook: str, *args: Any) -> None:
-        """Calls a hook of every callback."""
         for callback in self.callbacks:
             getattr(callback, hook)(*args)
 
@@ -165,5 +164,4 @@ class CallbackList:
 
 
 def _has(callback: Callback, hook: str) -> bool:
-    """Whether it has a hook of its own."""
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)

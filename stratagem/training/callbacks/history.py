@@ -1,10 +1,14 @@
-"""What came of each epoch."""
+"""What came of each epoch: kept for the caller of ``fit``, and as lines of a CSV file."""
 
 from __future__ import annotations
 
+import csv
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 
@@ -42,3 +46,78 @@ class History(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.epoch = list(state["epoch"])
+
+
+@checked
+class CSVLogger(Callback):
+    """Writes a line for each epoch, on the lead. Columns are those of the logs; one that comes
+    later, as of a first validation, is added to the lines before.
+
+    Args:
+        filename: of the file; its folder must exist.
+        separator: between columns.
+        append: goes on with an existing file; else it is begun anew.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
+        if len(separator) != 1:
+            raise ConfigurationError(f"expected a separator of one character, got {separator!r}")
+        self._path = Path(filename)
+        self._separator = separator
+        self._append = append
+        self._columns: list[str] | None = None
+        self._takes_over = False
+
+    def on_train_begin(self, logs: LogsArgument = None) -> None:
+        self._columns, self._takes_over = None, False
+        if self.model.strategy.is_lead and not self._path.parent.is_dir():
+            raise ConfigurationError(f"CSVLogger cannot write {self._path}: there is no folder {self._path.parent}")
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        if not self.model.strategy.is_lead:  # asked each time: a lead may die
+            self._takes_over = True
+            return
+        values = {"epoch": epoch, **(logs or {})}
+        if self._columns is None:
+            self._columns = self._begin(list(values), epoch)
+        if new := [name for name in values if name not in self._columns]:
+            self._columns = self._add(new)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns, "NA", delimiter=self._separator).writerow(values)
+
+    def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
+        if self._columns is not None or not self._append:  # else this process before it may have written it
+            self.on_epoch_end(epoch, logs)
+
+    def _begin(self, columns: list[str], epoch: int) -> list[str]:
+        """The columns: those of the file that is gone on with, else ``columns``, in a new file."""
+        if (self._append or self.model.is_resumed or self._takes_over) and self._path.exists():
+            rows = self._read()
+            if self.model.is_resumed:  # what was written after the backup comes again
+                before = [number for number, row in enumerate(rows) if row[:1] == [str(epoch - 1)]]
+                kept = rows[: before[-1] + 1] if before else rows
+                if not self._append:  # all of the file is of this training, which may go on in its first epoch
+                    kept = [row for row in rows if not "".join(row[:1]).isdecimal() or int(row[0]) < epoch]
+                if len(kept) < len(rows):
+                    self._replace(kept)
+            if rows and rows[0]:
+                return rows[0]
+        with self._path.open("w", newline="") as file:
+            csv.writer(file, delimiter=self._separator).writerow(columns)
+        return columns
+
+    def _add(self, names: list[str]) -> list[str]:
+        """The columns, of which these are new."""
+        header, *rows = self._read()
+        self._replace([header + names, *(row + ["NA"] * len(names) for row in rows)])
+        return header + names
+
+    def _read(self) -> list[list[str]]:
+        with self._path.open(newline="") as file:
+            return list(csv.reader(file, delimiter=self._separator))
+
+    def _replace(self, rows: list[list[str]]) -> None:
+        draft = self._path.with_name(f".{self._path.name}")
+        with draft.open("w", newline="") as file:
+            csv.writer(file, delimiter=self._separator).writerows(rows)
+        draft.replace(self._path)

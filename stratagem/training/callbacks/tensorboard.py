@@ -1,8 +1,12 @@
-"""The logs of epochs and batches as TensorBoard's event files."""
+"""Logs of epochs and batches, and an Estimator's scalars, as TensorBoard's event files."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,6 +18,8 @@ from stratagem.worker.step_meter import active_meter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
 
 
 @checked
@@ -94,3 +100,35 @@ class TensorBoard(Callback):
         self._writers.clear()
 
     on_train_end = on_train_interrupted = _close
+
+
+@functools.cache
+def _say_it_is_missing() -> None:
+    logger.warning("TensorBoard is not installed: no summaries. pip install 'stratagem[tensorboard]'")
+
+
+class Summaries:
+    """Writes one file in a folder, which the first scalar makes, until it is closed or collected. Without TensorBoard
+    says so once, writes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        if self._writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                _say_it_is_missing()
+                return
+            self._writer = SummaryWriter(self._folder)
+            self._end = weakref.finalize(self, self._writer.close)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._end()
+            self._writer = None

@@ -133,8 +133,6 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Evaluation:
-    """Evaluates checkpoints and exports them."""
-
     estimator: Estimator
     spec: EvalSpec
     newest: Evaluated | None = None
@@ -145,21 +143,19 @@ class _Evaluation:
             if self.newest is None or self.newest.results["global_step"] != saved.step:
                 self.evaluate(saved.path, saved.is_last)
             else:
-                self.export(saved.path, saved.is_last)
+                self.export(self.newest.results, saved.path, saved.is_last)
 
     def evaluate(self, path: str, is_last: bool) -> None:
         results = self.estimator.evaluate(self.spec.input_fn, self.spec.steps, path, self.spec.name)
-        self.newest = Evaluated(results, [])
-        self.export(path, is_last)
+        self.export(results, path, is_last)
 
-    def export(self, path: str, is_last: bool) -> None:
-        assert self.newest is not None
+    def export(self, results: dict[str, float], path: str, is_last: bool) -> None:
         exports: list[Path] = []
         for exporter in self.spec.exporters:  # type: ignore[union-attr]  # made a tuple when it was checked
             folder = self.estimator.model_dir / "export" / exporter.name
-            written = exporter.export(self.estimator, folder, path, self.newest.results, is_last)
+            written = exporter.export(self.estimator, folder, path, results, is_last)
             exports += [] if written is None else [written]
-        self.newest = Evaluated(self.newest.results, exports)
+        self.newest = Evaluated(results, exports)
 
 
 class EvaluatorSchedule:

@@ -23,13 +23,12 @@ from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.devices import default_device
 from stratagem.strategy.environment import strategy_from_environment
 from stratagem.tensorflow_names import WithWaysOut
+from stratagem.training.callbacks.tensorboard import Summaries
 from stratagem.training.estimator import evaluation
 from stratagem.training.estimator.evaluation import Predictor, RestoredObjects
 from stratagem.training.estimator.inputs import Input, InputFunction
-from stratagem.training.estimator.model_function import ModelFunction
+from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, ModelFunction
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig, StrategyOrFactory
-from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
-from stratagem.training.estimator.summaries import Summaries
 from stratagem.training.estimator.training import EstimatorTraining, SavingListener, listening
 from stratagem.training.export.export import export_model
 from stratagem.training.export.inputs import as_arguments, batch_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from stratagem.data.nested import map_leaves, num_examples, on_cpu
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.estimator.inputs import Input, sample, split
-from stratagem.training.estimator.model_function import ModelFunction
-from stratagem.training.estimator.objects import ModelObjects, giving
-from stratagem.training.estimator.spec import EstimatorSpec, MetricValue, ModeKeys
+from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, ModelFunction, ModelObjects, giving
 from stratagem.training.fit.loop import first_batches
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.sources import devices_of, for_evaluation, for_prediction
@@ -79,7 +77,6 @@ class RestoredObjects:
         return step
 
     def call(self, batch: Any) -> EstimatorSpec:
-        """The answer to a batch."""
         features, labels = split(batch)
         return self._function(features, None if self._mode is ModeKeys.PREDICT else labels, self._mode)
 
@@ -108,7 +105,7 @@ def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_bat
     first = restored.build(batch)
     step = restored.load(path)
     strategy, device = restored.strategy, restored.device
-    running = RunningMetrics(strategy, [_metrics(first.metrics, one) for one in devices_of(strategy, device)])
+    running = RunningMetrics(strategy, [_metrics(first, one) for one in devices_of(strategy, device)])
 
     def count(batch: Any) -> StepResult:
         size = num_examples(split(batch)[0])
@@ -148,10 +145,10 @@ def _row(row: int, leaf: Any) -> Any:
     return leaf[row] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
 
 
-def _metrics(values: Mapping[str, MetricValue], device: torch.device) -> dict[str, Metric]:
+def _metrics(spec: EstimatorSpec, device: torch.device) -> dict[str, Metric]:
     """One metric of a replica for each that ``model_fn`` reports, by the same names."""
     found: dict[str, Metric] = {}
-    for name, value in values.items():
+    for name, value in spec.metrics.items():
         if name in ("loss", "global_step"):
             raise ConfigurationError(f"a metric cannot be called {name!r}: that is in every result")
         if isinstance(value, torch.Tensor):

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from stratagem.arguments import known_arguments
-from stratagem.data.nested import map_leaves
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import get_strategy
 from stratagem.training.estimator.estimator import Estimator
-from stratagem.training.estimator.objects import get_or_create
+from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, get_or_create
 from stratagem.training.estimator.run_config import RunConfig
-from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.fit.steps import Compiled, call, precision
 from stratagem.training.metrics import Metric
 from stratagem.training.model import Model
@@ -79,7 +77,7 @@ class _Function:
             assert self._compiled.loss is not None
             loss, divisor = self._compiled.loss(outputs, labels)
         if mode == ModeKeys.EVAL:
-            outputs = map_leaves(outputs, self._full)
+            outputs = self._compiled.counted(outputs)
             metrics = {name: (make, outputs, labels) for name, make in self._metrics.items()}
             return EstimatorSpec(mode, loss=loss, metrics=metrics, weight=divisor)
         if divisor is not None:
@@ -89,6 +87,3 @@ class _Function:
 
     def _metric(self, name: str, device: torch.device) -> Metric:
         return self._compiled.metrics_on(device)[name]
-
-    def _full(self, leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is self._compiled.autocast else leaf

@@ -14,9 +14,8 @@ from stratagem.data.loaders import has_own_batches, is_plain
 from stratagem.data.options import InputContext
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.random_states import random_untouched
-from stratagem.training.estimator.model_function import taken
+from stratagem.training.estimator.model_function import ModeKeys, taken
 from stratagem.training.estimator.run_config import RunConfig
-from stratagem.training.estimator.spec import ModeKeys
 from stratagem.training.fit.steps import sample_of
 
 InputFunction = Callable[..., Any]

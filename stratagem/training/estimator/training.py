@@ -15,17 +15,15 @@ import torch
 from torch import nn
 
 from stratagem.arguments import check_kind
-from stratagem.errors import ConfigurationError
+from stratagem.checkpoint.catalog import newest_undamaged, read_step
+from stratagem.checkpoint.reading import describe, kind_and_state, read_states
+from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.training.estimator import served_start
-from stratagem.training.estimator.feeds import Feed, InputPosition, open_feed
+from stratagem.training.callbacks.tensorboard import Summaries
+from stratagem.training.estimator.feeds import Feed, NumberedBatch, open_feed
 from stratagem.training.estimator.inputs import Input, split
-from stratagem.training.estimator.model_function import ModelFunction
-from stratagem.training.estimator.objects import ModelObjects, giving
-from stratagem.training.estimator.repeated import NumberedBatch
+from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, ModelFunction, ModelObjects, giving
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig
-from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
-from stratagem.training.estimator.summaries import Summaries
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
@@ -94,7 +92,7 @@ class EstimatorTraining:
         if workers is not None and workers.healing is not None:
             workers.healing.refuse_newcomer("an Estimator's training")
         feed = open_feed(self.strategy, given, self._build)
-        manager = self._prepare(feed.position)
+        manager = self._prepare(feed)
         target = self._step + steps if steps is not None else max_steps
         if target is not None and self._step >= target:
             logger.info("Nothing to train: %d steps have been made already, of %d", self._step, target)
@@ -126,15 +124,15 @@ class EstimatorTraining:
                 self._arguments = dict(self._call(*split(batch)).prepare)
         return nn.ModuleList(self._objects.modules.values())
 
-    def _prepare(self, position: InputPosition) -> CheckpointManager:
+    def _prepare(self, feed: Feed) -> CheckpointManager:
         """Has the objects prepared and restored, if that has not been done."""
         if not self._is_prepared and self._has_servers:
-            self._step = served_start.prepare(self.strategy, self._objects, self._model_dir, self._arguments)
+            self._step = _prepare_on_servers(self.strategy, self._objects, self._model_dir, self._arguments)
             self._is_restored = True
         elif not self._is_prepared:
             self._objects.prepare(self.strategy, True, self._arguments)
         self._is_prepared = True
-        objects = {**self._objects.in_use, "input_position": position}
+        objects = {**self._objects.in_use, "input_position": feed}
         checkpoint = Checkpoint(strategy=self.strategy, global_step=self._step, **objects)
         keep = self._config.keep_checkpoint_max or None
         manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)
@@ -229,6 +227,49 @@ class EstimatorTraining:
         return saved
 
 
+def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Path, arguments: dict[str, Any]) -> int:
+    """Prepares the objects of a training on parameter servers: from a checkpoint, in the middle of a job, or from
+    nothing; returns the updates that had been made when the job started.
+
+    The lead's values become the job's where it has none yet (docs/protocol.md 13). So a checkpoint is read into the
+    modules before they are prepared: a worker that was started again then takes the live values, and the older ones of
+    the checkpoint are forgotten. The step at which the job started is a variable too. The lead creates it last, and
+    whoever has got it knows that the state of the optimizers is in place as well.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be restored.
+    """
+    path, step, states = _read_newest(model_dir, list(objects.made))
+    for name, module in objects.modules.items():
+        if name in states:
+            module.load_state_dict(states[name])
+    objects.prepare(strategy, True, arguments)
+    for name in objects.optimizers:
+        optimizer = objects.in_use[name]
+        # A lead that joins a running job must not put old slots over the live ones.
+        if name in states and (not strategy.is_lead or not optimizer.state_dict()["state"]):
+            optimizer.load_state_dict(states[name])
+    start = nn.Module()
+    start.register_buffer("step", torch.tensor(step))
+    strategy.prepare(start)
+    job_step = int(start.get_buffer("step"))
+    if path is not None:
+        logger.info("The job goes on from step %d; the newest checkpoint is %s", job_step, path)
+    return job_step
+
+
+def _read_newest(model_dir: Path, names: list[str]) -> tuple[Path | None, int, dict[str, Any]]:
+    """The newest checkpoint, its step and the states in it; None, 0 and none where there is none."""
+    while (path := newest_undamaged(model_dir, CHECKPOINT_NAME)) is not None:
+        try:
+            states = read_states(describe(path), names)
+            return path, read_step(path) or 0, {name: kind_and_state(state)[1] for name, state in states.items()}
+        except CheckpointError:
+            if path.exists():
+                raise  # else the job that runs has newer ones, and removed it
+    return None, 0, {}
+
+
 class SaveSchedule:
     """Says after which steps to save.
 
@@ -255,11 +296,9 @@ class SaveSchedule:
         self._looked_step = self._next_look = step
 
     def saved(self, step: int) -> None:
-        """There is a checkpoint of ``step``."""
         self._saved_step, self._saved_at = step, self._clock()
 
     def is_due(self, step: int) -> bool:
-        """Whether to save now, after ``step`` steps."""
         if self._every_steps is not None:
             return step // self._every_steps > self._saved_step // self._every_steps
         if math.isinf(self._every_s):

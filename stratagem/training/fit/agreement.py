@@ -101,7 +101,7 @@ class FitOnServers(FitAgreement):
     # What units are counted under; UnitListener
 
     def begin_unit(self) -> None:
-        self._units.begin()
+        self._units.running.reset()
 
     def collect(self) -> tuple[Topic, bytes]:
         return Topic(self._counted, self._epoch), self._units.collect()
@@ -127,7 +127,7 @@ class FitOnServers(FitAgreement):
         return self._chief.logs(self._logs, epoch)
 
     def add(self, results: Sequence[StepResult]) -> None:
-        self._units.add(results)
+        self._units.running.add(results)
 
     def logs(self, epoch: int, running: RunningMetrics) -> dict[str, float] | None:
         return self._units.result(self._counted, epoch)

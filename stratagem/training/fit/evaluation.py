@@ -19,7 +19,7 @@ from stratagem.strategy.ps.servers import EvaluatedUnits, Servers
 from stratagem.training.callbacks.base import CallbackList
 from stratagem.training.fit.loop import first_batches, in_eval_mode
 from stratagem.training.fit.running_metrics import RunningMetrics, UnitCounts
-from stratagem.training.fit.sources import for_evaluation
+from stratagem.training.fit.sources import Heard, for_evaluation
 from stratagem.training.fit.steps import FitSteps
 
 
@@ -33,7 +33,7 @@ class Evaluation:
         source: gives GLOBAL batches, or is a distributed dataset.
         device: of the module; of interest under the pass-through strategy.
         num_steps: batches at most; None: all.
-        sampled: what is gone through in the place of a dataset.
+        hear: is given a batch of each time, as a step gets it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Evaluation:
         device: torch.device,
         callbacks: CallbackList,
         num_steps: int | None,
-        sampled: Callable[[Any], Any],
+        hear: Callable[[Any], None],
     ) -> None:
         self._steps = steps
         self._running = new_running_metrics()
@@ -55,13 +55,13 @@ class Evaluation:
         if strategy.servers is not None:
             dataset, units = _leased(strategy, strategy.servers, source, num_steps)
             counts = UnitCounts(strategy.servers.chief, new_running_metrics())
-            units.counted_by(counts.begin, counts.collect)
+            units.counted_by(counts.running.reset, counts.collect)
             self._leased, self._num_steps = (units, counts), None
         else:
             dataset = for_evaluation(strategy, source, device)
         self.in_step = dataset if isinstance(dataset, SplitDataset) else None
         """What workers that run in step go through together; None: that is not how it is done."""
-        self._dataset = sampled(dataset)
+        self._dataset = Heard(dataset, hear)
 
     def run(self, is_silent: bool = False) -> dict[str, float]:
         """Goes through the data; the logs of all workers. ``is_silent``: no callback hears of it, for this worker only
@@ -76,20 +76,17 @@ class Evaluation:
                 results = steps.strategy.local_results(steps.strategy.run(steps.test, args=(batch,)))
                 running.add(results)
                 if self._leased is not None:
-                    self._leased[1].add(results)
+                    self._leased[1].running.add(results)
                 callbacks.call_batch("on_test_batch_end", number, running.logs())
-        logs = self._result()
-        callbacks.call("on_test_end", logs)
-        return logs
-
-    def _result(self) -> dict[str, float]:
         logs = None
         if self._leased is not None:
             units, counts = self._leased
             logs = counts.result(units.group, units.num_passes - 1)
-        if logs is None and self._leased is None and not self._running.num_steps:
+        elif not running.num_steps:
             raise ConfigurationError("expected batches to evaluate, and there was none")
-        return self._running.result() if logs is None else logs
+        logs = running.result() if logs is None else logs
+        callbacks.call("on_test_end", logs)
+        return logs
 
 
 def _leased(strategy: Strategy, servers: Servers, source: Any, num_steps: int | None) -> tuple[Any, EvaluatedUnits]:

@@ -75,8 +75,10 @@ class Training:
         logs: dict[str, float] | None = None
         if self._agreement.shares_epochs:
             first = list(itertools.islice(batches, 1))
-            if not first and others_logs is not None:
-                self._pass_by(number, others_logs)
+            if not first and others_logs is not None:  # others have lived it: callbacks hear only what came of it
+                if self._validate is not None:
+                    self._validate(number, True)
+                callbacks.call("on_epoch_missed", number, dict(others_logs))
                 return None
             if not first and (logs := self._agreement.logs(number, running)) is None:
                 return None  # nobody has lived it since the job was resumed
@@ -117,12 +119,6 @@ class Training:
         if self._position.num_waiting:
             self._steps.strategy.run(self._steps.update)
             self._position.num_waiting = 0
-
-    def _pass_by(self, number: int, logs: dict[str, float]) -> None:
-        """An epoch that others have lived: this worker was not there, and its callbacks hear only what came of it."""
-        if self._validate is not None:
-            self._validate(number, True)
-        self._callbacks.call("on_epoch_missed", number, dict(logs))
 
     def _stops(self, number: int) -> bool:
         """Whether any worker has said stop. A wish that came too late, after the others went on, is said again."""

@@ -126,15 +126,8 @@ class UnitCounts:
     their acceptance, and what comes of all of them."""
 
     _chief: ChiefClient
-    _running: RunningMetrics
-    """Of this object alone."""
-
-    def begin(self) -> None:
-        self._running.reset()
-
-    def add(self, results: Sequence[StepResult]) -> None:
-        """Counts a step of the unit: one result for each local replica."""
-        self._running.add(results)
+    running: RunningMetrics
+    """Of this object alone: reset as a unit begins, and told of its steps."""
 
     def collect(self) -> bytes:
         """What was counted since the unit began.
@@ -142,7 +135,7 @@ class UnitCounts:
         Raises:
             ConfigurationError: it is too large to travel.
         """
-        (states,) = self._running.states()  # a worker of parameter servers has one replica
+        (states,) = self.running.states()  # a worker of parameter servers has one replica
         data = to_bytes(states)
         if len(data) > MAX_STATE_BYTES:
             raise ConfigurationError(
@@ -158,10 +151,10 @@ class UnitCounts:
             return found
         if not found:
             return None
-        self._running.reset()
-        self._running.add_states([from_bytes(data) for data in found])
-        logs = self._running.result()
-        self._running.reset()
+        self.running.reset()
+        self.running.add_states([from_bytes(data) for data in found])
+        logs = self.running.result()
+        self.running.reset()
         return self._chief.record_logs(group, ordinal, logs)
 
 

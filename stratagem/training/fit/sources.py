@@ -78,12 +78,7 @@ class Arrays(Dataset[Any]):
 
 
 def source_of(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    batch_size: int | None = None,
-    shuffle: bool = False,
+    x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int | None = None, shuffle: bool = False
 ) -> Any:
     """A DataLoader, an iterable of global batches or a distributed dataset that gives what ``x`` holds.
 

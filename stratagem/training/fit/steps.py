@@ -27,7 +27,6 @@ class Batch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Examples."""
         if isinstance(self.targets, torch.Tensor) and self.targets.ndim:
             return len(self.targets)
         return num_examples(self.inputs)
@@ -75,6 +74,16 @@ class Compiled:
         probabilities, ignore_index = loss.takes_probabilities, loss.ignore_index
         return metrics_of(self.metrics, device, takes_probabilities=probabilities, ignore_index=ignore_index)
 
+    def counted(self, outputs: Any) -> Any:
+        """The outputs as metrics take them: detached, and none in the precision of the autocast."""
+
+        def full(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return leaf.detach().float() if leaf.dtype is self.autocast else leaf.detach()
+
+        return map_leaves(outputs, full)
+
 
 @dataclasses.dataclass(frozen=True)
 class FitSteps:
@@ -108,7 +117,6 @@ class FitSteps:
         self.optimizer.step()
 
     def test(self, batch: Any) -> StepResult:
-        """Forward and the loss."""
         parts = unpack(batch)
         if not parts.size:
             return StepResult(0)
@@ -135,14 +143,7 @@ class FitSteps:
         weight = float(size) if divisor is None else divisor
         if not self.compiled.metrics:  # nobody counts by the outputs
             return StepResult(size, loss=loss.detach(), weight=weight)
-        kept = map_leaves(outputs, self._kept)
-        return StepResult(size, kept, parts.targets, loss.detach(), weight)
-
-    def _kept(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        leaf = leaf.detach()
-        return leaf.float() if leaf.dtype is self.compiled.autocast else leaf
+        return StepResult(size, self.compiled.counted(outputs), parts.targets, loss.detach(), weight)
 
 
 def precision(autocast: torch.dtype | None, inputs: Any) -> contextlib.AbstractContextManager[Any]:

@@ -17,19 +17,11 @@ from typing import Any, overload
 import torch
 
 from stratagem.arguments import checked, whole_numbers
+from stratagem.checkpoint import reading
 from stratagem.checkpoint.catalog import check, choose, offer, remove, scan, steps
 from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
 from stratagem.checkpoint.durable import write_durably
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.checkpoint.reading import (
-    DESCRIPTION,
-    FORMAT,
-    describe,
-    find,
-    is_of_variables,
-    kind_and_state,
-    read_states,
-)
 from stratagem.checkpoint.server_state import ServerState
 from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
@@ -237,9 +229,9 @@ class Checkpoint:
         def look() -> dict[str, Any]:
             if path is None:
                 return {}
-            target = find(path)
+            target = reading.find(path)
             check(target)
-            saved = found["saved"] = describe(target)
+            saved = found["saved"] = reading.describe(target)
             return {"path": str(target), "step": saved.step, "random": random and RANDOM in saved.objects}
 
         place = self._members.from_first(look)
@@ -257,11 +249,11 @@ class Checkpoint:
                     return states_of_variables(wanted, ServerState(saved.path))
                 except CheckpointError as error:
                     raise CheckpointError(f"cannot restore {saved.path}: {error}. {offer(saved.path)}") from None
-            return read_states(saved, [*wanted, *((RANDOM,) if place["random"] else ())])
+            return reading.read_states(saved, [*wanted, *((RANDOM,) if place["random"] else ())])
 
         states = self._members.states_from_first(read)
         own = {name: item for name, item in self._objects.items() if name in states}
-        values = {name: kind_and_state(states[name]) for name in own}
+        values = {name: reading.kind_and_state(states[name]) for name in own}
         if self._servers is None:
             put_back(own, values)
         else:
@@ -270,7 +262,7 @@ class Checkpoint:
             self._servers.load_once(partial(put_back, own, values), num_updates)
         self._objects |= own
         if place["random"]:
-            generators = kind_and_state(states[RANDOM])[1]
+            generators = reading.kind_and_state(states[RANDOM])[1]
             if self._members.rank < len(generators):
                 set_all_random_states(generators[self._members.rank], self._strategy)
         del states, values  # with tables of parameter servers they are larger than all that this process needs
@@ -280,7 +272,7 @@ class Checkpoint:
     def _fits(self, path: pathlib.Path) -> bool:
         """Whether a checkpoint is not one of the chief's own, or these objects need no more than that."""
         needed = {name: item for name, item in self._objects.items() if name not in self._added}
-        return not (is_of_variables(path) and beyond_variables(needed))
+        return not (reading.is_of_variables(path) and beyond_variables(needed))
 
     def _save(
         self,
@@ -333,8 +325,8 @@ class Checkpoint:
             name: {"state": state.tree, "files": add_tensors(draft, name, state.tensors, self._max_file_bytes)}
             for name, state in states.items()
         }
-        description = json.dumps({"format": FORMAT, "objects": objects}, separators=(",", ":"), allow_nan=False)
-        draft.add(DESCRIPTION, lambda path: write_durably(path, description.encode()))
+        description = json.dumps({"format": reading.FORMAT, "objects": objects}, separators=(",", ":"), allow_nan=False)
+        draft.add(reading.DESCRIPTION, lambda path: write_durably(path, description.encode()))
         # What the bits of a training depend on besides its script (docs/protocol.md 24).
         facts = {
             "strategy": type(self._strategy).__name__,

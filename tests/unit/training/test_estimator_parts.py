@@ -14,9 +14,8 @@ from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.training.estimator.cluster_run import EvaluatorSchedule
-from stratagem.training.estimator.feeds import LeasedFeed
+from stratagem.training.estimator.feeds import LeasedFeed, NumberedBatch, repeated
 from stratagem.training.estimator.inputs import sample, split
-from stratagem.training.estimator.repeated import NumberedBatch, repeated
 from stratagem.training.estimator.training import SaveSchedule
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks

@@ -59,8 +59,8 @@ def test_units_add_up() -> None:
     data = []
     for result in results(6):
         at_once.add(result)
-        counts.begin()
-        counts.add(result)
+        counts.running.reset()
+        counts.running.add(result)
         data.append(counts.collect())
     shared = Shared(data)
     logs = UnitCounts(shared, new_running_metrics()).result("evaluation 1", 0)
@@ -76,8 +76,8 @@ def test_what_others_have_settled_stands_and_nothing_is_nothing() -> None:
 def test_too_much_to_travel_says_what_to_do() -> None:
     counts = UnitCounts(Shared([]), new_running_metrics())
     size = MAX_STATE_BYTES // 12 + 1
-    counts.begin()
-    counts.add([StepResult(size, torch.randn(size, 3), torch.zeros(size, dtype=torch.long))])
+    counts.running.reset()
+    counts.running.add([StepResult(size, torch.randn(size, 3), torch.zeros(size, dtype=torch.long))])
     with pytest.raises(ConfigurationError, match="use smaller batches, or metrics that keep sums"):
         counts.collect()
 
