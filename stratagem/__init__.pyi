@@ -34,14 +34,12 @@ from .launch.submit.api import run
 from .launch.submit.environment import Job, remote
 from .launch.widget import StatusWidget, status_widget
 from .strategy.base import Strategy
-from .strategy.central_storage import CentralStorageStrategy
 from .strategy.current import set_strategy
 from .strategy.default import get_strategy, has_strategy, is_lead
 from .strategy.environment import strategy_from_environment
 from .strategy.loss_scaling import compute_average_loss, scale_regularization_loss
-from .strategy.mirrored import MirroredStrategy
 from .strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from .strategy.one_device import OneDeviceStrategy
+from .strategy.one_process import CentralStorageStrategy, MirroredStrategy, OneDeviceStrategy
 from .strategy.parameter_server import ParameterServerStrategy
 from .strategy.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
 from .strategy.replicas.context import ReplicaContext, get_replica_context, in_cross_replica_context

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from stratagem.arguments import whole_number
 from stratagem.cluster.units import Plan
-from stratagem.data.batch_split import BatchSplit
 from stratagem.data.files import file_based, own_files
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
@@ -17,7 +16,15 @@ from stratagem.data.loaders import has_own_batches, is_dataset, is_plain, plan_o
 from stratagem.data.nested import is_rows
 from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener
-from stratagem.data.readers import IndexReader, ItemBatches, PerReplicaReader, Reader, Reopened, StreamReader
+from stratagem.data.readers import (
+    BatchSplit,
+    IndexReader,
+    ItemBatches,
+    PerReplicaReader,
+    Reader,
+    Reopened,
+    StreamReader,
+)
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 

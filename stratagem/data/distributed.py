@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Lease, Plan
-from stratagem.data.distributed_iterator import DistributedIterator
 from stratagem.data.index_batches import epoch_order
 from stratagem.data.loaders import Batches, DropWatch, rebuild, seed_epoch, tell_epoch
 from stratagem.data.nested import empty_like, to_device
@@ -42,6 +41,21 @@ class UnitSource(Protocol):
 
     def leave(self) -> None:
         """The script left its loop."""
+
+
+class DistributedIterator(WithWaysOut, Iterator[Any]):
+    """Gives the batches of this task, one a step. Given up, it leaves the pass, as a loop does that ends early."""
+
+    def __init__(self, batches: Generator[Any]) -> None:
+        self._batches = batches
+        self.close = batches.close
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def get_next(self) -> Any:
+        """TensorFlow's name for ``next()``; there are no more where it raises StopIteration."""
+        return next(self)
 
 
 class DistributedDataset(WithWaysOut):

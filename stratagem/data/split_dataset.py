@@ -9,7 +9,7 @@ from typing import Any
 from stratagem.cluster.units import Plan
 from stratagem.data.agreement import StepAgreement
 from stratagem.data.device_copies import DeviceCopies
-from stratagem.data.distributed_iterator import DistributedIterator
+from stratagem.data.distributed import DistributedIterator
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import IndexBatches
 from stratagem.data.options import AutoShardPolicy, DistributeOptions

@@ -1,7 +1,6 @@
 """``sg.nn``: layers whose weights may live elsewhere than in this process."""
 
-from stratagem.nn.embedding import Embedding
-from stratagem.nn.embedding_bag import EmbeddingBag
+from stratagem.nn.embedding import Embedding, EmbeddingBag
 from stratagem.nn.initial import Constant, Normal, Uniform
 from stratagem.strategy.loss_scaling import compute_average_loss as compute_average_loss  # tf.nn has them
 from stratagem.strategy.loss_scaling import scale_regularization_loss as scale_regularization_loss

@@ -1,9 +1,8 @@
-"""``sg.nn.Embedding``: a table that lives where the strategy keeps tables."""
+"""``sg.nn.Embedding`` and ``EmbeddingBag``: tables that live where the strategy keeps tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from stratagem.arguments import checked
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
-from stratagem.nn.remote_rows import RemoteRows, Sizes, TableLayer, check_rows, has_sparse_gradient
+from stratagem.nn.remote_rows import Pooled, RemoteRows, Sizes, TableLayer, check_rows, has_sparse_gradient
 
 
 class Embedding(TableLayer, nn.Embedding):
@@ -23,7 +22,7 @@ class Embedding(TableLayer, nn.Embedding):
     values: a step gets the rows of its batch and pushes their gradients, and no worker holds the table. Everywhere else
     it is an ``nn.Embedding(sparse=True)`` with the same initial values. Its optimizer is ``torch.optim.SGD`` (without
     momentum and weight decay), ``Adagrad`` (without weight decay) or ``SparseAdam``: they change the rows of the batch
-    and no other.
+    and no other. ``export_form()`` gives a plain layer of ``torch.nn`` with a copy of all rows.
 
     Args:
         num_embeddings: rows.
@@ -64,7 +63,7 @@ class Embedding(TableLayer, nn.Embedding):
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
-        num_embeddings, embedding_dim, padding_idx = sizes = checked_sizes(
+        num_embeddings, embedding_dim, padding_idx = sizes = _checked_sizes(
             num_embeddings, embedding_dim, padding_idx, dtype, sparse
         )
         initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
@@ -79,34 +78,8 @@ class Embedding(TableLayer, nn.Embedding):
             norm_type,
             scale_grad_by_freq,
             sparse=not scale_grad_by_freq,  # which torch has no sparse gradient for
-            _weight=own_weight(sizes, initial, device, dtype),
+            _weight=_own_weight(sizes, initial, device, dtype),
             _freeze=_freeze,
-        )
-
-    @classmethod
-    @checked
-    def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.nn.Embedding.from_pretrained``: a table of these rows, not trained unless ``freeze=False``.
-
-        With parameter servers the lead sends them in ``prepare``, 32 MiB at a time, where the job has no such table
-        yet: one that resumes keeps what it has trained. Give them on every worker, and leave them as they are: they
-        are kept, for a ps that comes back without a checkpoint. Rows of a mapped file (``torch.load(path, mmap=True)``,
-        ``torch.from_numpy(numpy.memmap(...))``) are never copied as a whole.
-        """
-        make: Any = super().from_pretrained
-        return make(embeddings, freeze, *args, **with_sparse(args, kwargs))
-
-    def export_form(self) -> nn.Embedding:
-        """A plain ``nn.Embedding`` with a copy of all rows."""
-        return nn.Embedding(
-            self.num_embeddings,
-            self.embedding_dim,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            sparse=not self.scale_grad_by_freq,
-            _weight=self.whole_weight(),
         )
 
 
@@ -122,7 +95,107 @@ class RemoteEmbedding(RemoteRows, Embedding):
         return functional.embedding(place, rows, padding, scale_grad_by_freq=by_frequency, sparse=sparse)
 
 
-def checked_sizes(
+class EmbeddingBag(TableLayer, nn.EmbeddingBag):
+    """``torch.nn.EmbeddingBag`` with sparse gradients: as :class:`stratagem.nn.Embedding`, its rows pooled by bag.
+
+    Args:
+        num_embeddings: rows.
+        embedding_dim: elements of a row.
+        max_norm: as in torch; not on parameter servers.
+        norm_type: of ``max_norm``.
+        scale_grad_by_freq: as of :class:`stratagem.nn.Embedding`.
+        mode: "sum" or "mean" of the rows of a bag.
+        sparse: True: its gradients are.
+        _weight: values of all rows, as ``from_pretrained`` gives them; parameter servers get them from the lead, a part
+            at a time, in ``prepare``.
+        include_last_offset: as in torch: the last offset is the number of ids.
+        padding_idx: a row that is left out of every bag.
+        device: of the table; on parameter servers rows come to the device of the ids.
+        dtype: None: torch's default dtype.
+        init: initial values: ``sg.nn.Normal``, ``Uniform`` or ``Constant``.
+        seed: of the initial values; None: drawn from torch's generator. The lead's counts.
+
+    Raises:
+        ConfigurationError: a mode, size, padding or initial values that cannot be.
+    """
+
+    @checked
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Literal["sum", "mean"] = "mean",
+        sparse: bool = True,
+        _weight: torch.Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        init: Init = Normal(),  # noqa: B008 - immutable
+        seed: int | None = None,
+    ) -> None:
+        num_embeddings, embedding_dim, padding_idx = sizes = _checked_sizes(
+            num_embeddings, embedding_dim, padding_idx, dtype, sparse
+        )
+        if mode not in ("sum", "mean"):
+            raise ConfigurationError(
+                f"expected mode 'sum' or 'mean' (torch has no sparse gradient of 'max'), got {mode!r}"
+            )
+        initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
+        if isinstance(self, RemoteRows):
+            self.build(sizes, initial, dtype, max_norm, norm_type, scale_grad_by_freq)
+            self.mode, self.include_last_offset = mode, include_last_offset
+            return
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode=mode,
+            sparse=not scale_grad_by_freq,
+            _weight=_own_weight(sizes, initial, device, dtype),
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+        )
+
+
+class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
+    """An :class:`EmbeddingBag` whose rows live on parameter servers."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One row a bag, ``(bags, embedding_dim)``; arguments as of ``torch.nn.EmbeddingBag``."""
+        rows, place, padding, found = self.batch_rows(input)
+        sparse = has_sparse_gradient(place, self.scale_grad_by_freq)
+        if not len(rows):  # no bag, or empty ones: torch wants a table of one row at least
+            rows, sparse = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)]), False
+        is_plain = offsets is None and per_sample_weights is None and padding is None and place.dim() == 2
+        if is_plain and place.numel() and sparse:
+            return Pooled.apply(rows, place, self.mode, found)  # type: ignore[no-any-return, no-untyped-call]
+        return functional.embedding_bag(
+            place,
+            rows,
+            offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            sparse=sparse,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+
+def _checked_sizes(
     num_embeddings: int, embedding_dim: int, padding_idx: int | None, dtype: torch.dtype | None, sparse: bool
 ) -> Sizes:
     """The sizes, and ``padding_idx`` counted from the beginning, as numbers of Python, which have no largest one.
@@ -153,12 +226,7 @@ def checked_sizes(
     return num_embeddings, embedding_dim, int(padding_idx) % num_embeddings
 
 
-def with_sparse(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of ``from_pretrained`` of both layers, whose ``sparse`` is the fifth argument after ``freeze``."""
-    return {"sparse": True, **kwargs} if len(args) < 5 else dict(kwargs)
-
-
-def own_weight(
+def _own_weight(
     sizes: Sizes,
     initial: InitialRows | torch.Tensor,
     device: torch.device | str | int | None,

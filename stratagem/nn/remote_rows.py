@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from stratagem.arguments import checked
 from stratagem.cluster.initial_rows import Distribution, InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows
@@ -76,14 +77,38 @@ class BatchRows(NamedTuple):
 
 
 class TableLayer(nn.Module):
-    """Built where the strategy holds tables, a layer is of its class whose rows live on parameter servers."""
+    """Built where the strategy holds tables, a layer is of its class whose rows live on parameter servers. It
+    stands beside a class of ``torch.nn``."""
 
     weight: torch.Tensor
+    scale_grad_by_freq: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         is_built = bool(args or kwargs)  # copy and pickle make an empty one
         remote = [kind for kind in cls.__subclasses__() if issubclass(kind, RemoteRows)]
         return super().__new__(remote[0] if remote and is_built and current_strategy().holds_tables else cls)
+
+    @classmethod
+    @checked
+    def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """As torch's ``from_pretrained``: a table of these rows, not trained unless ``freeze=False``.
+
+        With parameter servers the lead sends them in ``prepare``, 32 MiB at a time, where the job has no such table
+        yet: one that resumes keeps what it has trained. Give them on every worker, and leave them as they are: they
+        are kept, for a ps that comes back without a checkpoint. Rows of a mapped file (``torch.load(path, mmap=True)``,
+        ``torch.from_numpy(numpy.memmap(...))``) are never copied as a whole.
+        """
+        make: Any = super().from_pretrained  # type: ignore[misc]  # of the class of torch.nn beside this one
+        if len(args) < 5:  # of both layers sparse is the fifth argument after freeze
+            kwargs.setdefault("sparse", True)
+        return make(embeddings, freeze, *args, **kwargs)
+
+    def export_form(self) -> Any:
+        """A plain layer of ``torch.nn`` with a copy of all rows."""
+        plain: Any = nn.EmbeddingBag if isinstance(self, nn.EmbeddingBag) else nn.Embedding
+        settings = {name: getattr(self, name) for name in plain.__constants__}
+        settings["sparse"] = not self.scale_grad_by_freq
+        return plain(**settings, _weight=self.whole_weight())
 
     def whole_weight(self) -> torch.Tensor:
         """A copy of all rows, ``(num_embeddings, embedding_dim)``."""
@@ -261,8 +286,9 @@ def summed_by_row(found: Occurrences, values: torch.Tensor, per_value: int = 1) 
     return dense
 
 
-class _Pooled(torch.autograd.Function):
-    """Bags of one size on the CPU. torch's own sparse backward writes the gradient of a bag once for each of its ids;
+class Pooled(torch.autograd.Function):
+    """Sums or means of rows by bag, ``(bags, width)``, of bags of one size on the CPU; ``place``: ``(bags, ids of
+    each)``; ``found`` is the same. torch's own sparse backward writes the gradient of a bag once for each of its ids;
     what is wanted is one for each row, which comes from the bags at once."""
 
     @staticmethod
@@ -276,13 +302,6 @@ class _Pooled(torch.autograd.Function):
         if ctx.is_mean:
             gradient = gradient / ctx.per_bag
         return summed_by_row(ctx.found, gradient, ctx.per_bag), None, None, None
-
-
-def pooled(rows: torch.Tensor, place: torch.Tensor, mode: str, found: Occurrences) -> torch.Tensor:
-    """Sums or means of ``rows`` by bag, ``(bags, width)``; ``place``: ``(bags, ids of each)``, on the CPU; ``found``
-    is the same."""
-    result: torch.Tensor = _Pooled.apply(rows, place, mode, found)  # type: ignore[no-untyped-call]
-    return result
 
 
 def _gives_gradient(table: RemoteTable, numbers: Any, padding: int | None) -> Callable[[torch.Tensor], None]:

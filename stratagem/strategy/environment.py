@@ -14,12 +14,14 @@ from stratagem.cluster.sources import environment_layer
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.central_storage import CentralStorageStrategy
 from stratagem.strategy.devices import default_device, named_devices, parse_devices
-from stratagem.strategy.evaluating import EvaluatorStrategy
-from stratagem.strategy.mirrored import MirroredStrategy
 from stratagem.strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
-from stratagem.strategy.one_device import OneDeviceStrategy
+from stratagem.strategy.one_process import (
+    CentralStorageStrategy,
+    EvaluatorStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
+)
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.strategy.roles import is_evaluator
 

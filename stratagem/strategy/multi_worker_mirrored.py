@@ -18,7 +18,7 @@ from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy import roles
 from stratagem.strategy.devices import named_devices, parse_devices
-from stratagem.strategy.evaluating import EvaluatorStrategy
+from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.reduction.buckets import BUCKET_BYTES

@@ -28,9 +28,9 @@ from stratagem.measuring import measures
 from stratagem.strategy import roles
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.devices import default_device, parse_device
-from stratagem.strategy.evaluating import EvaluatorStrategy
 from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.model_parts import parameters_of
+from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared

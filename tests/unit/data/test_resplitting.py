@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 
 from stratagem.cluster.units import Plan
-from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.distribute import distribute, distribute_from_function, leasable
 from stratagem.data.loaders import plan_of
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, StepShare
+from stratagem.data.readers import BatchSplit, cut
 from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
 from tests.unit.data.reading import CPU, Epochs, Numbers, Shares, Steps, Stream, batches, epoch, on_workers, steps_of

@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.data.placement import StepShare
 from stratagem.errors import ConfigurationError, PeerUnavailableError
-from stratagem.strategy.one_device import OneDeviceStrategy
+from stratagem.strategy.one_process import OneDeviceStrategy
 from stratagem.strategy.synchronous_input import StepListener
 
 

@@ -22,7 +22,7 @@ from stratagem.checkpoint.catalog import find_damage
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.rpc.heap import ENVIRONMENT
-from stratagem.strategy.one_device import OneDeviceStrategy
+from stratagem.strategy.one_process import OneDeviceStrategy
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager

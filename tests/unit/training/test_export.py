@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError, ExportError
-from stratagem.strategy.one_device import OneDeviceStrategy
+from stratagem.strategy.one_process import OneDeviceStrategy
 from stratagem.training.export import export
 from stratagem.training.export.export import export_model
 from stratagem.training.export.inputs import TensorSpec

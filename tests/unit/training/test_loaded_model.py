@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError, ExportError
-from stratagem.strategy.one_device import OneDeviceStrategy
+from stratagem.strategy.one_process import OneDeviceStrategy
 from stratagem.training.export.export import export_model
 from stratagem.training.export.loaded_model import load_model
 from tests.unit.training.exporting import answer_of, exported_reader, reader, words
