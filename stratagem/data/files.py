@@ -68,8 +68,7 @@ def own_files(source: Any, num_workers: int, worker: int) -> tuple[Any, str]:
     Raises:
         ConfigurationError: it is not made of files, or has fewer than workers.
     """
-    dataset = file_based(source)
-    if dataset is None:
+    if (dataset := file_based(source)) is None:
         raise ConfigurationError(
             "AutoShardPolicy.FILE needs a source made of files (sg.FileDataset, or anything with 'files' and "
             f"'with_files(files)'), got {type(source).__name__}; use AutoShardPolicy.DATA"

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from stratagem.data.device_copies import DeviceCopies
-from stratagem.data.readers import BatchSplit, IndexReader, Parts, cut
+from stratagem.data.readers import BatchSplit, DeviceCopies, IndexReader, Parts, cut
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.healing import Healing
 

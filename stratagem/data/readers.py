@@ -1,19 +1,20 @@
-"""From a source to this worker's parts, step by step: by index, by cutting, or as they come."""
+"""From a source to this worker's parts, step by step: by index, by cutting, or as they come; and to the devices."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from stratagem.data.form import fingerprint
 from stratagem.data.index_batches import IndexBatches
 from stratagem.data.loaders import Batches, DropWatch, NumPasses, carried, length_of, rebuild, seed_epoch, tell_epoch
-from stratagem.data.nested import empty_like, num_examples, part_of
+from stratagem.data.nested import empty_like, fingerprint, num_examples, part_of, tensors, to_device
 from stratagem.errors import ConfigurationError
 
 
@@ -41,7 +42,6 @@ class BatchSplit:
 
     @property
     def steps_per_batch(self) -> int:
-        """Steps that come of one global batch."""
         return self.num_workers if self.alone else 1
 
     def steps(self, num_examples: int) -> list[list[range]]:
@@ -112,7 +112,10 @@ class IndexReader:
             first_step = first % split.steps_per_batch
             for indices in batches:
                 for step in split.steps(len(indices))[first_step:]:
-                    totals = _totals(len(indices), split) if self.knows_totals else None
+                    totals = None
+                    if self.knows_totals:
+                        slices = cut(len(indices), split.num_replicas)
+                        totals = Totals(len(indices), sum(not rows for rows in slices))
                     reading.append((tuple(map(len, step)), totals, indices))
                     for rows in step:
                         # A share of size 0 has the form of a batch: one example is read, and cut off again.
@@ -251,5 +254,48 @@ def _single(indices: Sequence[Any]) -> Any:
     return indices[0]
 
 
-def _totals(num_examples: int, batch_split: BatchSplit) -> Totals:
-    return Totals(num_examples, sum(not rows for rows in cut(num_examples, batch_split.num_replicas)))
+Arrivals = dict[torch.device, torch.cuda.Event]
+"""The end of the copies of a step, by GPU."""
+
+
+class DeviceCopies:
+    """Reads steps ahead (0: each is read and copied when it is wanted) and starts their copies to the devices of the
+    local replicas. GPUs copy on a stream of their own, beside what they compute; that the host goes on meanwhile needs
+    ``DataLoader(pin_memory=True)``."""
+
+    def __init__(self, devices: Sequence[torch.device], ahead: int) -> None:
+        self.ahead = ahead
+        self._devices = tuple(devices)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        if ahead:
+            self._streams = {device: torch.cuda.Stream(device) for device in devices if device.type == "cuda"}
+
+    def of(self, steps: Iterator[Parts]) -> Iterator[Parts]:
+        """The same steps, on the devices."""
+        under_way: collections.deque[tuple[Parts, Arrivals]] = collections.deque()
+        for parts in steps:
+            under_way.append(self._send(parts))
+            if len(under_way) > self.ahead:
+                yield self._receive(*under_way.popleft())
+        while under_way:
+            yield self._receive(*under_way.popleft())
+
+    def _send(self, parts: Parts) -> tuple[Parts, Arrivals]:
+        batches: list[Any] = []
+        arrivals: Arrivals = {}
+        for batch, device in zip(parts.batches, self._devices, strict=True):
+            stream = self._streams.get(device)
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                batches.append(to_device(batch, device))
+            if stream is not None:
+                arrivals[device] = stream.record_event()
+        return dataclasses.replace(parts, batches=tuple(batches)), arrivals
+
+    def _receive(self, parts: Parts, arrivals: Arrivals) -> Parts:
+        for device, arrival in arrivals.items():
+            torch.cuda.current_stream(device).wait_event(arrival)
+        for batch, device in zip(parts.batches, self._devices, strict=True):
+            for tensor in tensors(batch) if device in self._streams else ():
+                # The memory, which belongs to the copying stream, is not reused before this one is done with it.
+                tensor.record_stream(torch.cuda.current_stream(device))
+        return parts

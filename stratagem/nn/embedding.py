@@ -12,7 +12,7 @@ from stratagem.arguments import checked
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
-from stratagem.nn.remote_rows import Pooled, RemoteRows, Sizes, TableLayer, check_rows, has_sparse_gradient
+from stratagem.nn.remote_rows import RemoteRows, Sizes, TableLayer, check_rows, has_sparse_gradient, pooled
 
 
 class Embedding(TableLayer, nn.Embedding):
@@ -97,23 +97,12 @@ class RemoteEmbedding(RemoteRows, Embedding):
 
 class EmbeddingBag(TableLayer, nn.EmbeddingBag):
     """``torch.nn.EmbeddingBag`` with sparse gradients: as :class:`stratagem.nn.Embedding`, its rows pooled by bag.
+    Arguments that both have are the same.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: elements of a row.
-        max_norm: as in torch; not on parameter servers.
-        norm_type: of ``max_norm``.
-        scale_grad_by_freq: as of :class:`stratagem.nn.Embedding`.
         mode: "sum" or "mean" of the rows of a bag.
-        sparse: True: its gradients are.
-        _weight: values of all rows, as ``from_pretrained`` gives them; parameter servers get them from the lead, a part
-            at a time, in ``prepare``.
         include_last_offset: as in torch: the last offset is the number of ids.
         padding_idx: a row that is left out of every bag.
-        device: of the table; on parameter servers rows come to the device of the ids.
-        dtype: None: torch's default dtype.
-        init: initial values: ``sg.nn.Normal``, ``Uniform`` or ``Constant``.
-        seed: of the initial values; None: drawn from torch's generator. The lead's counts.
 
     Raises:
         ConfigurationError: a mode, size, padding or initial values that cannot be.
@@ -181,7 +170,7 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
             rows, sparse = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)]), False
         is_plain = offsets is None and per_sample_weights is None and padding is None and place.dim() == 2
         if is_plain and place.numel() and sparse:
-            return Pooled.apply(rows, place, self.mode, found)  # type: ignore[no-any-return, no-untyped-call]
+            return pooled(rows, place, self.mode, found)
         return functional.embedding_bag(
             place,
             rows,

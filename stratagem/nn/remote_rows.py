@@ -238,8 +238,7 @@ class RemoteRows(nn.Module):
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         key = prefix + "weight"
-        value = state_dict.get(key)
-        if value is None:
+        if (value := state_dict.get(key)) is None:
             missing_keys.append(key)
         elif not isinstance(value, torch.Tensor):
             error_msgs.append(f"{key}: expected a tensor, got a {type(value).__name__}; torch.from_numpy(array) is one")
@@ -258,7 +257,6 @@ class RemoteRows(nn.Module):
 
 
 def check_rows(num_embeddings: int, embedding_dim: int, weight: torch.Tensor) -> None:
-    """Refuses rows that are not those of the table."""
     if tuple(weight.shape) != (num_embeddings, embedding_dim):
         raise ConfigurationError(f"expected rows of shape {[num_embeddings, embedding_dim]}, got {list(weight.shape)}")
     if weight.device.type == "meta":
@@ -286,9 +284,8 @@ def summed_by_row(found: Occurrences, values: torch.Tensor, per_value: int = 1) 
     return dense
 
 
-class Pooled(torch.autograd.Function):
-    """Sums or means of rows by bag, ``(bags, width)``, of bags of one size on the CPU; ``place``: ``(bags, ids of
-    each)``; ``found`` is the same. torch's own sparse backward writes the gradient of a bag once for each of its ids;
+class _Pooled(torch.autograd.Function):
+    """Bags of one size on the CPU. torch's own sparse backward writes the gradient of a bag once for each of its ids;
     what is wanted is one for each row, which comes from the bags at once."""
 
     @staticmethod
@@ -302,6 +299,13 @@ class Pooled(torch.autograd.Function):
         if ctx.is_mean:
             gradient = gradient / ctx.per_bag
         return summed_by_row(ctx.found, gradient, ctx.per_bag), None, None, None
+
+
+def pooled(rows: torch.Tensor, place: torch.Tensor, mode: str, found: Occurrences) -> torch.Tensor:
+    """Sums or means of ``rows`` by bag, ``(bags, width)``; ``place``: ``(bags, ids of each)``, on the CPU; ``found``
+    is the same."""
+    result: torch.Tensor = _Pooled.apply(rows, place, mode, found)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _gives_gradient(table: RemoteTable, numbers: Any, padding: int | None) -> Callable[[torch.Tensor], None]:

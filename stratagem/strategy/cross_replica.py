@@ -21,7 +21,8 @@ from stratagem.worker.ring.communicator import Communicator
 
 @dataclasses.dataclass(eq=False, repr=False)
 class CrossReplica:
-    """Reductions over the local replicas, then over those of other workers, who have to make the same calls."""
+    """Reductions over the local replicas, then over those of other workers, who have to make the same calls; as
+    :class:`~stratagem.strategy.base.Strategy` says it of its own."""
 
     _num_local: int = 1
     _ops: CrossDeviceOps | None = None
@@ -30,7 +31,6 @@ class CrossReplica:
     """Collectives between workers; None: there is one."""
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
-        """See :meth:`stratagem.strategy.base.Strategy.reduce`."""
         if axis not in (None, 0):
             raise ConfigurationError(f"expected axis None or 0, got {axis!r}")
         if len(local_values(value)) == 1 < self._num_local:
@@ -44,14 +44,12 @@ class CrossReplica:
         return self._structured(value, functools.partial(one, op))
 
     def reduce_mean(self, value: Any) -> Any:
-        """See :meth:`stratagem.strategy.base.Strategy.reduce_mean`."""
         if isinstance(value, dict | list | tuple):
             return map_values(value, self.reduce_mean)  # each may have shares of its own
         shares = value.shares if isinstance(value, PerReplica) and value.shares else (1.0,) * len(local_values(value))
         return self._structured(value, functools.partial(self._weighted_mean, shares))
 
     def gather(self, value: Any, axis: int) -> Any:
-        """See :meth:`stratagem.strategy.base.Strategy.gather`."""
         return self._structured(value, functools.partial(self._concatenated, axis))
 
     def _structured(self, value: Any, one: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:

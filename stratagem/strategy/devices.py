@@ -37,7 +37,7 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device] | N
         ConfigurationError: no such device, none at all, or one that comes twice.
     """
     if devices is None:
-        return _own_part_of_gpus() or (torch.device("cpu"),)
+        return _own_part_of_gpus()
     names = [devices] if isinstance(devices, str | torch.device) else list(devices)
     if not names:
         raise ConfigurationError("expected a device for each replica, got none; leave devices out for all GPUs")
@@ -51,15 +51,12 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device] | N
 
 
 def _spelled(name: str) -> str:
-    """As torch spells it."""
     return name.lower().removeprefix("/").removeprefix("device:").replace("gpu", "cuda")
 
 
 def _own_part_of_gpus() -> tuple[torch.device, ...]:
-    if not torch.cuda.is_available():
-        return ()
     each = torch.cuda.device_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not each:
+    if not torch.cuda.is_available() or not each:
         return (default_device(),)
     first = int(os.environ.get("LOCAL_RANK", "0")) * each
     return tuple(torch.device("cuda", first + index) for index in range(each))

@@ -10,7 +10,6 @@ import torch
 
 from stratagem.arguments import checked
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
-from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Plan
@@ -81,7 +80,14 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "ps; use ParameterServerStrategy (--strategy ps) or leave the ps out"
             )
         own = parse_devices(devices or named_devices(config.devices))
-        self.options = communication_options or options_from(config)
+        self.options = communication_options or CommunicationOptions(
+            bytes_per_pack=config.bucket_bytes,
+            timeout_seconds=config.collective_timeout_s,
+            transport=config.transport,
+            wire_dtype=config.wire_dtype,
+            chunk_bytes=config.chunk_bytes,
+            stripes=config.stripes,
+        )
         if communication is not None:
             self.options = dataclasses.replace(self.options, implementation=CommunicationImplementation(communication))
         chosen = config.compression if compression is None else compression
@@ -99,7 +105,6 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             bucket_bytes=self.options.bytes_per_pack or BUCKET_BYTES,
             compression=compression_named(chosen) if isinstance(chosen, str) and chosen else chosen or None,
         )
-
         self._meter.in_step = True
 
     @property
@@ -150,15 +155,3 @@ def refuse_what_does_not_heal(
             f"a ring that goes on without lost workers (--min-workers) cannot have {has[0]}: leave that out, or "
             "--min-workers; give each device a worker of its own, and take --transport auto, tcp or grpc between GPUs"
         )
-
-
-def options_from(config: WorkerConfig) -> CommunicationOptions:
-    """What the flags of a worker say about communication."""
-    return CommunicationOptions(
-        bytes_per_pack=config.bucket_bytes,
-        timeout_seconds=config.collective_timeout_s,
-        transport=config.transport,
-        wire_dtype=config.wire_dtype,
-        chunk_bytes=config.chunk_bytes,
-        stripes=config.stripes,
-    )

@@ -52,7 +52,6 @@ class Newcomers:
 
     @property
     def is_new(self) -> bool:
-        """Whether this worker has not joined the others yet."""
         return self._healing.is_new
 
     def arrive(self, ordinal: int) -> None:

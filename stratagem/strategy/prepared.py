@@ -89,8 +89,7 @@ class Prepared:
                 f"{kind}.step() inside strategy.run, and the optimizer was not prepared: each replica would train by "
                 f"itself. {_LINE.capitalize()}"
             )
-        foreign = [each for each in parameters if id(each) not in self._optimizers[id(optimizer)][1]]
-        if foreign:
+        if foreign := [each for each in parameters if id(each) not in self._optimizers[id(optimizer)][1]]:
             raise ConfigurationError(
                 f"the optimizer {kind} steps with a parameter of shape {list(foreign[0].shape)} that it did not have "
                 "when it was prepared: give it that one before strategy.prepare, frozen if it is not to train yet"

@@ -34,7 +34,6 @@ class StepShares:
         """Examples in the batches that each replica was given so far."""
 
     def begin(self, share: StepShare, batch: Any) -> None:
-        """The script is about to get ``batch``."""
         self._newest = share
         for tensor in _tensors(batch):
             self._shares[tensor] = share
@@ -73,8 +72,7 @@ class StepShares:
 
     def weight(self, replica: int, gradients: Literal["mean", "sum"]) -> Weight:
         """Of the gradient of a local replica."""
-        told = self._set[replica]
-        if told is not None:
+        if (told := self._set[replica]) is not None:
             return Weight(told, told)
         if gradients == "sum":
             return Weight(1.0)

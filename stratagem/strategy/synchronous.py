@@ -26,8 +26,7 @@ from stratagem.strategy.replicas.context import watch_torch
 from stratagem.strategy.replicas.copyable import check_dense, check_embeddings, check_shapes
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
-from stratagem.strategy.replicas.mirrored import original
-from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
+from stratagem.strategy.replicas.mirrored import drop_checks, foreign, original
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.synchronous_input import SynchronousInput
 from stratagem.worker.gradient_guard import guard
@@ -164,7 +163,6 @@ class SynchronousStrategy(SynchronousInput):
         preparation: Preparation,
         replica: int,
     ) -> None:
-        """Attaches to one replica's objects what belongs to it alone."""
         models = [self._local.on_replica(model, replica) for model in models]
         groups = [self._local.parameters_of(optimizer, replica) for optimizer in optimizers]
         self._remember(models, [self._local.on_replica(optimizer, replica) for optimizer in optimizers], groups)
@@ -186,8 +184,7 @@ class SynchronousStrategy(SynchronousInput):
                 drop_checks(model)
             preparation.compile(models)
         for optimizer, group in zip(optimizers, groups, strict=True):
-            own = self._local.stepping(optimizer, replica)
-            if own is None:
+            if (own := self._local.stepping(optimizer, replica)) is None:
                 continue
             if reducer is not None:  # before the guard, from which a skipped update has its gradients back
                 are_same = functools.partial(self._local.have_same_gradients, optimizer, replica)
@@ -337,8 +334,7 @@ class SynchronousStrategy(SynchronousInput):
 
     def set_weight(self, weight: float) -> None:
         super().set_weight(weight)
-        replica = self._local.which()
-        if replica is None:
+        if (replica := self._local.which()) is None:
             raise ConfigurationError("set_weight says how much a replica counts in a step: call it inside strategy.run")
         self._shares.set_weight(replica, weight)
 

@@ -13,7 +13,7 @@ import torchmetrics
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
-from stratagem.strategy.torchmetrics_states import check_counts_all, empty_copy, merged, num_updates, states_of
+from stratagem.strategy.prepared_metric import check_counts_all, empty_copy, merged, num_updates, states_of
 from stratagem.training.losses import IGNORE_INDEX, check_tensors, formed
 
 logger = logging.getLogger(__name__)

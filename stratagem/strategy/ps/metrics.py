@@ -17,8 +17,7 @@ from stratagem.cluster.units import MAX_STATE_BYTES, Topic
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import from_bytes, to_bytes
-from stratagem.strategy.prepared_metric import PreparedMetric
-from stratagem.strategy.torchmetrics_states import check_counts_all, num_updates, states_of
+from stratagem.strategy.prepared_metric import PreparedMetric, check_counts_all, num_updates, states_of
 from stratagem.worker.chief_client import ChiefClient
 
 MAX_NUMBERS = 4096
@@ -33,7 +32,6 @@ class CountedMetric(PreparedMetric):
     """
 
     group = ""
-    """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
 
     def __init__(self, metric: torchmetrics.Metric, strategy: Strategy, chief: ChiefClient) -> None:
         check_counts_all(metric)
@@ -67,12 +65,11 @@ class CountedMetric(PreparedMetric):
 
     def reset(self) -> None:
         self._check_outside("reset")
-        chief = self._chief
-        if chief.logs(self._group, self._ordinal) is None:
-            if self._newest is None and chief.states(self._group, self._ordinal):
+        if self._chief.logs(self._group, self._ordinal) is None:
+            if self._newest is None and self._chief.states(self._group, self._ordinal):
                 self.compute()
             value = {} if self._newest is None else numbers_of(self._newest)
-            chief.record_logs(self._group, self._ordinal, value)
+            self._chief.record_logs(self._group, self._ordinal, value)
         self._ordinal += 1
         self._newest = None
 

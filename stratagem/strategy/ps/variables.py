@@ -84,8 +84,9 @@ class VariableGroups:
         self._refuse_trained(optimizers)
         names = self._names(models)
         taken = set(self._held)  # of an earlier call: the ps keep them
-        found = (table for model in models for table in tables_of(model))
-        every = {id(table.handle): table for table in found if id(table.handle) not in taken}
+        found = (getattr(part, "remote_table", None) for model in models for part in model.modules())
+        tables_found = [table for table in found if isinstance(table, RemoteTable)]
+        every = {id(table.handle): table for table in tables_found if id(table.handle) not in taken}
         trained: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter], RemoteVariables, list[RemoteTable]]] = []
         num_placed = len(self._placed)
         for optimizer in optimizers:
@@ -386,12 +387,6 @@ class VariableGroups:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 names.setdefault(id(tensor), prefix + name)
         return names
-
-
-def tables_of(model: torch.nn.Module) -> list[RemoteTable]:
-    """The tables of a model whose rows live on parameter servers."""
-    found = (getattr(module, "remote_table", None) for module in model.modules())
-    return [table for table in found if isinstance(table, RemoteTable)]
 
 
 def _saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:

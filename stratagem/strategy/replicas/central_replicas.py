@@ -17,8 +17,7 @@ from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_replicas import SeveralReplicas
-from stratagem.strategy.replicas.mirrored import current, mirrored, original
-from stratagem.strategy.replicas.mirrored_module import foreign
+from stratagem.strategy.replicas.mirrored import current, foreign, mirrored, original
 from stratagem.strategy.replicas.mirrored_stepping import MirroredOptimizer
 from stratagem.strategy.replicas.mirrors import Mirrors, otherwise, snapshot
 from stratagem.strategy.replicas.replica_threads import current_replica
@@ -181,8 +180,7 @@ class CentralOptimizer(MirroredOptimizer):
     @property
     def param_groups(self) -> Any:
         """The groups; in a replica, with its own copies of the parameters."""
-        replica = self._mirrored_home.which()
-        if replica is None:
+        if (replica := self._mirrored_home.which()) is None:
             return current(self).param_groups
         groups = self._mirrored_settings.groups_of(replica - 1)
         return [CentralGroup(group, lambda p: self._mirrored_home.twins_of(p)[replica - 1]) for group in groups]
@@ -293,8 +291,7 @@ def _averaged(
 ) -> torch.Tensor | None:
     """Floats become averages, integers the maximum (docs/protocol.md 21): of what is of one kind with the first copy,
     in ``buffer`` if that is too."""
-    first = copies[0]
-    if first is None:
+    if (first := copies[0]) is None:
         return None
     kind = first.shape, first.dtype
     there = [one is not None and (one.shape, one.dtype) == kind for one in (buffer, *copies)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -83,36 +84,25 @@ def in_cross_replica_context() -> bool:
     return get_replica_context() is None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ReplicaContext(WithWaysOut):
     """One replica of a step, as the step sees it.
 
     What replicas do together, all replicas have to do, in the same order; if one does not, that is an error which
     names both. Values may be tensors, numbers, and dicts, lists and tuples of them, of equal structure everywhere.
-
-    Args:
-        strategy: whose step runs.
-        replica_threads: the replicas of this process; None: there is one, in the calling thread.
-        replica: local number of this one.
-        ops: reduces within the process; only with several replicas.
-        own: collectives of this replica; what it has queued there is done before the replicas meet, so that every
-            worker makes its collectives in one order.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        replica_threads: ReplicaThreads | None = None,
-        replica: int = 0,
-        ops: CrossDeviceOps | None = None,
-        own: Communicator | None = None,
-    ) -> None:
-        self.strategy = strategy
-        """Whose step runs."""
-        self._workers = strategy.communicator
-        self._replica_threads = replica_threads
-        self._replica = replica
-        self._ops = ops
-        self._own = own
+    strategy: Strategy
+    """Whose step runs."""
+    _replica_threads: ReplicaThreads | None = None
+    """The replicas of this process; None: there is one, in the calling thread."""
+    _replica: int = 0
+    """Local number of this one."""
+    _ops: CrossDeviceOps | None = None
+    """Reduces within the process; only with several replicas."""
+    _own: Communicator | None = None
+    """Collectives of this replica; what it has queued there is done before the replicas meet, so that every worker
+    makes its collectives in one order."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -203,7 +193,7 @@ class ReplicaContext(WithWaysOut):
 
     @property
     def _is_alone(self) -> bool:
-        if self._replica_threads is not None or self._workers is not None:
+        if self._replica_threads is not None or self.strategy.communicator is not None:
             return False
         if self.num_replicas_in_sync > 1:
             raise ConfigurationError(
@@ -231,16 +221,13 @@ class ReplicaContext(WithWaysOut):
             columns = [list(column) for column in zip(*values, strict=True)]
             if self._ops is not None:
                 columns = self._ops.all_reduce_many(op, columns)
-            if self._workers is not None:
-                columns = [self._between_workers(op, column) for column in columns]
+            if (workers := self.strategy.communicator) is not None:
+                for column in columns:  # local replicas have the same values
+                    total = workers.all_reduce(column[0], op)
+                    column[:] = [total, *(total.to(other.device, copy=True) for other in column[1:])]
             return list(zip(*columns, strict=True)) if columns else [()] * len(values)
 
         return cast(Sequence[torch.Tensor], self._merge(what, tensors, decide))
-
-    def _between_workers(self, op: ReduceOp, column: list[torch.Tensor]) -> list[torch.Tensor]:
-        """One tensor of all local replicas, which have the same values."""
-        total = cast(Communicator, self._workers).all_reduce(column[0], op)
-        return [total if replica == 0 else total.to(each.device, copy=True) for replica, each in enumerate(column)]
 
     def _gather(
         self, axis: int, what: str, tensors: Sequence[torch.Tensor]
@@ -249,7 +236,7 @@ class ReplicaContext(WithWaysOut):
 
         def decide(values: list[Sequence[torch.Tensor]]) -> list[Any]:
             columns = list(zip(*values, strict=True))
-            wholes = [concatenated(column, axis, self._workers) for column in columns]
+            wholes = [concatenated(column, axis, self.strategy.communicator) for column in columns]
             results = []
             for replica, own in enumerate(values):
                 copies = [whole.to(one.device, copy=True) for (whole, _), one in zip(wholes, own, strict=True)]

@@ -140,8 +140,7 @@ class LocalGroup(Group):
 
     def waiting_on(self) -> int | None:
         """See :meth:`Group.waiting_on`; of another worker, its first replica."""
-        local = self.meeting.waiting_on(self.local)
-        if local is not None:
+        if (local := self.meeting.waiting_on(self.local)) is not None:
             return self.meeting.replica_threads.first_replica + local
         if self._workers is None or not self.meeting.is_concluding:
             return None

@@ -11,8 +11,6 @@ from stratagem.worker.ring.group import Tag
 
 
 class Offer(NamedTuple):
-    """What a replica brings."""
-
     tag: Tag
     value: Any
 
@@ -86,7 +84,6 @@ class Meeting:
             self._break(errors)
 
     def reopen(self) -> None:
-        """Forgets that it is broken."""
         with self.replica_threads.changed:
             self._errors = [None] * self.size
 
@@ -204,6 +201,5 @@ class Meeting:
         self.replica_threads.changed.notify_all()
 
     def _raise_error(self, local: int) -> None:
-        error = self._errors[local]
-        if error is not None:
+        if (error := self._errors[local]) is not None:
             raise error

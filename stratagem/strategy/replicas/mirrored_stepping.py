@@ -73,7 +73,6 @@ class MirroredScaler(Mirrored):
     """The copy of an optimizer on the replica that asks."""
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divides the gradients of this replica's optimizer by the scale."""
         self._refuse_outside("unscale_")
         current(self).unscale_(self._mirrored_optimizer_of(optimizer))
 
@@ -109,7 +108,6 @@ class MirroredScheduler(Mirrored):
 
     @property
     def optimizer(self) -> Any:
-        """The prepared optimizer."""
         return self._mirrored_optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:

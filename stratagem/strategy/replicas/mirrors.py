@@ -15,8 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.copies import Copies, Settings, move_original, settings_of
 from stratagem.strategy.replicas.copyable import check_memory, check_module, check_optimizer
-from stratagem.strategy.replicas.mirrored import Meet, copies_of, current, mirrored, original
-from stratagem.strategy.replicas.mirrored_module import MirroredModule, OnlyReplica, foreign
+from stratagem.strategy.replicas.mirrored import (
+    Meet,
+    MirroredModule,
+    OnlyReplica,
+    copies_of,
+    current,
+    foreign,
+    mirrored,
+    original,
+)
 from stratagem.strategy.replicas.mirrored_stepping import (
     MirroredOptimizer,
     MirroredScaler,
@@ -134,7 +142,6 @@ class Mirrors:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around a run of the replicas."""
         self.synchronize()
         try:
             yield
@@ -149,7 +156,6 @@ class Mirrors:
         self.synchronize()
 
     def touch(self) -> None:
-        """Implements :class:`~stratagem.strategy.replicas.mirrored.Home`."""
         self._touched = True
 
     # -- adding ------------------------------------------------------------------------------------------------
@@ -216,8 +222,7 @@ class Mirrors:
 
     def _before_step(self, name: str, replica: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Gives a replica's optimizer the settings that replica 0 has in this very step."""
-        here = self.which()
-        if here is None:
+        if (here := self.which()) is None:
             self.touch()
             return
         if here != replica:

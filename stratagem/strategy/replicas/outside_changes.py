@@ -38,7 +38,6 @@ class Seen:
         self.record()
 
     def record(self) -> None:
-        """They are as they should be."""
         if not self.is_same():
             self._then = list(map(dict, self._now()))
             self._values = [*itertools.chain.from_iterable(map(dict.values, self._then)), _END]

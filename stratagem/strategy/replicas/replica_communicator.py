@@ -47,11 +47,6 @@ class ReplicaCommunicator(Communicator):
         future.add_done_callback(lambda _: self._meeting.changed_queue(self._local, -1))
         return future
 
-    def restart(self, ordinal: int) -> None:
-        """Forgets an error; the next collective is the one after ``ordinal``."""
-        self._error = None
-        self.position = Position(ordinal, self.step, "started again after an error")
-
     def collective(self, what: str, run: Callable[[Tag], T]) -> T:
         with self._meeting.replica_threads.waiting():
             return super().collective(what, run)
@@ -68,7 +63,8 @@ def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
     communicators[0]._meeting.reopen()
     ordinal = max(communicator.position.ordinal for communicator in communicators)
     for communicator in communicators:
-        communicator.restart(ordinal)
+        communicator._error = None
+        communicator.position = Position(ordinal, communicator.step, "started again after an error")
 
 
 class WaitingMeter(StepMeter):

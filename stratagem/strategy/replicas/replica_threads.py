@@ -37,8 +37,6 @@ class Doing(enum.Enum):
 
 @dataclasses.dataclass
 class _Offer:
-    """What a replica brings to a meeting."""
-
     what: str
     value: Any
     decide: Callable[[list[Any]], Sequence[Any]]
@@ -128,7 +126,6 @@ class ReplicaThreads:
 
     @property
     def size(self) -> int:
-        """Replicas in this process."""
         return len(self.devices)
 
     def name_of(self, replica: int) -> str:
@@ -267,8 +264,7 @@ class ReplicaThreads:
         Raises:
             CollectiveError: another replica is somewhere else, or has failed.
         """
-        thread_replica = self._own_thread_replica()
-        if thread_replica is None:
+        if (thread_replica := self._own_thread_replica()) is None:
             raise ConfigurationError(f"{what} outside strategy.run: only replicas can meet")
         run, replica = thread_replica.run, thread_replica.replica
         self._end_if_failed(run)
@@ -295,7 +291,6 @@ class ReplicaThreads:
         return "" if self._run is None else self._run.reason
 
     def _play(self, run: _Run, replica: int, work: Callable[[], Any], thread_modes: ThreadModes) -> None:
-        """A replica's part of a run, in its thread."""
         _thread_replica.set(_ThreadReplica(self, run, replica, threading.get_ident()))
         result: Any = None
         try:

@@ -130,8 +130,7 @@ class Variable(TensorOperators, WithWaysOut):
         Raises:
             ConfigurationError: an ON_READ variable without aggregation, read outside of replicas when it has several.
         """
-        context = replica_of(self._strategy)
-        if context is not None:
+        if (context := replica_of(self._strategy)) is not None:
             replica = self._local(context)
             return self.tensors[self._index(replica)].to(self._devices[replica])
         if self.synchronization is VariableSynchronization.ON_WRITE:
@@ -172,8 +171,7 @@ class Variable(TensorOperators, WithWaysOut):
         return self._change(torch.sub, value)
 
     def _change(self, change: _Change, value: Any) -> Variable:
-        context = replica_of(self._strategy)
-        if context is None:
+        if (context := replica_of(self._strategy)) is None:
             here = get_replica_context()
             if here is not None and here.num_replicas_in_sync > 1:
                 raise ConfigurationError(
@@ -186,15 +184,13 @@ class Variable(TensorOperators, WithWaysOut):
         else:
             fitting = self._fit(value)
             self._check_aggregation("an assignment in a step")
-            context.merge_call(self._merging(change), args=(fitting,))
+
+            def merge(strategy: Strategy, values: PerReplica[torch.Tensor]) -> None:
+                self._write_all(change, self._aggregate(values, "an assignment in a step"))
+
+            merge.__qualname__ = f"assignment to {self.name!r}"  # what is said when replicas do not meet
+            context.merge_call(merge, args=(fitting,))
         return self
-
-    def _merging(self, change: _Change) -> Callable[[Strategy, PerReplica[torch.Tensor]], None]:
-        def merge(strategy: Strategy, values: PerReplica[torch.Tensor]) -> None:
-            self._write_all(change, self._aggregate(values, "an assignment in a step"))
-
-        merge.__qualname__ = f"assignment to {self.name!r}"  # what is said when replicas do not meet
-        return merge
 
     def _change_outside(self, change: _Change, value: Any) -> None:
         if isinstance(value, PerReplica):

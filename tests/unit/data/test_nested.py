@@ -16,8 +16,17 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import default_collate
 
 from stratagem.data.distribute import distribute
-from stratagem.data.form import empty_of, fingerprint, form_of
-from stratagem.data.nested import CopiedAsDict, empty_like, num_examples, part_of, tensors, to_device
+from stratagem.data.nested import (
+    CopiedAsDict,
+    empty_like,
+    empty_of,
+    fingerprint,
+    form_of,
+    num_examples,
+    part_of,
+    tensors,
+    to_device,
+)
 from stratagem.data.placement import InputPlacement
 from stratagem.errors import ConfigurationError
 from stratagem.training.fit.running_metrics import Logs

@@ -309,7 +309,7 @@ def test_bags_of_one_size_give_the_gradients_of_torch(mode: str, shape: tuple[in
     weights = torch.randn(shape[0], 4)
     expected, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
     found = remote_rows.Occurrences.of(place.view(-1).numpy(), len(values))
-    pooled = [functional.embedding_bag(place, expected, mode=mode), remote_rows.Pooled.apply(ours, place, mode, found)]
+    pooled = [functional.embedding_bag(place, expected, mode=mode), remote_rows.pooled(ours, place, mode, found)]
     assert torch.equal(*pooled)
     for each in pooled:
         (each * weights).sum().backward()
