@@ -1,4 +1,4 @@
-"""Checks of what people give."""
+"""Checks of what people give: a ConfigurationError where it is anything else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, SupportsFloat, TypeVar
 
 from stratagem.errors import ConfigurationError
-from stratagem.tensorflow_arguments import way_out
+from stratagem.tensorflow_names import way_out
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -30,11 +30,7 @@ _WORDS: dict[Any, str] = {
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int, where it is one: of Python or of a library, no bool and no float.
-
-    Raises:
-        ConfigurationError: anything else.
-    """
+    """``value`` as an int, where it is one: of Python or of a library, no bool and no float."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -52,22 +48,14 @@ def whole_numbers(least: int = 1, **values: Any) -> None:
 
 
 def above_zero(**values: Any) -> None:
-    """Each is a number above 0, or None for "not given".
-
-    Raises:
-        ConfigurationError: anything else, not-a-number included.
-    """
+    """Each is a number above 0 (not-a-number is none), or None for "not given"."""
     for name, value in values.items():
         if value is not None and not (_is_number(value) and float(value) > 0):
             raise ConfigurationError(f"expected {name} above 0 or None, got {value!r}")
 
 
 def check_kind(value: Any, *kinds: type) -> None:
-    """``value`` is of one of these classes.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """``value`` is of one of these classes."""
     if not isinstance(value, kinds):
         names = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
         raise ConfigurationError(f"expected {names}, got {value if isinstance(value, type) else type(value).__name__}")

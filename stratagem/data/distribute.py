@@ -138,11 +138,8 @@ def leasable(
     batch_size: int | None = None,
     options: DistributeOptions | None = None,
 ) -> DataLoader[Any]:
-    """The loader whose batches a chief can lease.
-
-    Raises:
-        ConfigurationError: ``source`` is an iterable, or ``options`` are for workers that run in step.
-    """
+    """The loader whose batches a chief can lease; a ConfigurationError where ``source`` is an iterable, or ``options``
+    are for workers that run in step."""
     options = DistributeOptions.of(options)
     if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.LEASE):
         raise ConfigurationError(

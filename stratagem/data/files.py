@@ -63,11 +63,8 @@ def file_based(source: Any) -> FileBased | None:
 
 
 def own_files(source: Any, num_workers: int, worker: int) -> tuple[Any, str]:
-    """``source`` over every ``num_workers``-th file, and what the lists of files of all workers have in common.
-
-    Raises:
-        ConfigurationError: it is not made of files, or has fewer than workers.
-    """
+    """``source`` over every ``num_workers``-th file, and what the lists of files of all workers have in common; a
+    ConfigurationError where it is not made of files, or has fewer than workers."""
     if (dataset := file_based(source)) is None:
         raise ConfigurationError(
             "AutoShardPolicy.FILE needs a source made of files (sg.FileDataset, or anything with 'files' and "

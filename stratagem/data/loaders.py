@@ -139,11 +139,7 @@ class NumPasses:
         self._is_spent = False
 
     def begin(self) -> None:
-        """A pass begins.
-
-        Raises:
-            ConfigurationError: there is none left.
-        """
+        """A pass begins; a ConfigurationError where there is none left."""
         if self._once is not None and self._is_spent:
             raise ConfigurationError(
                 f"a {type(self._once).__name__} gives its batches once, and this is the second pass: distribute "
@@ -167,11 +163,8 @@ def rebuild(loader: DataLoader[Any], batches: Sampler[Any], persistent: bool = F
 
 
 def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[Any]:
-    """A DataLoader like ``loader`` over another dataset of its kind.
-
-    Raises:
-        ConfigurationError: the loader's sampler knows the numbers of the old dataset's examples.
-    """
+    """A DataLoader like ``loader`` over another dataset of its kind; a ConfigurationError where its sampler knows the
+    numbers of the old dataset's examples."""
     sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if not isinstance(dataset, IterableDataset):
         if has_own_batches(loader) or not is_plain(loader.sampler):

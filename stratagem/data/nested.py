@@ -161,11 +161,7 @@ def on_cpu(leaf: Any) -> Any:
 
 
 def num_examples(batch: Any) -> int:
-    """Examples in ``batch``.
-
-    Raises:
-        ConfigurationError: there is no telling.
-    """
+    """Examples in ``batch``; a ConfigurationError where there is no telling."""
     found = leaves(batch)
     rows = [leaf for leaf in found if is_rows(leaf)]
     counts = {len(leaf) for leaf in rows or found if rows or isinstance(leaf, list | tuple)}
@@ -187,11 +183,8 @@ def num_examples(batch: Any) -> int:
 
 
 def part_of(batch: Any, start: int, stop: int) -> Any:
-    """Examples ``start`` … ``stop``-1 of ``batch``; tensors and arrays are views.
-
-    Raises:
-        ConfigurationError: ``batch`` has no examples to tell apart, or a part that cannot be cut.
-    """
+    """Examples ``start`` … ``stop``-1 of ``batch``; tensors and arrays are views. A ConfigurationError where it has no
+    examples to tell apart, or a part that cannot be cut."""
     count = num_examples(batch)
     has_rows = any(map(is_rows, leaves(batch)))
 

@@ -51,11 +51,7 @@ class DistributeOptions:
 
     @classmethod
     def of(cls, given: DistributeOptions | None) -> DistributeOptions:
-        """``given``, or the defaults for None.
-
-        Raises:
-            ConfigurationError: it is something else.
-        """
+        """``given``, or the defaults for None; a ConfigurationError where it is something else."""
         check_kind(given, cls, NoneType)
         return cls() if given is None else given
 

@@ -227,11 +227,7 @@ class StepAgreement:
         self._has_warned = False
 
     def start(self, epoch: int, step: int, seed: int, num_examples: int) -> None:
-        """All are about to start at this place of a dataset of so many examples.
-
-        Raises:
-            ConfigurationError: they are not.
-        """
+        """All are about to start at this place of a dataset of so many examples; a ConfigurationError if not."""
         self._has_met = False
         if self._communicator is None:
             return

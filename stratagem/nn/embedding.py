@@ -11,8 +11,9 @@ from torch.nn import functional
 from stratagem.arguments import checked
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
-from stratagem.nn.initial import Init, Normal, fill, initial_rows
+from stratagem.nn.initial import Init, Normal, initial_rows
 from stratagem.nn.remote_rows import RemoteRows, Sizes, TableLayer, check_rows, has_sparse_gradient, pooled
+from stratagem.ps.row_values import fill_rows
 
 
 class Embedding(TableLayer, nn.Embedding):
@@ -187,11 +188,8 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
 def _checked_sizes(
     num_embeddings: int, embedding_dim: int, padding_idx: int | None, dtype: torch.dtype | None, sparse: bool
 ) -> Sizes:
-    """The sizes, and ``padding_idx`` counted from the beginning, as numbers of Python, which have no largest one.
-
-    Raises:
-        ConfigurationError: sizes below 1, more than torch can describe, a padding that is no row, or dense gradients.
-    """
+    """The sizes, and ``padding_idx`` counted from the beginning, as numbers of Python, which have no largest one; a
+    ConfigurationError for sizes below 1, more than torch can describe, a padding that is no row, or dense gradients."""
     if not sparse:
         raise ConfigurationError(
             "the gradients of sg.nn.Embedding and EmbeddingBag are sparse: leave sparse= out, or use torch.nn's layer, "
@@ -221,15 +219,16 @@ def _own_weight(
     device: torch.device | str | int | None,
     dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """The weight of a table of this process, with its values.
-
-    Raises:
-        ConfigurationError: rows that were given are of another shape.
-    """
+    """The weight of a table of this process, with its values."""
     num_embeddings, embedding_dim, _ = sizes
     if isinstance(initial, torch.Tensor):
         check_rows(num_embeddings, embedding_dim, initial)
         return initial.to(device=device, dtype=dtype)
     weight = torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
-    fill(weight, initial)
+    if weight.device.type == "cpu":
+        fill_rows(weight, 0, initial)
+    elif not weight.is_meta:  # which has no values
+        values = torch.empty_like(weight, device="cpu")
+        fill_rows(values, 0, initial)
+        weight.copy_(values)
     return weight

@@ -10,7 +10,6 @@ import torch
 from stratagem.arguments import checked
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
-from stratagem.ps.row_values import fill_rows
 
 
 @checked
@@ -64,14 +63,3 @@ def initial_rows(
         f"expected init=sg.nn.Normal(mean, std), sg.nn.Uniform(low, high) or sg.nn.Constant(value), finite and in "
         f"order, got {init!r}: a parameter server makes the values, and runs no code of yours"
     )
-
-
-@torch.no_grad()
-def fill(weight: torch.Tensor, initial: InitialRows) -> None:
-    """Gives a table of this process its values, wherever it is; one without memory has none."""
-    if weight.device.type == "cpu":
-        fill_rows(weight, 0, initial)
-    elif not weight.is_meta:
-        values = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
-        fill_rows(values, 0, initial)
-        weight.copy_(values)

@@ -19,8 +19,7 @@ from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.cross_replica import CrossReplica
-from stratagem.strategy.preparation import Preparation
-from stratagem.strategy.prepared import Prepared
+from stratagem.strategy.prepared import Preparation, Prepared
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.replicas.copyable import check_made, check_parameters
 from stratagem.strategy.replicas.mirrored import original

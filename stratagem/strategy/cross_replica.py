@@ -127,11 +127,7 @@ class CrossReplica:
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """A tensor or a number that a replica brings, as a tensor.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
+    """A tensor or a number that a replica brings, as a tensor; a ConfigurationError where it is neither."""
     if isinstance(value, TensorOperators):
         return value.value()
     try:
@@ -152,12 +148,8 @@ def operand(op: ReduceOp, part: torch.Tensor) -> torch.Tensor:
 
 
 def concatenated(column: Sequence[torch.Tensor], axis: int, workers: Communicator | None) -> tuple[torch.Tensor, int]:
-    """The tensors of all replicas of all workers in one, and where those of this worker begin; ``column``: one of each
-    local replica.
-
-    Raises:
-        ConfigurationError: dtypes or other axes differ.
-    """
+    """The tensors of all replicas of all workers in one, and where those of this worker begin; a ConfigurationError
+    where dtypes or other axes differ. ``column``: one of each local replica."""
 
     def kept(tensor: torch.Tensor) -> tuple[torch.dtype, list[int]]:
         return tensor.dtype, [size for at, size in enumerate(tensor.shape) if at != axis % tensor.dim()]

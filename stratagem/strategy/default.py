@@ -9,7 +9,7 @@ import torch
 
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy, has_current_strategy, pass_through, set_strategy
-from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.replicas.context import run_alone
 from stratagem.worker.gradient_guard import guard
 from stratagem.worker.job_script import awaits_strategy

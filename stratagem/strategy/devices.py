@@ -11,11 +11,7 @@ from stratagem.errors import ConfigurationError
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """The torch device of a name in torch's or TensorFlow's spelling.
-
-    Raises:
-        ConfigurationError: no such device.
-    """
+    """The torch device of a name in torch's or TensorFlow's spelling; a ConfigurationError where there is none."""
     if isinstance(device, torch.device):
         return device
     try:

@@ -12,7 +12,7 @@ import torch
 from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.current import current_strategy
-from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.prepared import Preparation
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 
@@ -67,11 +67,8 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
 
 
 def refuse_divided(preparation: Preparation) -> None:
-    """Called in a backward that reaches prepared parameters.
-
-    Raises:
-        ConfigurationError: the loss was divided by all replicas, and so would its gradient be.
-    """
+    """Called in a backward that reaches prepared parameters; a ConfigurationError where the loss was divided by all
+    replicas, and so would its gradient be."""
     if preparation.gradients == "mean" and torch._C._current_graph_task_id() in _divided:
         raise ConfigurationError(
             "a loss of compute_average_loss or scale_regularization_loss is divided by the global batch, or by the "

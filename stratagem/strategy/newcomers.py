@@ -55,11 +55,8 @@ class Newcomers:
         return self._healing.is_new
 
     def arrive(self, ordinal: int) -> None:
-        """The script comes to a dataset: a newcomer joins the others, in the middle of their pass over it.
-
-        Raises:
-            ConfigurationError: they go through another dataset, or have prepared something else.
-        """
+        """The script comes to a dataset: a newcomer joins the others, in the middle of their pass over it; a
+        ConfigurationError where they go through another one, or have prepared something else."""
         if self._healing.is_new:
             self._join(ordinal)
 

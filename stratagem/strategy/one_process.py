@@ -10,10 +10,10 @@ import torch
 from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.devices import default_device, parse_device, parse_devices
-from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.replicas.central_replicas import CentralReplicas
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
-from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica
+from stratagem.strategy.replicas.local_replicas import LocalReplicas
 from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.step_meter import StepMeter
 
@@ -100,7 +100,7 @@ class CentralStorageStrategy(SynchronousStrategy):
 
     def _make_replicas(self, devices: tuple[torch.device, ...]) -> LocalReplicas:
         if devices == (self._parameter_device,):
-            return OneReplica(self, devices[0], self._meter)
+            return LocalReplicas(self, devices, self._meter)
         return CentralReplicas(
             self, devices, self._parameter_device, self._ops, self._meter, lambda: self._shares.num_seen
         )

@@ -32,8 +32,7 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.partitioners import Partitioner
-from stratagem.strategy.preparation import Preparation
-from stratagem.strategy.prepared import Prepared
+from stratagem.strategy.prepared import Preparation, Prepared
 from stratagem.strategy.ps.checks import check_prepared, check_step
 from stratagem.strategy.ps.schedules import follow, keep_up, push_of, warn_of_unprepared
 from stratagem.strategy.ps.servers import Servers

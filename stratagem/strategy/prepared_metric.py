@@ -91,11 +91,7 @@ def prepare_metric(
     make: Callable[[torchmetrics.Metric, Strategy], PreparedMetric] = PreparedMetric,
 ) -> list[PreparedMetric]:
     """Connects a metric or a collection to a strategy, in place. Returns what was made for it. One that is prepared
-    already is left as it is. ``make``: what counts in its stead.
-
-    Raises:
-        ConfigurationError: another strategy has it.
-    """
+    already is left as it is; for another strategy, it is a ConfigurationError. ``make``: what counts in its stead."""
     if isinstance(metric, torchmetrics.MetricCollection):
         metric._enable_compute_groups = False  # each of its metrics has its own states
         return [made for one in metric.values(copy_state=False) for made in prepare_metric(one, strategy, make)]
@@ -155,11 +151,7 @@ def num_updates(metric: torchmetrics.Metric) -> int:
 
 
 def check_counts_all(metric: torchmetrics.Metric) -> None:
-    """Refuses a metric of the last few updates where all are counted, in whatever order they come.
-
-    Raises:
-        ConfigurationError: it is one.
-    """
+    """Refuses a metric of the last few updates, by a ConfigurationError, where all are counted in whatever order."""
     for part in _parts(metric).values():
         if isinstance(part, torchmetrics.wrappers.Running):
             raise ConfigurationError(

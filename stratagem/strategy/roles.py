@@ -31,12 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec]:
-    """The configuration of this worker. In a chief or a ps: serves until the job ends, then exits.
-
-    Raises:
-        ConfigurationError: there is no cluster to join.
-    """
-    task, cluster = _place(resolver)
+    """The configuration of this worker. In a chief or a ps: serves until the job ends, then exits. A ConfigurationError
+    where there is no cluster to join."""
+    task, cluster = _told(resolver)
+    if cluster is None:
+        raise ConfigurationError(
+            "there is no cluster to join: neither TF_CONFIG nor RANK is set, nor is this a step of Slurm. Start the "
+            "script with `stratagem run --workers 2 --ps 2 SCRIPT`, or set TF_CONFIG for each task"
+        )
+    if task is None:
+        raise ConfigurationError(
+            'which task is this? Set "task" in TF_CONFIG, or STRATAGEM_TASK, or task_type and task_id of the resolver'
+        )
     if task.type in ("chief", "ps"):
         raise SystemExit(_serve(task, cluster, resolver))
     show_until_configured(str(task))
@@ -70,20 +76,6 @@ def _told(resolver: ClusterResolver | None) -> tuple[TaskId | None, ClusterSpec 
         return resolver.task, resolver.cluster_spec()
     placement = placement_from_environment(os.environ)
     return (None, None) if placement is None else (placement.task, placement.cluster)
-
-
-def _place(resolver: ClusterResolver | None) -> tuple[TaskId, ClusterSpec]:
-    task, cluster = _told(resolver)
-    if cluster is None:
-        raise ConfigurationError(
-            "there is no cluster to join: neither TF_CONFIG nor RANK is set, nor is this a step of Slurm. Start the "
-            "script with `stratagem run --workers 2 --ps 2 SCRIPT`, or set TF_CONFIG for each task"
-        )
-    if task is None:
-        raise ConfigurationError(
-            'which task is this? Set "task" in TF_CONFIG, or STRATAGEM_TASK, or task_type and task_id of the resolver'
-        )
-    return task, cluster
 
 
 def _config(task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None) -> Any:

@@ -20,12 +20,11 @@ from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.loss_scaling import refuse_divided, share_loss
 from stratagem.strategy.model_parts import copies_of_buffers, parameters_of, restore_buffers, sparse_embeddings
 from stratagem.strategy.newcomers import Newcomers
-from stratagem.strategy.preparation import Preparation
-from stratagem.strategy.prepared import Prepared
+from stratagem.strategy.prepared import Preparation, Prepared
 from stratagem.strategy.replicas.context import watch_torch
 from stratagem.strategy.replicas.copyable import check_dense, check_embeddings, check_shapes
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
-from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
+from stratagem.strategy.replicas.local_replicas import LocalReplicas, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import drop_checks, foreign, original
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.synchronous_input import SynchronousInput
@@ -73,7 +72,15 @@ class SynchronousStrategy(SynchronousInput):
         self._has_stepped = False
         self._shares = StepShares(len(devices), self._num_sharing)
         self._membership_callbacks = []
-        self._newcomers = self._make_newcomers(workers)
+        if workers is not None and workers.healing is not None:
+            self._newcomers = Newcomers(
+                workers,
+                workers.healing,
+                lambda: [*self._known.values(), *self.variables()],
+                self._shares,
+                self._meter,
+                lambda: any(each.has_pending for own in self._reducers for each in own),
+            )
         self._cross_replica = CrossReplica(len(devices), self._ops, workers)
         self._bucket_bytes = bucket_bytes
         self._compression = compression
@@ -89,20 +96,8 @@ class SynchronousStrategy(SynchronousInput):
 
     def _make_replicas(self, devices: tuple[torch.device, ...]) -> LocalReplicas:
         if len(devices) == 1:
-            return OneReplica(self, devices[0], self._meter)
+            return LocalReplicas(self, devices, self._meter)
         return SeveralReplicas(self, devices, self._ops, self._meter)
-
-    def _make_newcomers(self, workers: Communicator | None) -> Newcomers | None:
-        if workers is None or workers.healing is None:
-            return None
-        return Newcomers(
-            workers,
-            workers.healing,
-            lambda: [*self._known.values(), *self.variables()],
-            self._shares,
-            self._meter,
-            lambda: any(each.has_pending for own in self._reducers for each in own),
-        )
 
     @property
     def num_replicas_in_sync(self) -> int:

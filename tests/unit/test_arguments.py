@@ -21,7 +21,7 @@ from stratagem.arguments import above_zero, check_kind, checked, whole_number
 from stratagem.data.distribute import leasable
 from stratagem.distributed.forming import make_process_group
 from stratagem.errors import ConfigurationError
-from stratagem.tensorflow_arguments import INSTEAD
+from stratagem.tensorflow_names import INSTEAD
 
 
 @pytest.mark.parametrize("value", [2, np.int32(2), torch.tensor(2)])

@@ -10,7 +10,7 @@ import torch
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.rpc.codec import can_travel
 from stratagem.strategy.model_parts import sparse_embeddings
-from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.replicas.copyable import check_dense, check_embeddings, check_memory, check_shapes
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.reduction.gradient_layout import AS_REAL
@@ -33,11 +33,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_step(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
-    """Looks at how the step of a prepared optimizer is called.
-
-    Raises:
-        ConfigurationError: with a closure, or by a GradScaler.
-    """
+    """Refuses a step of a prepared optimizer, by a ConfigurationError, with a closure or by a GradScaler."""
     if any(map(callable, arguments)):
         raise ConfigurationError(
             "optimizer.step(closure) cannot run on parameter servers: the closure would have to run there. Do what it "
@@ -48,11 +44,7 @@ def check_step(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> No
 
 
 def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
-    """Looks at what ``prepare`` was given.
-
-    Raises:
-        ConfigurationError: it cannot be trained on parameter servers; says what can.
-    """
+    """Refuses what cannot be trained on parameter servers, by a ConfigurationError that says what can."""
     models = [item for item in objects if isinstance(item, torch.nn.Module)]
     for model in models:
         check_shapes(model)

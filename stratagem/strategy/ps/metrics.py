@@ -43,11 +43,7 @@ class CountedMetric(PreparedMetric):
         self._newest: Any = None
 
     def own(self) -> torchmetrics.Metric:
-        """See :class:`PreparedMetric`.
-
-        Raises:
-            ConfigurationError: there is no batch that could count.
-        """
+        """See :class:`PreparedMetric`; a ConfigurationError where there is no batch that could count."""
         if not self._in_unit:
             raise ConfigurationError(
                 f"{self.name}.update() under parameter servers counts for the batch that the script has from "
@@ -80,11 +76,7 @@ class CountedMetric(PreparedMetric):
         self._in_unit = True
 
     def collect(self) -> tuple[Topic, bytes] | None:
-        """See :class:`~stratagem.strategy.ps.units.UnitListener`.
-
-        Raises:
-            ConfigurationError: it is too much to travel.
-        """
+        """See :class:`~stratagem.strategy.ps.units.UnitListener`; a ConfigurationError where it is too much."""
         self._in_unit = False
         if not num_updates(self._copies[0]):
             return None
@@ -114,11 +106,7 @@ def numbers_of(value: Any) -> dict[str, float]:
 
 
 def value_from(name: str, numbers: Mapping[str, float]) -> Any:
-    """The reverse of :func:`numbers_of`; sequences come back as lists.
-
-    Raises:
-        ConfigurationError: there were too many.
-    """
+    """The reverse of :func:`numbers_of`, or a ConfigurationError, for too many; sequences come back as lists."""
     decoded = [(json.loads(key), number) for key, number in numbers.items()]
     if decoded[0][0] is None:
         raise ConfigurationError(

@@ -18,46 +18,8 @@ UPDATES_IN_A_ROW = 3
 """After so many that each found other learning rates, a scheduler is stepped with every update, not every epoch."""
 
 
-class _SchedulePace:
-    """How far a scheduler goes in a ``step()`` that belongs to an update of this worker."""
-
-    def __init__(self, push: GradientPush) -> None:
-        self._push = push
-        # What began with its optimizer, perhaps in a worker that starts again, follows the job from its first update.
-        self._applied = push.num_applied if push.num_pushed else 0
-        self._num_pushed = push.num_pushed
-        self._num_calls = 0
-
-    @property
-    def num_pushed(self) -> int:
-        """Updates of this worker since the last step."""
-        return self._push.num_pushed - self._num_pushed
-
-    @property
-    def num_applied(self) -> int:
-        """Updates of all workers since."""
-        return self._push.num_applied - self._applied
-
-    def restart(self) -> None:
-        """Later steps count from here."""
-        self._applied, self._num_pushed, self._num_calls = self._push.num_applied, self._push.num_pushed, 0
-
-    def take(self) -> int:
-        """The number of steps that make up for what the other workers did."""
-        if not self.num_pushed:  # gradients are accumulated
-            self._num_calls += 1
-            return 1
-        times = max(0, (self._num_calls + 1) * self.num_applied - self._num_calls)
-        self.restart()
-        return times
-
-
 def push_of(scheduler: LRScheduler, pushes: Sequence[GradientPush]) -> GradientPush:
-    """What pushes for the optimizer of a scheduler.
-
-    Raises:
-        ConfigurationError: none does.
-    """
+    """What pushes for the optimizer of a scheduler; a ConfigurationError where nothing does."""
     for push in pushes:
         if push.optimizer is scheduler.optimizer:
             return push
@@ -77,33 +39,41 @@ def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], 
     """
     push.is_paced = True
     kind: Any = type(scheduler)
-    pace = _SchedulePace(push)
+    # What began with its optimizer, perhaps in a worker that starts again, follows the job from its first update.
+    num_applied, num_pushed, num_calls = push.num_applied if push.num_pushed else 0, push.num_pushed, 0
     has_warned = False
 
+    def restart() -> None:
+        """Later steps count from here."""
+        nonlocal num_applied, num_pushed, num_calls
+        num_applied, num_pushed, num_calls = push.num_applied, push.num_pushed, 0
+
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        nonlocal has_warned
+        nonlocal has_warned, num_calls
+        own, of_all = push.num_pushed - num_pushed, push.num_applied - num_applied  # updates since the last step
         times = 1
         if args or kwargs or not is_in_loop():
-            pace.restart()
-        elif pace.num_pushed > 1:
-            if pace.num_applied > pace.num_pushed and not has_warned:
+            restart()
+        elif own > 1:
+            if of_all > own and not has_warned:
                 has_warned = True
                 logger.warning(
                     "%s.step() after %d updates of this worker and %d of others counts once, as after an epoch; call "
                     "it after every optimizer.step() to follow the updates of the job",
-                    kind.__name__,
-                    pace.num_pushed,
-                    pace.num_applied - pace.num_pushed,
+                    *(kind.__name__, own, of_all - own),
                 )
-            pace.restart()
-        else:
-            times = pace.take()
+            restart()
+        elif own:
+            times = max(0, (num_calls + 1) * of_all - num_calls)  # makes up for what the other workers did
+            restart()
+        else:  # gradients are accumulated
+            num_calls += 1
         for _ in range(times):
             kind.step(self, *args, **kwargs)
 
     def load_state_dict(self: LRScheduler, state_dict: dict[str, Any]) -> None:
         kind.load_state_dict(self, state_dict)
-        pace.restart()
+        restart()
 
     _replace(scheduler, step=step, load_state_dict=load_state_dict)
 

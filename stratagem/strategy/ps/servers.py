@@ -174,11 +174,8 @@ class Servers:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def save(self, directory: pathlib.Path) -> pathlib.Path:
-        """Takes a consistent checkpoint of all ps in a directory that all of them see; returns its path.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Takes a consistent checkpoint of all ps in a directory that all of them see; returns its path. A
+        CheckpointError where it could not be written."""
         return pathlib.Path(self.chief.save_checkpoint(str(directory.absolute())))
 
     def claim(self, target: pathlib.Path) -> bool:
@@ -204,7 +201,7 @@ class Servers:
         return {place_of(tensor): name for name, tensor in self._groups.optimized}
 
     def load_once(self, load: Callable[[], object] | None, num_updates: int | None = None) -> None:
-        """Calls ``load`` on every worker; on the lead what it loads goes to the ps. Every worker has to call this.
+        """See :meth:`.Strategy.load_once`; ``load`` is called on every worker.
 
         Nobody comes back before the ps have it, so that no update is overwritten. A worker that starts again later
         finds that it is done: its own copy follows what the job has by now.
@@ -218,9 +215,6 @@ class Servers:
                 meanwhile. None: there is nothing to load, which a worker that starts again later, and may find
                 something by then, has to know.
             num_updates: of parameter servers, in what is loaded; None: there were none, or nobody knows.
-
-        Raises:
-            ClusterTimeoutError: the lead does not load, and nobody takes its place.
         """
         group = self.chief.new_group("barrier, load or restore")
         has_loaded = False

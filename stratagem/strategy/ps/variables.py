@@ -175,11 +175,8 @@ class VariableGroups:
             variables.assign_all()
 
     def pull(self) -> None:
-        """Takes newer weights of everything an optimizer changes.
-
-        Raises:
-            ConfigurationError: the copies here were changed by somebody else meanwhile.
-        """
+        """Takes newer weights of everything an optimizer changes; a ConfigurationError where somebody else changed the
+        copies here meanwhile."""
         with self._turn:
             for variables in self._all:
                 if variables.optimizer:

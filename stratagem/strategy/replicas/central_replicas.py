@@ -17,8 +17,7 @@ from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_replicas import SeveralReplicas
-from stratagem.strategy.replicas.mirrored import current, foreign, mirrored, original
-from stratagem.strategy.replicas.mirrored_stepping import MirroredOptimizer
+from stratagem.strategy.replicas.mirrored import MirroredOptimizer, current, foreign, mirrored, original
 from stratagem.strategy.replicas.mirrors import Mirrors, otherwise, snapshot
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.reduction.same_bits import checksums
@@ -80,11 +79,7 @@ class CentralMirrors(Mirrors):
         self._has_warned_of_writes = False
 
     def add(self, objects: Sequence[Any]) -> list[Any]:
-        """See :meth:`Mirrors.add`.
-
-        Raises:
-            ConfigurationError: also for a GradScaler.
-        """
+        """See :meth:`Mirrors.add`; a ConfigurationError also for a GradScaler."""
         for item in objects:
             if isinstance(original(item), torch.amp.GradScaler):
                 raise ConfigurationError(

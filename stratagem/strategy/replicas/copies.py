@@ -176,11 +176,8 @@ def moved_state(state: Any, source: torch.device, target: torch.device, with_ste
 
 
 def move_original(item: nn.Module, device: torch.device, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Moves a model in place, with the state that optimizers already have for its parameters.
-
-    Raises:
-        ConfigurationError: a parameter cannot stay the same object, as something else holds on to its memory.
-    """
+    """Moves a model in place, with the state that optimizers already have for its parameters; a ConfigurationError
+    where a parameter cannot stay the same object, as something else holds on to its memory."""
     before = {id(parameter): parameter.device for parameter in item.parameters()}
     there = torch.empty(0, device=device)
     if all(

@@ -1,4 +1,7 @@
-"""What cannot be copied for another replica, found before anything is changed."""
+"""What cannot be copied for another replica, found before anything is changed.
+
+Each check raises ConfigurationError, which names what it found, and says what to do.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,7 @@ from stratagem.errors import ConfigurationError
 
 
 def check_shapes(module: nn.Module) -> None:
-    """Refuses a model whose lazy layers have no weights yet, or that has no values.
-
-    Raises:
-        ConfigurationError: names one, and says what to do.
-    """
+    """Refuses a model whose lazy layers have no weights yet, or that has no values."""
     for path, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and is_lazy(tensor):
@@ -37,11 +36,7 @@ def check_shapes(module: nn.Module) -> None:
 
 
 def check_dense(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
-    """Refuses a model of which a tensor that other processes are sent is sparse. ``tensors``: those, with their names.
-
-    Raises:
-        ConfigurationError: names one, and says what to do.
-    """
+    """Refuses a model of which one of ``tensors`` (with their names), which other processes are sent, is sparse."""
     for name, tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
             raise ConfigurationError(
@@ -52,11 +47,7 @@ def check_dense(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuses a model of which a copy would not be the same model.
-
-    Raises:
-        ConfigurationError: names the attribute, and says what to do.
-    """
+    """Refuses a model of which a copy would not be the same model."""
     check_shapes(module)
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -81,11 +72,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_embeddings(modules: Iterable[nn.Module]) -> None:
-    """Refuses layers that change weights by the examples of a replica, which others do not have.
-
-    Raises:
-        ConfigurationError: names one, and says what to do.
-    """
+    """Refuses layers that change weights by the examples of a replica, which others do not have."""
     for path, part in (named for module in modules for named in module.named_modules()):
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise ConfigurationError(
@@ -96,11 +83,7 @@ def check_embeddings(modules: Iterable[nn.Module]) -> None:
 
 
 def check_memory(modules: Iterable[nn.Module]) -> None:
-    """Refuses parameters of which one has elements of another one: copied, each has its own.
-
-    Raises:
-        ConfigurationError: names two, and says what to do.
-    """
+    """Refuses parameters of which one has elements of another one: copied, each has its own."""
     named = {id(one): (name, one) for module in modules for name, one in module.named_parameters()}
     plain = [pair for pair in named.values() if type(pair[1]) is nn.Parameter and pair[1].numel()]
     plain.sort(key=lambda pair: pair[1].data_ptr())
@@ -141,11 +124,7 @@ def recomputed(module: nn.Module) -> frozenset[str]:
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy.
-
-    Raises:
-        ConfigurationError: names the attribute that cannot be copied.
-    """
+    """A deep copy."""
     for part in module.modules():
         for name in recomputed(part):
             value = vars(part).get(name)
@@ -162,11 +141,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def check_made(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that torch cannot give hooks.
-
-    Raises:
-        ConfigurationError: says what to do.
-    """
+    """Refuses an optimizer that torch cannot give hooks."""
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigurationError(
             f"the __init__ of {_kind(optimizer)} does not call that of torch.optim.Optimizer: let it begin with "
@@ -177,11 +152,7 @@ def check_made(optimizer: torch.optim.Optimizer) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.Tensor], bool]) -> None:
     """Refuses an optimizer whose copies would not train the copies of the models. ``is_known``: whether a tensor has
-    copies on the other replicas.
-
-    Raises:
-        ConfigurationError: says what to do.
-    """
+    copies on the other replicas."""
     check_parameters(optimizer, is_known)
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
@@ -193,11 +164,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.
 
 def check_parameters(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.Tensor], bool]) -> None:
     """Refuses an optimizer that would change what no model computes with. ``is_known``: whether a tensor is a parameter
-    of a prepared model, or a variable of the strategy.
-
-    Raises:
-        ConfigurationError: names what is not.
-    """
+    of a prepared model, or a variable of the strategy."""
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", [""] * len(group["params"]))
         for name, parameter in zip(names, group["params"], strict=True):

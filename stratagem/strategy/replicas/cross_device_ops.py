@@ -271,12 +271,8 @@ def pack(per_tensor: Sequence[Sequence[torch.Tensor]], num_packs: int) -> Packed
 def cross_device_ops_of(
     given: CrossDeviceOps | type[CrossDeviceOps] | None, devices: Sequence[torch.device]
 ) -> CrossDeviceOps:
-    """What a strategy was given, a class with its defaults; None: NCCL where each replica has a GPU of its own, else
-    one device.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
+    """What a strategy was given, a class with its defaults (a ConfigurationError where it is something else); None:
+    NCCL where each replica has a GPU of its own, else one device."""
     if given is None:
         distinct = len(set(devices)) == len(devices)
         with_nccl = distinct and all(each.type == "cuda" for each in devices) and torch.distributed.is_nccl_available()

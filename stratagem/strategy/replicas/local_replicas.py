@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -27,26 +26,35 @@ from stratagem.worker.step_meter import StepMeter
 T = TypeVar("T")
 
 
-class LocalReplicas(abc.ABC):
-    """One replica a device."""
+class LocalReplicas:
+    """One replica a device. This one has one, in the calling thread; objects are changed in place."""
 
-    devices: tuple[torch.device, ...]
     communicators: Sequence[Communicator]
     """Of each replica, with all replicas of all workers; empty where there is one in all."""
     meter: StepMeter
     """What a replica measures its waiting with."""
 
-    @abc.abstractmethod
+    def __init__(self, strategy: Strategy, devices: Sequence[torch.device], meter: StepMeter) -> None:
+        self.devices = tuple(devices)
+        self.communicators = () if strategy.communicator is None else (strategy.communicator,)
+        self.meter = meter
+        self._contexts = [ReplicaContext(strategy)]
+
     def which(self) -> int | None:
         """The local replica that asks; None: the code outside of replicas."""
+        return 0
 
-    @abc.abstractmethod
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """Places objects on the devices. Returns what the script uses in their stead, in their order."""
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        for item in objects:
+            if isinstance(item, torch.nn.Module):
+                move_original(item, self.devices[0], optimizers)
+        return list(objects)
 
-    @abc.abstractmethod
     def on_replica(self, item: Any, replica: int) -> Any:
         """What an object that was added is on one replica."""
+        return item
 
     def stepping(self, optimizer: torch.optim.Optimizer, replica: int) -> torch.optim.Optimizer | None:
         """The optimizer that steps on a replica for one that was added; None: another replica's does it for all."""
@@ -64,14 +72,15 @@ class LocalReplicas(abc.ABC):
             self.parameters_of(optimizer, replica), self.communicators[replica]
         )
 
-    @abc.abstractmethod
     def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """Runs one callable a replica, in its context: a step of the script."""
+        with self._contexts[0].entered():
+            return [work[0]()]
 
-    @abc.abstractmethod
     def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
         """Has each replica do ``work``, which may make collectives, with its own of each of the ``arguments``; what it
         changes is each replica's own."""
+        return list(map(work, *arguments))
 
     def interrupted(self) -> contextlib.AbstractContextManager[None]:
         """Around what runs outside of replicas in the middle of :meth:`run`."""
@@ -81,55 +90,24 @@ class LocalReplicas(abc.ABC):
         """See :meth:`Strategy.random_states`; of a replica that draws from the process's own generators none."""
         return {}
 
-    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 - nothing to do for one
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """See :meth:`Strategy.set_random_states`."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Ends the replicas' threads."""
 
 
-class OneReplica(LocalReplicas):
-    """Implements :class:`LocalReplicas` in the calling thread; objects are changed in place."""
-
-    def __init__(self, strategy: Strategy, device: torch.device, meter: StepMeter) -> None:
-        self.devices: tuple[torch.device, ...] = (device,)
-        self.communicators: Sequence[Communicator] = () if strategy.communicator is None else (strategy.communicator,)
-        self.meter = meter
-        self._context = ReplicaContext(strategy)
-
-    def which(self) -> int | None:
-        return 0
-
-    def add(self, objects: Sequence[Any]) -> list[Any]:
-        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
-        for item in objects:
-            if isinstance(item, torch.nn.Module):
-                move_original(item, self.devices[0], optimizers)
-        return list(objects)
-
-    def on_replica(self, item: Any, replica: int) -> Any:
-        return item
-
-    def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        with self._context.entered():
-            return [work[0]()]
-
-    def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-        return list(map(work, *arguments))
-
-
 class SeveralReplicas(LocalReplicas):
-    """Implements :class:`LocalReplicas` with a thread and copies of all objects for each replica."""
+    """Replicas with a thread, and copies of all objects, for each."""
 
     def __init__(
         self, strategy: Strategy, devices: Sequence[torch.device], ops: CrossDeviceOps, meter: StepMeter
     ) -> None:
         workers = strategy.communicator
-        self.devices: tuple[torch.device, ...] = tuple(devices)
         self.replica_threads = ReplicaThreads(devices, 0 if workers is None else workers.rank * len(devices))
-        self.meter: StepMeter = WaitingMeter(meter, self.replica_threads)
+        super().__init__(strategy, devices, WaitingMeter(meter, self.replica_threads))
         self._own = [ReplicaCommunicator(group) for group in LocalGroup.make(self.replica_threads, ops, workers)]
-        self.communicators: Sequence[Communicator] = self._own
+        self.communicators = self._own
         self._contexts = [
             ReplicaContext(strategy, self.replica_threads, replica, ops, own) for replica, own in enumerate(self._own)
         ]

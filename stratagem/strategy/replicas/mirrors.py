@@ -18,17 +18,15 @@ from stratagem.strategy.replicas.copyable import check_memory, check_module, che
 from stratagem.strategy.replicas.mirrored import (
     Meet,
     MirroredModule,
+    MirroredOptimizer,
+    MirroredScaler,
+    MirroredScheduler,
     OnlyReplica,
     copies_of,
     current,
     foreign,
     mirrored,
     original,
-)
-from stratagem.strategy.replicas.mirrored_stepping import (
-    MirroredOptimizer,
-    MirroredScaler,
-    MirroredScheduler,
     watch_schedulers,
 )
 from stratagem.strategy.replicas.outside_changes import ModelChanges, OptimizerChanges
@@ -117,11 +115,7 @@ class Mirrors:
         return [self._all[id(item)] for item in wanted]
 
     def synchronize(self) -> None:
-        """Carries to the other replicas what was changed outside of them.
-
-        Raises:
-            ConfigurationError: a change that cannot be carried.
-        """
+        """Carries to the other replicas what was changed outside of them; a ConfigurationError where that cannot be."""
         fully, self._touched = self._touched, False
         try:
             with self._opened():
@@ -246,8 +240,7 @@ class Mirrors:
 
     def _largest(self, found: torch.Tensor) -> torch.Tensor:
         def decide(offers: list[torch.Tensor]) -> list[torch.Tensor]:
-            largest = torch.stack([offer.to(offers[0].device) for offer in offers]).amax(0)
-            return [largest] * len(offers)
+            return [torch.stack([offer.to(offers[0].device) for offer in offers]).amax(0)] * len(offers)
 
         largest: torch.Tensor = self.meet("step() of a GradScaler", found, decide)
         return largest

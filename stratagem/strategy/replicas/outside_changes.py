@@ -173,11 +173,8 @@ class ModelChanges:
         self._versions = _versions(self._tensors)
 
     def spread(self, fully: bool) -> None:
-        """Carries what has changed since :meth:`record`. ``fully``: parameters may have changed unseen.
-
-        Raises:
-            ConfigurationError: a parameter or a submodule was added or replaced, or the model was moved.
-        """
+        """Carries what has changed since :meth:`record`; a ConfigurationError where a parameter or a submodule was
+        added or replaced, or the model was moved. ``fully``: parameters may have changed unseen."""
         same = self._structure.is_same()
         if fully or not same:
             self._check_place()
@@ -263,11 +260,8 @@ class OptimizerChanges:
         self._hooks.record()
 
     def spread(self, fully: bool) -> None:
-        """Carries what has changed since :meth:`record`. ``fully``: the state may have changed unseen.
-
-        Raises:
-            ConfigurationError: a group has got parameters that no prepared model has.
-        """
+        """Carries what has changed since :meth:`record`; a ConfigurationError where a group has got parameters that no
+        prepared model has. ``fully``: the state may have changed unseen."""
         first = self._optimizers[0]
         _spread_attributes(self._attributes, [self._optimizers], self._copies, _OF_ONE_OPTIMIZER)
         for twin, copies in zip(self._optimizers[1:], self._copies, strict=True):

@@ -68,7 +68,10 @@ class TurnLock:
             finally:
                 self._wanting.discard(who)
                 self._changed.notify_all()
-            self._draw_from(max(who, 0))
+            if (stream := max(who, 0)) != self._stream:
+                self._states[self._stream] = torch.get_rng_state()
+                torch.set_rng_state(self._states[stream])
+                self._stream = stream
 
     def release(self, who: int) -> None:
         """Lets the next one have it, if ``who`` has it."""
@@ -100,9 +103,3 @@ class TurnLock:
         first = int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
         for who in self._takers - {CALLER, 0}:
             self._states[who] = torch.Generator("cpu").manual_seed(first + who).get_state()
-
-    def _draw_from(self, stream: int) -> None:
-        if stream != self._stream:
-            self._states[self._stream] = torch.get_rng_state()
-            torch.set_rng_state(self._states[stream])
-            self._stream = stream

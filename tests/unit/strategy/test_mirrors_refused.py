@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
-from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.ps.checks import check_optimizer, check_prepared
 from tests.unit.strategy.mirrored_replicas import Replicas, equal, proxies
 
