@@ -21,8 +21,6 @@ from benchmarks.training.workloads import WORKLOADS
 DEFAULT_BLOCKS = 5
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-blocks_option = click.option("--blocks", type=click.IntRange(min=1), default=DEFAULT_BLOCKS, show_default=True)
-json_option = click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout; the table goes to stderr.")
 tf_python_option = click.option(
     "--tf-python", help=f"Interpreter that has TensorFlow; also from {TENSORFLOW.variable}."
 )

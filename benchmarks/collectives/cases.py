@@ -42,7 +42,7 @@ def allreduce_cases(
             case("stratagem", lane, of_lane, functools.partial(jobs.run_stratagem, num_workers, sizes, lane, of_lane))
         )
     if tls:
-        run = functools.partial(jobs.run_stratagem_tls, num_workers, sizes)
+        run = functools.partial(jobs.run_stratagem, num_workers, sizes, "tcp", "float32", tls=True)
         cases.append(case("stratagem", "tcp+tls", "float32", run))
     if gloo:
         cases.append(case("gloo", "tcp", "float32", functools.partial(jobs.run_gloo, num_workers, sizes)))

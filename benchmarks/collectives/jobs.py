@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.collectives.certificate import make_certificate
 from benchmarks.collectives.loop import RankResult
 from benchmarks.collectives.result import read_ranks
 from benchmarks.jobs import Task, free_addresses, python_module, run_job, stratagem_run
 
 
-def run_stratagem(num_workers: int, sizes: Sequence[int], lane: str, wire: str) -> list[RankResult]:
+def run_stratagem(
+    num_workers: int, sizes: Sequence[int], lane: str, wire: str, *, tls: bool = False
+) -> list[RankResult]:
     """Our workers, started by ``stratagem run``."""
     options = ["--workers", str(num_workers), "--strategy", "ring", "--transport", lane, "--wire-dtype", wire]
+    options += ["--tls", "auto"] if tls else []
     command = stratagem_run("collectives/stratagem_job.py", [lane, wire, sizes_argument(sizes)], *options)
     return run_job([Task(command)], functools.partial(read_ranks, num_ranks=num_workers))
-
-
-def run_stratagem_tls(num_workers: int, sizes: Sequence[int]) -> list[RankResult]:
-    """Our ring over TLS; see :mod:`benchmarks.collectives.tls_job`."""
-    addresses = free_addresses(num_workers)
-    with tempfile.TemporaryDirectory(prefix="stratagem-certificate-") as folder:
-        certificate, key = make_certificate(Path(folder))
-        arguments = [",".join(addresses), str(certificate), str(key), sizes_argument(sizes)]
-        command = python_module("collectives.tls_job", *arguments)
-        tasks = [Task(command, {"RANK": str(rank)}) for rank in range(num_workers)]
-        return run_job(tasks, functools.partial(read_ranks, num_ranks=num_workers), num_members=num_workers)
 
 
 def run_gloo(num_workers: int, sizes: Sequence[int]) -> list[RankResult]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import __main__ as command
 from benchmarks import apply, commands, machine, memory, start
 from benchmarks.jobs import JobFailedError
 from benchmarks.peers import MPI, TENSORFLOW, PeerMissingError
@@ -31,7 +30,7 @@ def fake_case(system: str) -> Case:
 
 def test_json_rows_on_stdout_and_the_table_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "apply_cases", lambda: [fake_case("a"), fake_case("b")])
-    result = CliRunner().invoke(command.main, ["apply", "--json", "--blocks", "2"])
+    result = CliRunner().invoke(commands.main, ["apply", "--json", "--blocks", "2"])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(row["system"], row["steps_per_s"], row["num_blocks"]) for row in rows] == [("a", 3.0, 2), ("b", 3.0, 2)]
@@ -40,7 +39,7 @@ def test_json_rows_on_stdout_and_the_table_on_stderr(monkeypatch: pytest.MonkeyP
 
 def test_the_table_is_the_result_without_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "apply_cases", lambda: [fake_case("a")])
-    result = CliRunner().invoke(command.main, ["apply"])
+    result = CliRunner().invoke(commands.main, ["apply"])
     assert result.exit_code == 0
     assert result.stdout.splitlines()[2].split()[:2] == ["apply", "a"]
 
@@ -62,7 +61,7 @@ def test_the_table_is_the_result_without_json(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_usage_errors_end_with_2(arguments: list[str], reason: str) -> None:
-    result = CliRunner().invoke(command.main, arguments)
+    result = CliRunner().invoke(commands.main, arguments)
     assert result.exit_code == 2
     assert reason in result.stderr
 
@@ -70,11 +69,11 @@ def test_usage_errors_end_with_2(arguments: list[str], reason: str) -> None:
 def test_links_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: tool)
-    result = CliRunner().invoke(command.main, ["links"])
+    result = CliRunner().invoke(commands.main, ["links"])
     assert result.exit_code == 1
     assert "need root" in result.stderr
     monkeypatch.setattr(shutil, "which", lambda tool: None)
-    assert "no ip and no tc" in CliRunner().invoke(command.main, ["links"]).stderr
+    assert "no ip and no tc" in CliRunner().invoke(commands.main, ["links"]).stderr
 
 
 def test_rates_are_mbit() -> None:
@@ -84,7 +83,7 @@ def test_rates_are_mbit() -> None:
 @pytest.mark.parametrize("benchmark", ["ps", "train", "allreduce"])
 def test_a_peer_that_is_asked_for_must_be_there(benchmark: str) -> None:
     arguments = [benchmark, "--peer", "tf", "--tf-python", "/no/such/python"]
-    result = CliRunner().invoke(command.main, arguments)
+    result = CliRunner().invoke(commands.main, arguments)
     assert result.exit_code == 2
     assert "/no/such/python" in result.stderr
 
