@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from stratagem.cluster.backups import kept_by
 from stratagem.cluster.communication import Transport
-from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.membership import Member, Membership, kept_by
 from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.ps.peer_client import PeerStore
 from stratagem.ps.requests import Sender

@@ -140,34 +140,22 @@ class ChiefConfig(ServerConfig):
     """host:port to serve the page of the job on; empty: none. The rule of bind holds."""
 
     @pydantic.model_validator(mode="after")
-    def _heartbeats_come_in_time(self) -> ChiefConfig:
+    def _fits_together(self) -> ChiefConfig:
         if not self.heartbeat_interval_s < self.session_timeout_s:
             raise ValueError(
                 f"heartbeat_interval_s {self.heartbeat_interval_s:g} has to be less than session_timeout_s "
                 f"{self.session_timeout_s:g}, the silence after which a task is lost"
             )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _checkpoints_have_a_place(self) -> ChiefConfig:
         if self.checkpoint_every_s and self.num_ps and not self.checkpoint_dir:
             raise ValueError(
                 f"checkpoint_every_s {self.checkpoint_every_s:g} needs a place for the checkpoints: give the chief and "
                 "every ps the same checkpoint_dir"
             )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _copies_have_a_place(self) -> ChiefConfig:
         if self.ps_replicas > max(1, self.num_ps):
             raise ValueError(
                 f"ps_replicas {self.ps_replicas} needs as many ps: the copy of a ps lies on another, and num_ps is "
                 f"{self.num_ps}"
             )
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _stands_by_for_a_journal(self) -> ChiefConfig:
         if self.standby and not self.state_dir:
             raise ValueError("a chief that stands by takes over from a journal: give both chiefs the same state_dir")
         return self

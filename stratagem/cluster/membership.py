@@ -1,8 +1,11 @@
-"""Who is in the cluster, as the chief tells it. Pure, no I/O."""
+"""Who is in the cluster, as the chief tells it; which ps has the copy of which: a rule, so that nobody has to be told.
+Pure, no I/O."""
 
 from __future__ import annotations
 
 import dataclasses
+
+from stratagem.cluster.task import TaskId
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,3 +64,13 @@ class Membership:
 
     def member(self, task: str) -> Member | None:
         return next((member for member in self.members if member.task == task), None)
+
+
+def backup_of(task: str, num_ps: int) -> str:
+    """The ps that keeps a copy of what ``task`` holds: the next one."""
+    return str(TaskId("ps", (TaskId.parse(task).index + 1) % num_ps))
+
+
+def kept_by(task: str, num_ps: int) -> str:
+    """The ps whose copy ``task`` keeps."""
+    return str(TaskId("ps", (TaskId.parse(task).index - 1) % num_ps))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stratagem.cluster.backups import backup_of
+from stratagem.cluster.membership import backup_of
 from stratagem.cluster.units import Update
 from stratagem.ps.applying import Applying
 from stratagem.ps.backup import SILENCE_S

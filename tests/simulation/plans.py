@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 
-from stratagem.cluster.backups import backup_of
+from stratagem.cluster.membership import backup_of
 from tests.simulation.cluster import Job
 from tests.simulation.network import Conditions
 from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Schedule
