@@ -14,16 +14,15 @@ from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, parse_machine
-from stratagem.launch.manifests import jobset, kubernetes, trainjob
-from stratagem.launch.manifests.pod import Object
-from stratagem.launch.manifests.text import to_yaml
+from stratagem.launch.manifests import jobset, kubernetes
+from stratagem.launch.manifests.pod import Object, to_yaml
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
 from stratagem.launch.submit.request import check_labels
 
 RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
     "kubernetes": kubernetes.render,
     "jobset": jobset.render,
-    "trainjob": trainjob.render,
+    "trainjob": jobset.render_trainjob,
 }
 _DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, one in TASK_MACHINES.items())
 

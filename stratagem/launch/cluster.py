@@ -19,10 +19,10 @@ from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
 from stratagem.launch.plan import Launch, RunFolders, most_processes
-from stratagem.launch.poller import StatusPoller
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
+from stratagem.launch.status import StatusPoller
 from stratagem.launch.streams import LastingStream
 from stratagem.launch.summary import read_report
 from stratagem.launch.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, Phase, Supervisor
@@ -108,7 +108,7 @@ class LocalCluster:
     def _look(self, now: float) -> None:
         for task in self._ended(now):
             self._exited(task, now)
-        if any(stream.has_no_reader for stream in self.streams):  # as of a program that SIGPIPE ends, but in order
+        if any(isinstance(stream.error, BrokenPipeError) for stream in self.streams):  # what SIGPIPE does, in order
             self._do(self.supervisor.interrupted(signal.SIGHUP, now))
         self._do(self.supervisor.ticked(now))
         if self._poller is not None and self._poller.step(now):

@@ -23,14 +23,7 @@ from stratagem.launch.output import OutputRouter, wants_colour
 from stratagem.launch.plan import AUTO, Launch, LocalJob, RunFolders, certificates_of, plan_launch
 from stratagem.launch.signals import signal_pipe
 from stratagem.launch.streams import LastingStream
-from stratagem.launch.summary import (
-    build_summary,
-    failure_words,
-    last_status,
-    read_report,
-    units_accepted,
-    write_summary,
-)
+from stratagem.launch.summary import build_summary, failure_words, last_status, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
 from stratagem.rpc.binding import free_port
 from stratagem.rpc.security import OPEN, operator_security
@@ -132,20 +125,11 @@ def _report(job: LocalJob, folders: RunFolders, cluster: LocalCluster, exit_code
     reports = {task: report for task in supervisor.workers if (report := read_report(folders.report(task)))}
     stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
     checkpoint = str(newest(stays) or "") if stays is not None else ""
-    status = last_status(cluster.status, folders.journal)
+    status, num_units = last_status(cluster.status, folders.journal)
     lived_s = {str(task): seconds for task, seconds in cluster.lived_s.items()}
     lived_s["chief:0"] = cluster.lived_s.get(cluster.chief, 0.0)  # a status calls the one that serves so
     summary = build_summary(
-        job,
-        supervisor,
-        status,
-        reports,
-        exit_code,
-        duration_s,
-        tail,
-        checkpoint,
-        lived_s,
-        units_accepted(folders.journal),
+        job, supervisor, status, reports, exit_code, duration_s, tail, checkpoint, lived_s, num_units
     )
     if job.num_chiefs > 1:
         standby = TaskId("chief", 1 - cluster.chief.index)

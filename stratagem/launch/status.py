@@ -1,4 +1,5 @@
-"""Asks a chief, and the tasks of its job, what they do; and, of a task that knows its chief alone, for the cluster."""
+"""Asks a chief, and the tasks of its job, what they do: once, or time and again without blocking; and, of a task that
+knows its chief alone, for the cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import grpc
+
 from stratagem.checkpoint.ended import take_end
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.identity import CHIEF
@@ -16,6 +19,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, placement_from_environment
 from stratagem.errors import ClusterSpecError, ClusterTimeoutError, PeerUnavailableError
 from stratagem.rpc.asking import asking
+from stratagem.rpc.channels import connect
 from stratagem.rpc.chief_address import FILE_NAME, NOWHERE, ChiefAddress
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 from stratagem.rpc.security import OPEN, Security, security_of
@@ -26,6 +30,8 @@ logger = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply")
 ASK_S = 5.0
 AGAIN_S = 0.5
+INTERVAL_S = 0.5
+TIMEOUT_S = 2.0
 
 
 def chief_from_environment(named: str | None, otherwise: str = "") -> str:
@@ -145,3 +151,52 @@ def placement_of(config: WorkerConfig | EvaluatorConfig, status: StatusView) -> 
     ps = [somewhere] * status.num_ps
     chief = ChiefAddress(config.chief).current
     return TaskPlacement(ClusterSpec(chief=(chief,), worker=tuple(workers), ps=tuple(ps)), task)
+
+
+class StatusPoller:
+    """Newest status of a job; a chief that does not answer leaves the last one standing."""
+
+    def __init__(self, address: str, security: Security = OPEN) -> None:
+        self.latest: StatusView | None = None
+        self._address, self._security = address, security
+        self._connect()
+        self._call: grpc.CallFuture[chief_pb2.GetStatusReply] | None = None
+        self._asked_at = float("-inf")
+
+    def step(self, now: float) -> bool:
+        """Takes an answer that has come, and asks again when it is time; whether there is a new status."""
+        new = False
+        if self._call is not None and self._call.done():
+            call, self._call = self._call, None
+            new = self._take(call)
+        if self._call is None and now >= self._asked_at + INTERVAL_S:
+            self._asked_at = now
+            self._call = self._stub.GetStatus.future(chief_pb2.GetStatusRequest(measures=True), timeout=TIMEOUT_S)
+        return new
+
+    def ask(self, timeout_s: float) -> bool:
+        """Asks and waits at most ``timeout_s`` seconds; whether there is a new status."""
+        return self._take(self._stub.GetStatus.future(chief_pb2.GetStatusRequest(measures=True), timeout=timeout_s))
+
+    def _take(self, call: grpc.CallFuture[chief_pb2.GetStatusReply]) -> bool:
+        try:
+            self.latest = from_reply(call.result())
+        except grpc.RpcError:
+            if self._security.certificates() != self._certificates:  # a channel keeps the one it was made with
+                self._channel.close()
+                self._connect()
+            return False
+        return True
+
+    def move(self, address: str) -> None:
+        self._channel.close()
+        self._address = address
+        self._connect()
+
+    def _connect(self) -> None:
+        self._certificates = self._security.certificates()
+        self._channel = connect(self._address, CHIEF, self._security)
+        self._stub = chief_pb2_grpc.ChiefStub(self._channel)
+
+    def close(self) -> None:
+        self._channel.close()

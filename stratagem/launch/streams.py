@@ -30,10 +30,6 @@ class LastingStream:
         with self._lasting():
             self._stream.flush()
 
-    @property
-    def has_no_reader(self) -> bool:
-        return isinstance(self.error, BrokenPipeError)
-
     @contextlib.contextmanager
     def _lasting(self) -> Iterator[None]:
         try:

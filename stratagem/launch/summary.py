@@ -32,13 +32,14 @@ def read_report(path: Path) -> dict[str, Any]:
     return report if isinstance(report, dict) else {}
 
 
-def last_status(status: StatusView | None, journal: Path) -> StatusView:
+def last_status(status: StatusView | None, journal: Path) -> tuple[StatusView, int]:
     """The chief's last answer (None: it never gave one), and what it has noted in its ``journal``, a folder, since: its
-    last second may count what a ps lost, and has examples that no worker which was started again reports."""
+    last second may count what a ps lost, and has examples that no worker which was started again reports. And how many
+    units it has accepted: the steps of workers that were started again too, whatever these made of each."""
     status = status or StatusView()
     with contextlib.suppress(ConfigurationError):
         history = replay(journal / NAME)
-        return dataclasses.replace(
+        status = dataclasses.replace(
             status,
             examples=max(status.examples, history.examples),
             checkpoint=history.checkpoint or status.checkpoint,
@@ -46,15 +47,8 @@ def last_status(status: StatusView | None, journal: Path) -> StatusView:
             updates_undone=max(status.updates_undone, history.updates_undone),
             restored=history.restored or status.restored,
         )
-    return status
-
-
-def units_accepted(journal: Path) -> int:
-    """How many units the chief has accepted, by its ``journal``, a folder: the steps of workers that were started again
-    too, whatever these made of each."""
-    with contextlib.suppress(ConfigurationError):
-        return replay(journal / NAME).num_units
-    return 0
+        return status, history.num_units
+    return status, 0
 
 
 def build_summary(
@@ -72,13 +66,12 @@ def build_summary(
     """The summary that ``--summary`` writes.
 
     Args:
-        status: see :func:`last_status`.
+        status, num_units: see :func:`last_status`.
         reports: of the workers that finished, in the order of their indices.
         duration_s: from the first start to the last exit, in seconds.
         tail: last lines of stderr of the task that failed first.
         checkpoint: path of the newest checkpoint that stays.
         lived_s: how long the last process of each task ran.
-        num_units: see :func:`units_accepted`.
     """
     in_turn = job.chosen_strategy == "ring" or (job.staleness == 0 and job.chosen_strategy == "ps")
     steps = [int(report.get("steps", 0)) for report in reports.values()]
@@ -86,6 +79,7 @@ def build_summary(
     applied = max((task.step for task in status.tasks if task.task.startswith("ps:")), default=0)
     ended = [report for report in reports.values() if report.get("metrics")]
     from_status = next((worker.metrics for worker in status.workers if worker.metrics), {})
+    failure = supervisor.failure
     losses = [report["loss"] for report in reports.values() if report.get("loss") is not None]
     return {
         "strategy": job.chosen_strategy,
@@ -111,7 +105,14 @@ def build_summary(
         },
         "measures": _measured(status, {str(task): report for task, report in reports.items()}, lived_s or {}),
         "flight": {str(task): report["flight"] for task, report in reports.items() if report.get("flight")},
-        "first_failure": _failure(supervisor.failure, tail),
+        "first_failure": failure
+        and {
+            "task": str(failure.task),
+            "code": failure.code,
+            "exit": describe_exit(failure.code),
+            "reason": failure.reason,
+            "last_lines": tail,
+        },
     }
 
 
@@ -126,18 +127,6 @@ def _measured(
         if values := {**measures, **reports.get(name, {}).get("measures", {})}:
             found[name] = {"values": values, "notes": notes, "window_s": round(lived_s.get(name, 0.0), 3)}
     return found
-
-
-def _failure(failure: Failure | None, tail: list[str]) -> dict[str, Any] | None:
-    if failure is None:
-        return None
-    return {
-        "task": str(failure.task),
-        "code": failure.code,
-        "exit": describe_exit(failure.code),
-        "reason": failure.reason,
-        "last_lines": tail,
-    }
 
 
 def failure_words(failure: Failure, tail: list[str]) -> str:

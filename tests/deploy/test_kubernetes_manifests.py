@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 
 from stratagem.launch.machines import MachineConfig
-from stratagem.launch.manifests import jobset, kubernetes, trainjob
+from stratagem.launch.manifests import jobset, kubernetes
 from stratagem.launch.manifests.workload import Workload
 from tests.deploy.kubernetes_tools import CHART, Tools, unpacked, why_unavailable
 
@@ -226,7 +226,7 @@ def test_every_manifest_is_valid(tools: Tools, version: str) -> None:
         validate(changed, version)
     for workload in (RING, ALONE):
         validate(kubernetes.render(workload), version)
-        for render in (jobset.render, trainjob.render):
+        for render in (jobset.render, jobset.render_trainjob):
             *shared, last = [each for each in render(workload) if each["kind"] != "TrainJob"]
             spec = last["spec"] if last["kind"] == "JobSet" else last["spec"]["template"]["spec"]
             jobs = jobs_inside(spec)

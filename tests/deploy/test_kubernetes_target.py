@@ -18,8 +18,9 @@ from stratagem.launch.machines import MachineConfig
 from stratagem.launch.manifests.kubernetes import render
 from stratagem.launch.manifests.pod import Object
 from stratagem.launch.manifests.workload import Workload
+from stratagem.launch.submit import kubernetes_target
 from stratagem.launch.submit.kubernetes_client import Cluster
-from stratagem.launch.submit.kubernetes_target import FILE, KubernetesTarget
+from stratagem.launch.submit.kubernetes_target import FILE
 from stratagem.launch.submit.record import JobRecord
 from tests.deploy.cluster import Namespace, namespace, need_cluster
 
@@ -41,11 +42,6 @@ def space() -> Iterator[Namespace]:
     need_cluster()
     with namespace(f"target-{os.getpid()}-{next(NUMBERS)}") as made:
         yield made
-
-
-@pytest.fixture
-def target() -> KubernetesTarget:
-    return KubernetesTarget()
 
 
 def with_program(objects: list[Object], program: str) -> list[Object]:
@@ -70,31 +66,27 @@ def submitted(space: Namespace, folder: Path, objects: list[Object]) -> JobRecor
     return JobRecord("job", "kubernetes", "train.py", "ps", 2, 1, "2026-01-01T00:00:00+00:00", place=place)
 
 
-def test_a_job_runs_and_leaves_nothing_when_it_is_removed(
-    space: Namespace, target: KubernetesTarget, tmp_path: Path
-) -> None:
+def test_a_job_runs_and_leaves_nothing_when_it_is_removed(space: Namespace, tmp_path: Path) -> None:
     record = submitted(space, tmp_path, with_program(render(JOB), ""))
-    assert list(target.logs(record, tmp_path, follow=True)) == ["I am worker:0"]
-    state = target.state(record, tmp_path)
+    assert list(kubernetes_target.logs(record, tmp_path, follow=True)) == ["I am worker:0"]
+    state = kubernetes_target.state(record, tmp_path)
     assert (state.phase, state.exit_code) == ("succeeded", 0)
     space.until(lambda: all(job["status"].get("succeeded") for job in space.find("jobs")), "all have ended")
-    lines = sorted(target.logs(record, tmp_path, follow=False))
+    lines = sorted(kubernetes_target.logs(record, tmp_path, follow=False))
     assert lines == [f"{task} | I am {task.replace('-', ':')}" for task in ("chief-0", "ps-0", "worker-0", "worker-1")]
-    target.remove(record, tmp_path)
+    kubernetes_target.remove(record, tmp_path)
     space.until(lambda: not space.names(), "nothing is left")
-    target.remove(record, tmp_path)  # what is gone does not matter
-    assert target.state(record, tmp_path).phase == "unknown"
+    kubernetes_target.remove(record, tmp_path)  # what is gone does not matter
+    assert kubernetes_target.state(record, tmp_path).phase == "unknown"
 
 
 @pytest.mark.thorough
-def test_cancel_lets_the_pods_end_and_keeps_the_volume(
-    space: Namespace, target: KubernetesTarget, tmp_path: Path
-) -> None:
+def test_cancel_lets_the_pods_end_and_keeps_the_volume(space: Namespace, tmp_path: Path) -> None:
     record = submitted(space, tmp_path, with_program(render(JOB), SLEEP))
-    space.until(lambda: len(list(target.logs(record, tmp_path, follow=False))) == 4, "all run")
-    assert target.state(record, tmp_path).phase == "running"
-    target.cancel(record, tmp_path)
-    assert target.state(dataclasses.replace(record, cancelled=True), tmp_path).phase == "cancelled"
+    space.until(lambda: len(list(kubernetes_target.logs(record, tmp_path, follow=False))) == 4, "all run")
+    assert kubernetes_target.state(record, tmp_path).phase == "running"
+    kubernetes_target.cancel(record, tmp_path)
+    assert kubernetes_target.state(dataclasses.replace(record, cancelled=True), tmp_path).phase == "cancelled"
     space.until(lambda: not space.find("pods"), "the pods are gone")
     assert {name.partition("/")[0] for name in space.names()} == {
         "service",
@@ -103,7 +95,7 @@ def test_cancel_lets_the_pods_end_and_keeps_the_volume(
         "serviceaccount",
         "networkpolicy.networking.k8s.io",
     }
-    target.remove(record, tmp_path)
+    kubernetes_target.remove(record, tmp_path)
     space.until(lambda: not space.names(), "nothing is left")
 
 
@@ -115,21 +107,21 @@ def test_cancel_lets_the_pods_end_and_keeps_the_volume(
     ],
 )
 def test_a_failed_job_says_whose_failure_it_was(
-    program: str, code: int, words: str, space: Namespace, target: KubernetesTarget, tmp_path: Path
+    program: str, code: int, words: str, space: Namespace, tmp_path: Path
 ) -> None:
     objects = with_program(render(JOB), program)
     others = [each for each in objects if each["metadata"]["name"].endswith(("-chief-0", "-ps-0"))]
     with_program([each for each in objects if each["kind"] == "Job" and code == 42 and "worker-0" in str(each)], SLEEP)
     record = submitted(space, tmp_path, [each for each in objects if each not in others or code == 42])
-    space.until(lambda: target.state(record, tmp_path).detail == words, words)
-    assert target.state(record, tmp_path).exit_code == code
+    space.until(lambda: kubernetes_target.state(record, tmp_path).detail == words, words)
+    assert kubernetes_target.state(record, tmp_path).exit_code == code
 
 
-def waits(record: JobRecord, target: KubernetesTarget, folder: Path, space: Namespace, *words: str) -> str:
+def waits(record: JobRecord, folder: Path, space: Namespace, *words: str) -> str:
     """Waits until the state says these words; returns all that it says."""
 
     def said() -> str:
-        return target.state(record, folder).detail
+        return kubernetes_target.state(record, folder).detail
 
     space.until(lambda: all(word in said() for word in words), f"{words} in the state")
     return said()
@@ -160,29 +152,25 @@ def waits(record: JobRecord, target: KubernetesTarget, folder: Path, space: Name
     ids=["cores", "class", "mode", "secret", "image"],
 )
 def test_a_job_that_waits_says_why(
-    changes: dict[str, Any], words: tuple[str, ...], space: Namespace, target: KubernetesTarget, tmp_path: Path
+    changes: dict[str, Any], words: tuple[str, ...], space: Namespace, tmp_path: Path
 ) -> None:
     record = submitted(space, tmp_path, with_program(render(dataclasses.replace(JOB, **changes)), SLEEP))
-    said = waits(record, target, tmp_path, space, *words)
+    said = waits(record, tmp_path, space, *words)
     assert said.startswith("chief-0 "), said
-    assert any(line.startswith("stratagem: ") for line in target.logs(record, tmp_path, follow=False))
+    assert any(line.startswith("stratagem: ") for line in kubernetes_target.logs(record, tmp_path, follow=False))
 
 
 @pytest.mark.thorough
-def test_the_log_that_is_followed_says_what_the_job_waits_for(
-    space: Namespace, target: KubernetesTarget, tmp_path: Path
-) -> None:
+def test_the_log_that_is_followed_says_what_the_job_waits_for(space: Namespace, tmp_path: Path) -> None:
     small = dataclasses.replace(JOB, ps=MachineConfig(64, 1))
     record = submitted(space, tmp_path, with_program(render(small), SLEEP))
-    with contextlib.closing(cast("Generator[str]", target.logs(record, tmp_path, follow=True))) as lines:
+    with contextlib.closing(cast("Generator[str]", kubernetes_target.logs(record, tmp_path, follow=True))) as lines:
         first, second = sorted([next(lines), next(lines)])  # worker 0 writes a line, and then nothing more
     assert first == "I am worker:0"
     assert second.startswith("stratagem: ps-0: not scheduled: 0/1 nodes are available: 1 Insufficient cpu")
 
 
-def test_what_a_quota_refuses_is_said_and_taken_back(
-    space: Namespace, target: KubernetesTarget, tmp_path: Path
-) -> None:
+def test_what_a_quota_refuses_is_said_and_taken_back(space: Namespace, tmp_path: Path) -> None:
     def allow(**hard: int) -> None:
         quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": hard}}
         space.apply([quota])
@@ -197,4 +185,4 @@ def test_what_a_quota_refuses_is_said_and_taken_back(
     space.until(lambda: not space.names(), "what was created before is taken back")
     allow(pods=0)
     record = submitted(space, tmp_path, with_program(render(JOB), SLEEP))
-    waits(record, target, tmp_path, space, "job-worker-1: no pod: ", "exceeded quota: small")
+    waits(record, tmp_path, space, "job-worker-1: no pod: ", "exceeded quota: small")

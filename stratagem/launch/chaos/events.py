@@ -47,27 +47,9 @@ class ChaosEvent:
     factor: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomEvents:
-    """Events without end, equal for an equal seed: ``every_s`` seconds apart in the mean."""
-
-    tasks: tuple[TaskId, ...]
-    every_s: float
-    seed: int
-
-    def __iter__(self) -> Iterator[ChaosEvent]:
-        chance, at_s = random.Random(self.seed), 0.0
-        pairs = connections(self.tasks)
-        while True:
-            at_s += chance.uniform(0.5, 1.5) * self.every_s
-            verb = chance.choice(["kill", "pause", "slow", *ON_CONNECTIONS])
-            targets = chance.choice(pairs) if verb in ON_CONNECTIONS else (chance.choice(self.tasks),)
-            for_s = None if verb == "kill" else round(chance.uniform(0.2, MAX_PAUSE_S), 1)
-            text = f"{verb} {'-'.join(map(str, targets))}@{at_s:.0f}s" + (f" for={for_s}s" if for_s else "")
-            yield ChaosEvent(text, verb, targets, None, at_s, for_s, 4.0)
-
-
-def parse(text: str, tasks: Sequence[TaskId], has_copies: bool = False) -> tuple[list[ChaosEvent], list[RandomEvents]]:
+def parse(
+    text: str, tasks: Sequence[TaskId], has_copies: bool = False
+) -> tuple[list[ChaosEvent], list[Iterator[ChaosEvent]]]:
     """The events of ``text`` and those to be drawn. ``has_copies``: whether a ps follows another.
 
     Raises:
@@ -145,11 +127,24 @@ def connections(tasks: Sequence[TaskId], has_copies: bool = False) -> list[tuple
     return [(one, other) for one in reached for other in reached if one != other and other.type in servers[one.type]]
 
 
-def _random(text: str, tasks: Sequence[TaskId]) -> RandomEvents:
+def _random(text: str, tasks: Sequence[TaskId]) -> Iterator[ChaosEvent]:
     found = {"every": 10.0, "seed": 0.0}
     for word in text.split()[1:]:
         match = re.fullmatch(rf"(every|seed)={_NUMBER}s?", word)
         if match is None or (match[1] == "every" and not float(match[2])):
             raise ConfigurationError(f"--chaos: {word!r} means nothing in {text!r}; expected random every=8s seed=3")
         found[match[1]] = float(match[2])
-    return RandomEvents(tuple(tasks), found["every"], int(found["seed"]))
+    return _draw(tasks, found["every"], int(found["seed"]))
+
+
+def _draw(tasks: Sequence[TaskId], every_s: float, seed: int) -> Iterator[ChaosEvent]:
+    """Events without end, equal for an equal seed: ``every_s`` seconds apart in the mean."""
+    chance, at_s = random.Random(seed), 0.0
+    pairs = connections(tasks)
+    while True:
+        at_s += chance.uniform(0.5, 1.5) * every_s
+        verb = chance.choice(["kill", "pause", "slow", *ON_CONNECTIONS])
+        targets = chance.choice(pairs) if verb in ON_CONNECTIONS else (chance.choice(tasks),)
+        for_s = None if verb == "kill" else round(chance.uniform(0.2, MAX_PAUSE_S), 1)
+        text = f"{verb} {'-'.join(map(str, targets))}@{at_s:.0f}s" + (f" for={for_s}s" if for_s else "")
+        yield ChaosEvent(text, verb, targets, None, at_s, for_s, 4.0)

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratagem.cluster.task import TaskId
@@ -65,7 +65,7 @@ class ChaosInjector:
         events, drawn = parse(text, tasks, has_copies)
         self.fired: list[Fired] = []
         self._waiting = events
-        self._drawn: Iterator[ChaosEvent] = heapq.merge(*map(iter, drawn), key=lambda event: event.at_s)
+        self._drawn = heapq.merge(*drawn, key=lambda event: event.at_s)
         self._next_drawn = next(self._drawn, None)
         self._say = say
         self._began_at = math.inf  # the first step

@@ -51,7 +51,8 @@ def _service(workload: Workload, task: TaskId, cluster: ClusterSpec | None, num_
         "image": workload.image,
         "pull_policy": "missing",
         "command": command_of(workload, task.type),
-        "environment": {name: _literal(value) for name, value in sorted(settings.items())},
+        # Compose puts variables in where it sees a dollar sign.
+        "environment": {name: value.replace("$", "$$") for name, value in sorted(settings.items())},
         "labels": labels_of(workload, task.type),
         "volumes": [f"{VOLUME}:{JOB_FOLDER}"],
         "read_only": True,
@@ -75,8 +76,3 @@ def _resources(machine: MachineConfig, num_cores: float | None) -> Object:
         return {"limits": limits}
     gpus = {"driver": "nvidia", "count": machine.accelerator_count, "capabilities": ["gpu"]}
     return {"limits": limits, "reservations": {"devices": [gpus]}}
-
-
-def _literal(text: str) -> str:
-    """Compose puts variables in where it sees a dollar sign."""
-    return text.replace("$", "$$")

@@ -1,6 +1,8 @@
-"""A job as one JobSet (jobset.x-k8s.io/v1alpha2): an Indexed Job for each role, restarted together. Pure, no I/O.
+"""A job as one JobSet (jobset.x-k8s.io/v1alpha2): an Indexed Job for each role, restarted together; or as a TrainJob of
+Kubeflow Trainer (trainer.kubeflow.org/v1alpha1), and the runtime that it refers to. Pure, no I/O.
 
-Fields by the API of the JobSet project, api/jobset/v1alpha2/jobset_types.go in github.com/kubernetes-sigs/jobset.
+Fields by the APIs of the projects: api/jobset/v1alpha2/jobset_types.go in github.com/kubernetes-sigs/jobset,
+pkg/apis/trainer/v1alpha1 in github.com/kubeflow/trainer.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Mapping
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TASK_TYPES
 from stratagem.launch.manifests.kubernetes import RESTARTS, cluster_of, object_of, shared_objects
-from stratagem.launch.manifests.pod import Object, labels_of, pod_template
+from stratagem.launch.manifests.pod import Object, command_of, labels_of, pod_template
 from stratagem.launch.manifests.workload import Workload
 
 JOB_RESTARTS = 3
@@ -18,6 +20,11 @@ JOB_RESTARTS = 3
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _NO_RETRY, _PREEMPTED = (2, 42), 143
 """Exit codes: docs/semantics.md."""
+_TRAINER = "trainer.kubeflow.org/v1alpha1"
+_NODE = "node"
+"""What the Trainer calls the workers' job and container."""
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_NAMES = {"worker": _NODE}
 
 
 def render(workload: Workload) -> list[Object]:
@@ -89,3 +96,20 @@ def pod_failure_policy() -> Object:
 
     evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return {"rules": [evicted, on_exit("Ignore", _PREEMPTED), on_exit("FailJob", *_NO_RETRY)]}
+
+
+def render_trainjob(workload: Workload) -> list[Object]:
+    """The TrainJob, its runtime, and what its pods need. The Trainer makes a JobSet of the two: the job of the step
+    "trainer" has the workers, in a container "node", and the TrainJob says how many there are."""
+    jobset = jobset_spec(workload, _NAMES)
+    for job in jobset["replicatedJobs"]:
+        if job["name"] == _NODE:
+            job["template"]["metadata"]["labels"][_STEP] = "trainer"
+            job["template"]["spec"]["template"]["spec"]["containers"][0]["name"] = _NODE
+    spec = {"mlPolicy": {"numNodes": workload.num_workers}, "template": {"spec": jobset}}
+    runtime = object_of(workload, _TRAINER, "TrainingRuntime", spec=spec)
+    runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
+    trainer = {"numNodes": workload.num_workers, "image": workload.image, "command": command_of(workload, "worker")}
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": workload.name}
+    trainjob = object_of(workload, _TRAINER, "TrainJob", spec={"runtimeRef": reference, "trainer": trainer})
+    return [*shared_objects(workload, jobset_cluster(workload, _NAMES)), runtime, trainjob]

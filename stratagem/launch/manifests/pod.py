@@ -1,9 +1,12 @@
-"""The pod of one task: what Jobs, a JobSet and a TrainJob have in common. Pure, no I/O."""
+"""The pod of one task: what Jobs, a JobSet and a TrainJob have in common; objects as YAML. Pure, no I/O."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+import yaml
 
 from stratagem.cluster.choice import ONE_PROCESS
 from stratagem.launch.machines import MachineConfig
@@ -222,3 +225,17 @@ def _node(machine: MachineConfig) -> Object:
     toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     selector = {"nodeSelector": {"accelerator": machine.accelerator_type}} if machine.accelerator_type else {}
     return {"tolerations": [toleration], **selector}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes also what is text to PyYAML alone: kubectl and compose take 1e-4, 12e4567 and 0o17 for numbers, y for
+    true."""
+
+
+_NUMBER = re.compile(r"[-+.]*\d[\da-fobx_.+-]*$", re.IGNORECASE)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("[yYnN]$"), list("yYnN"))
+
+
+def to_yaml(documents: Sequence[Object]) -> str:
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)

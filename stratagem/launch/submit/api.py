@@ -14,10 +14,9 @@ from stratagem.launch.machines import MachineConfig
 from stratagem.launch.plan import current_folder
 from stratagem.launch.submit import submission
 from stratagem.launch.submit.entry_point import find_entry_point
-from stratagem.launch.submit.environment import Job, own_job, runs_in_job
 from stratagem.launch.submit.notebook import running_shell
 from stratagem.launch.submit.plan import make_plan
-from stratagem.launch.submit.record import JobStore
+from stratagem.launch.submit.record import Job, JobStore, own_job, runs_in_job
 from stratagem.launch.submit.request import JobRequest
 
 

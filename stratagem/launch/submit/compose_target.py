@@ -1,4 +1,4 @@
-"""Jobs as docker-compose projects on the engine that the docker command reaches."""
+"""Jobs as docker-compose projects on the engine that the docker command reaches; their files lie in their folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from stratagem.launch.actions import rank_of
 from stratagem.launch.manifests import compose
-from stratagem.launch.manifests.text import to_yaml
+from stratagem.launch.manifests.pod import to_yaml
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, Record
@@ -19,61 +19,63 @@ _CLEAR_LINE = "\x1b[2K"
 """Before each line of a log, by Compose 2.26, whatever its output is."""
 
 
-class ComposeTarget:
-    """One compose project for each job, by the job's name; its file lies in the job's folder."""
+def show(plan: JobPlan) -> str:
+    assert plan.image is not None
+    return to_yaml([compose.render(plan.workload(plan.image.name))])
 
-    def show(self, plan: JobPlan) -> str:
-        assert plan.image is not None
-        return to_yaml([compose.render(plan.workload(plan.image.name))])
 
-    def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
-        """Builds the image (and pushes it, where a registry is given) and starts the project."""
-        assert plan.image is not None
-        cores = num_cores()
-        build(plan.image)
+def submit(plan: JobPlan, folder: Path, record: Record) -> None:
+    """Builds the image (and pushes it, where a registry is given) and starts the project."""
+    assert plan.image is not None
+    cores = num_cores()
+    build(plan.image)
+    try:
+        image = push(plan.image.name) if plan.image.pushed else plan.image.name
+        (folder / FILE).write_text(to_yaml([compose.render(plan.workload(image), cores)]))
+        record(image, {"project": plan.id})
+        _compose(folder, plan.id, ["up", "--detach", "--no-build", "--quiet-pull"], "start the job")
+    except BaseException:  # Ctrl-C too
+        if (folder / FILE).exists():
+            _compose(folder, plan.id, ["down", "--volumes"], "take back what it had started")
+        forget(plan.image.name)
+        raise
+
+
+def state(record: JobRecord, folder: Path) -> JobState:
+    listed = _compose(folder, record.id, ["ps", "--all", "--format", "json"], "list the job's containers")
+    containers = json_lines(listed)
+    if not containers:
+        return JobState("cancelled" if record.cancelled else "unknown", None, "its containers are gone")
+    living = [str(one["Service"]) for one in containers if one["State"] not in ("exited", "dead")]
+    if living:
+        waits = all(one["State"] == "created" for one in containers)
+        return JobState("pending" if waits else "running", None, ", ".join(sorted(living)))
+    first = min(containers, key=_rank)
+    detail = "" if first["ExitCode"] == 0 else f"{first['Service']} ended with exit code {first['ExitCode']}"
+    return JobState.ended(int(first["ExitCode"]), record.cancelled, detail)
+
+
+def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
+    command = ["docker", *_project(folder, record.id), "logs", "--no-color", *(["--follow"] if follow else [])]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
         try:
-            image = push(plan.image.name) if plan.image.pushed else plan.image.name
-            (folder / FILE).write_text(to_yaml([compose.render(plan.workload(image), cores)]))
-            record(image, {"project": plan.id})
-            _compose(folder, plan.id, ["up", "--detach", "--no-build", "--quiet-pull"], "start the job")
-        except BaseException:  # Ctrl-C too
-            if (folder / FILE).exists():
-                _compose(folder, plan.id, ["down", "--volumes"], "take back what it had started")
-            forget(plan.image.name)
-            raise
+            for line in process.stdout:
+                yield line.rstrip("\n").removeprefix(_CLEAR_LINE)
+        finally:
+            process.terminate()
 
-    def state(self, record: JobRecord, folder: Path) -> JobState:
-        listed = _compose(folder, record.id, ["ps", "--all", "--format", "json"], "list the job's containers")
-        containers = json_lines(listed)
-        if not containers:
-            return JobState("cancelled" if record.cancelled else "unknown", None, "its containers are gone")
-        living = [str(one["Service"]) for one in containers if one["State"] not in ("exited", "dead")]
-        if living:
-            waits = all(one["State"] == "created" for one in containers)
-            return JobState("pending" if waits else "running", None, ", ".join(sorted(living)))
-        first = min(containers, key=_rank)
-        detail = "" if first["ExitCode"] == 0 else f"{first['Service']} ended with exit code {first['ExitCode']}"
-        return JobState.ended(int(first["ExitCode"]), record.cancelled, detail)
 
-    def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
-        command = ["docker", *_project(folder, record.id), "logs", "--no-color", *(["--follow"] if follow else [])]
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
-        ) as process:
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    yield line.rstrip("\n").removeprefix(_CLEAR_LINE)
-            finally:
-                process.terminate()
+def cancel(record: JobRecord, folder: Path) -> None:
+    """Stops the containers; their logs and the volume stay."""
+    _compose(folder, record.id, ["stop"], "stop the job")
 
-    def cancel(self, record: JobRecord, folder: Path) -> None:
-        """Stops the containers; their logs and the volume stay."""
-        _compose(folder, record.id, ["stop"], "stop the job")
 
-    def remove(self, record: JobRecord, folder: Path) -> None:
-        _compose(folder, record.id, ["down", "--volumes"], "remove the job")
-        forget(record.image)
+def remove(record: JobRecord, folder: Path) -> None:
+    _compose(folder, record.id, ["down", "--volumes"], "remove the job")
+    forget(record.image)
 
 
 def _rank(container: dict[str, Any]) -> tuple[bool, int]:

@@ -1,4 +1,4 @@
-"""Jobs on a Kubernetes cluster: the objects that `stratagem render` shows, applied."""
+"""Jobs on a Kubernetes cluster: the objects that `stratagem render` shows, applied; a copy lies in the job's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from stratagem.launch.actions import rank_of
 from stratagem.launch.manifests import kubernetes
-from stratagem.launch.manifests.text import to_yaml
+from stratagem.launch.manifests.pod import to_yaml
 from stratagem.launch.submit.docker_cli import build, forget, push
 from stratagem.launch.submit.kubernetes_client import Cluster, Object
 from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
@@ -26,101 +26,104 @@ SETTLE_S = 5.0
 _INSTANCE, _COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 
 
-class KubernetesTarget:
-    """The objects of each job carry its name; a copy of them lies in the job's folder."""
+def show(plan: JobPlan) -> str:
+    """The objects as YAML, as :func:`submit` creates them."""
+    assert plan.image is not None
+    return to_yaml(kubernetes.render(plan.workload(plan.image.name)))
 
-    def show(self, plan: JobPlan) -> str:
-        """The objects as YAML, as :meth:`submit` creates them."""
-        assert plan.image is not None
-        return to_yaml(kubernetes.render(plan.workload(plan.image.name)))
 
-    def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
-        """Builds and pushes the image, and creates the objects, all or none; the image is not kept here."""
-        assert plan.image is not None
-        with contextlib.closing(Cluster(namespace=plan.request.kubernetes_namespace or "")) as cluster:
-            cluster.check_namespace()
-            build(plan.image)
-            try:
-                image = push(plan.image.name)
-                objects = kubernetes.render(plan.workload(image))
-                (folder / FILE).write_text(to_yaml(objects))
-                where = {"context": cluster.context, "namespace": cluster.namespace, "kubeconfig": cluster.kubeconfig}
-                record(image, where)
-                cluster.create(objects)
-            finally:
-                forget(plan.image.name)
+def submit(plan: JobPlan, folder: Path, record: Record) -> None:
+    """Builds and pushes the image, and creates the objects, all or none; the image is not kept here."""
+    assert plan.image is not None
+    with contextlib.closing(Cluster(namespace=plan.request.kubernetes_namespace or "")) as cluster:
+        cluster.check_namespace()
+        build(plan.image)
+        try:
+            image = push(plan.image.name)
+            objects = kubernetes.render(plan.workload(image))
+            (folder / FILE).write_text(to_yaml(objects))
+            where = {"context": cluster.context, "namespace": cluster.namespace, "kubeconfig": cluster.kubeconfig}
+            record(image, where)
+            cluster.create(objects)
+        finally:
+            forget(plan.image.name)
 
-    def state(self, record: JobRecord, folder: Path) -> JobState:
-        """Where the job stands: it is over when its workers' Jobs are, or when one of its Jobs has failed."""
-        with contextlib.closing(Cluster(**record.place)) as cluster:
-            jobs = cluster.jobs(_selector(record))
-            if not jobs:
-                return JobState("cancelled" if record.cancelled else "unknown", None, "its Jobs are gone")
-            failed = sorted((job for job in jobs if _has(job, "Failed")), key=lambda job: rank_of(_role(job)))
-            if failed:
-                name = str(failed[0]["metadata"]["name"])
-                code, why = _end_of(cluster.pods(f"job-name={name}"))
-                words = f"{name.removeprefix(f'{record.id}-')} has failed{why}"
-                return JobState("cancelled" if record.cancelled else "failed", code, words)
-            workers = [job for job in jobs if _role(job) == "worker"]
-            if len(workers) == record.num_workers and all(_has(job, "Complete") for job in workers):
-                return JobState("succeeded", 0)
-            there = {job["metadata"]["name"] for job in jobs}
-            made = (str(one["metadata"]["name"]) for one in _objects(folder) if one["kind"] == "Job")
-            gone = (f"the Job {name} is gone: cancel the job" for name in made if name not in there)
+
+def state(record: JobRecord, folder: Path) -> JobState:
+    """Where the job stands: it is over when its workers' Jobs are, or when one of its Jobs has failed."""
+    with contextlib.closing(Cluster(**record.place)) as cluster:
+        jobs = cluster.jobs(_selector(record))
+        if not jobs:
+            return JobState("cancelled" if record.cancelled else "unknown", None, "its Jobs are gone")
+        failed = sorted((job for job in jobs if _has(job, "Failed")), key=lambda job: rank_of(_role(job)))
+        if failed:
+            name = str(failed[0]["metadata"]["name"])
+            code, why = _end_of(cluster.pods(f"job-name={name}"))
+            words = f"{name.removeprefix(f'{record.id}-')} has failed{why}"
+            return JobState("cancelled" if record.cancelled else "failed", code, words)
+        workers = [job for job in jobs if _role(job) == "worker"]
+        if len(workers) == record.num_workers and all(_has(job, "Complete") for job in workers):
+            return JobState("succeeded", 0)
+        there = {job["metadata"]["name"] for job in jobs}
+        made = (str(one["metadata"]["name"]) for one in _objects(folder) if one["kind"] == "Job")
+        gone = (f"the Job {name} is gone: cancel the job" for name in made if name not in there)
+        pods = cluster.pods(_selector(record))
+        phases = sorted(f"{task_of(pod)} {pod['status'].get('phase')}" for pod in pods)
+        running = any(pod["status"].get("phase") == "Running" for pod in pods)
+        detail = "; ".join([", ".join(phases), *gone, *reasons_of(cluster, _selector(record), jobs, pods)])
+        return JobState("running" if running else "pending", None, detail)
+
+
+def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
+    """Lines of every pod with the name of its task; ``follow`` is for worker 0, to the end of the job. What keeps
+    the job waiting is said too."""
+    with contextlib.closing(Cluster(**record.place)) as cluster:
+        if not follow:
             pods = cluster.pods(_selector(record))
-            phases = sorted(f"{task_of(pod)} {pod['status'].get('phase')}" for pod in pods)
-            running = any(pod["status"].get("phase") == "Running" for pod in pods)
-            detail = "; ".join([", ".join(phases), *gone, *reasons_of(cluster, _selector(record), jobs, pods)])
-            return JobState("running" if running else "pending", None, detail)
-
-    def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
-        """Lines of every pod with the name of its task; ``follow`` is for worker 0, to the end of the job. What keeps
-        the job waiting is said too."""
-        with contextlib.closing(Cluster(**record.place)) as cluster:
-            if not follow:
-                pods = cluster.pods(_selector(record))
-                for pod in filter(_has_started, pods):
-                    yield from (f"{task_of(pod)} | {line}" for line in cluster.log(pod["metadata"]["name"], False))
-                waits = reasons_of(cluster, _selector(record), cluster.jobs(_selector(record)), pods)
-                yield from (f"stratagem: {line}" for line in waits)
+            for pod in filter(_has_started, pods):
+                yield from (f"{task_of(pod)} | {line}" for line in cluster.log(pod["metadata"]["name"], False))
+            waits = reasons_of(cluster, _selector(record), cluster.jobs(_selector(record)), pods)
+            yield from (f"stratagem: {line}" for line in waits)
+            return
+        shown: dict[tuple[str, int], int] = {}  # lines of each life of a container
+        since: dict[str, float] = {}  # reasons to wait
+        while True:
+            over = state(record, folder).is_over
+            for pod in filter(_has_started, cluster.pods(f"job-name={record.id}-worker-0")):
+                restarts = sum(int(one["restartCount"]) for one in _containers(pod))
+                life = (pod["metadata"]["uid"], restarts)
+                for number, line in enumerate(cluster.log(pod["metadata"]["name"], not over), 1):
+                    if number > shown.get(life, 0):
+                        shown[life] = number
+                        yield line
+            if over:
                 return
-            shown: dict[tuple[str, int], int] = {}  # lines of each life of a container
-            since: dict[str, float] = {}  # reasons to wait
-            while True:
-                over = self.state(record, folder).is_over
-                for pod in filter(_has_started, cluster.pods(f"job-name={record.id}-worker-0")):
-                    restarts = sum(int(one["restartCount"]) for one in _containers(pod))
-                    life = (pod["metadata"]["uid"], restarts)
-                    for number, line in enumerate(cluster.log(pod["metadata"]["name"], not over), 1):
-                        if number > shown.get(life, 0):
-                            shown[life] = number
-                            yield line
-                if over:
-                    return
-                yield from self._news(cluster, record, since)
-                time.sleep(POLL_S)
+            yield from _news(cluster, record, since)
+            time.sleep(POLL_S)
 
-    def _news(self, cluster: Cluster, record: JobRecord, since: dict[str, float]) -> Iterator[str]:
-        """Reasons to wait that have lasted for ``SETTLE_S``, each once; ``since`` is when each was first seen."""
-        selector, now = _selector(record), time.monotonic()
-        reasons = reasons_of(cluster, selector, cluster.jobs(selector), cluster.pods(selector))
-        for gone in since.keys() - set(reasons):
-            del since[gone]
-        for reason in reasons:
-            if now - since.setdefault(reason, now) >= SETTLE_S:
-                since[reason] = math.inf
-                yield f"stratagem: {reason}"
 
-    def cancel(self, record: JobRecord, folder: Path) -> None:
-        """Deletes the Jobs; their pods get SIGTERM, save and end. The volume stays."""
-        with contextlib.closing(Cluster(**record.place)) as cluster:
-            cluster.delete([one for one in _objects(folder) if one["kind"] == "Job"])
+def _news(cluster: Cluster, record: JobRecord, since: dict[str, float]) -> Iterator[str]:
+    """Reasons to wait that have lasted for ``SETTLE_S``, each once; ``since`` is when each was first seen."""
+    selector, now = _selector(record), time.monotonic()
+    reasons = reasons_of(cluster, selector, cluster.jobs(selector), cluster.pods(selector))
+    for gone in since.keys() - set(reasons):
+        del since[gone]
+    for reason in reasons:
+        if now - since.setdefault(reason, now) >= SETTLE_S:
+            since[reason] = math.inf
+            yield f"stratagem: {reason}"
 
-    def remove(self, record: JobRecord, folder: Path) -> None:
-        """Deletes every object of the job, the volume too; the image stays in its registry."""
-        with contextlib.closing(Cluster(**record.place)) as cluster:
-            cluster.delete(list(reversed(_objects(folder))))
+
+def cancel(record: JobRecord, folder: Path) -> None:
+    """Deletes the Jobs; their pods get SIGTERM, save and end. The volume stays."""
+    with contextlib.closing(Cluster(**record.place)) as cluster:
+        cluster.delete([one for one in _objects(folder) if one["kind"] == "Job"])
+
+
+def remove(record: JobRecord, folder: Path) -> None:
+    """Deletes every object of the job, the volume too; the image stays in its registry."""
+    with contextlib.closing(Cluster(**record.place)) as cluster:
+        cluster.delete(list(reversed(_objects(folder))))
 
 
 def _objects(folder: Path) -> list[Object]:

@@ -1,4 +1,4 @@
-"""Jobs as processes of this machine, in the background."""
+"""Jobs as processes of this machine: a `stratagem run` in the background each, with all that it has in its folder."""
 
 from __future__ import annotations
 
@@ -28,72 +28,74 @@ CANCEL_S = 40.0
 """Seconds that a cancelled job gets to save and end; it takes 25 s itself before it kills what is left."""
 
 
-class LocalTarget:
-    """One `stratagem run` in the background for each job; everything about it lies in the job's folder."""
+def show(plan: JobPlan) -> str:
+    return shlex.join(["stratagem", "run", *_arguments(plan, Path("JOB"))]) + "\n"
 
-    def show(self, plan: JobPlan) -> str:
-        return shlex.join(["stratagem", "run", *_arguments(plan, Path("JOB"))]) + "\n"
 
-    def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
-        """Starts the job; it no longer depends on this process."""
-        if (requirements := plan.request.requirements) is not None:
-            check_installed(requirements)
-        if plan.entry_point.source is not None:
-            (folder / plan.entry_point.path.name).write_text(plan.entry_point.source)
-        (folder / ORDER).write_text(json.dumps(_arguments(plan, folder)))
-        # Devices that the user has named are meant; a machine configuration only says "the CPU".
-        named = {name: os.environ[name] for name in ("STRATAGEM_DEVICES",) if name in os.environ}
-        environ = {**os.environ, **plan.environment("", str(folder)), **named}
-        if plan.entry_point.source is not None:  # the script stands in the job's folder, its siblings do not
-            paths = [str(plan.entry_point.path.parent), environ.get("PYTHONPATH", "")]
-            environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        (folder / OUTPUT).touch(mode=0o600)
-        record("", {"host": os.uname().nodename})
-        command = [sys.executable, "-P", "-m", "stratagem.launch.submit.background", str(folder)]
-        if code := subprocess.run(command, env=environ, cwd=plan.root, stdin=subprocess.DEVNULL).returncode:
-            raise SubmitError(f"the process of the job did not start (exit code {code}); what it said stands above")
+def submit(plan: JobPlan, folder: Path, record: Record) -> None:
+    """Starts the job; it no longer depends on this process."""
+    if (requirements := plan.request.requirements) is not None:
+        check_installed(requirements)
+    if plan.entry_point.source is not None:
+        (folder / plan.entry_point.path.name).write_text(plan.entry_point.source)
+    (folder / ORDER).write_text(json.dumps(_arguments(plan, folder)))
+    # Devices that the user has named are meant; a machine configuration only says "the CPU".
+    named = {name: os.environ[name] for name in ("STRATAGEM_DEVICES",) if name in os.environ}
+    environ = {**os.environ, **plan.environment("", str(folder)), **named}
+    if plan.entry_point.source is not None:  # the script stands in the job's folder, its siblings do not
+        paths = [str(plan.entry_point.path.parent), environ.get("PYTHONPATH", "")]
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    (folder / OUTPUT).touch(mode=0o600)
+    record("", {"host": os.uname().nodename})
+    command = [sys.executable, "-P", "-m", "stratagem.launch.submit.background", str(folder)]
+    if code := subprocess.run(command, env=environ, cwd=plan.root, stdin=subprocess.DEVNULL).returncode:
+        raise SubmitError(f"the process of the job did not start (exit code {code}); what it said stands above")
 
-    def state(self, record: JobRecord, folder: Path) -> JobState:
-        """Where the job stands: its lock says whether it lives."""
-        if (host := record.place["host"]) != os.uname().nodename:
-            return JobState("unknown", None, f"it runs on {host}, ask there")
-        if _pid(folder) is not None:
-            return JobState("running", detail="cancelled, saving and ending" if record.cancelled else "")
-        with contextlib.suppress(OSError, ValueError):
-            return JobState.ended(int((folder / EXIT_CODE).read_text()), record.cancelled)
-        if record.cancelled:
-            return JobState("cancelled")
-        if not (folder / ALIVE).exists():
-            return JobState("pending", detail="not started; if who submitted it was killed, it never will be")
-        unwritten = (folder / PARTIAL).exists()
-        words = "it has ended, and its exit code could not be written" if unwritten else "its launcher was killed"
-        return JobState("failed", None, words)
 
-    def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
-        with (folder / OUTPUT).open(encoding="utf-8", errors="replace") as log:
-            rest = ""
-            while True:
-                lives = _pid(folder) is not None  # asked before reading: what comes later is read in the next turn
-                *lines, rest = (rest + log.read()).split("\n")
-                yield from lines
-                if not follow or not lives:
-                    break
-                time.sleep(POLL_S)
-            if rest:
-                yield rest
+def state(record: JobRecord, folder: Path) -> JobState:
+    """Where the job stands: its lock says whether it lives."""
+    if (host := record.place["host"]) != os.uname().nodename:
+        return JobState("unknown", None, f"it runs on {host}, ask there")
+    if _pid(folder) is not None:
+        return JobState("running", detail="cancelled, saving and ending" if record.cancelled else "")
+    with contextlib.suppress(OSError, ValueError):
+        return JobState.ended(int((folder / EXIT_CODE).read_text()), record.cancelled)
+    if record.cancelled:
+        return JobState("cancelled")
+    if not (folder / ALIVE).exists():
+        return JobState("pending", detail="not started; if who submitted it was killed, it never will be")
+    unwritten = (folder / PARTIAL).exists()
+    words = "it has ended, and its exit code could not be written" if unwritten else "its launcher was killed"
+    return JobState("failed", None, words)
 
-    def cancel(self, record: JobRecord, folder: Path) -> None:
-        """Tells the job to save and end, and waits for it."""
-        deadline = time.monotonic() + CANCEL_S
-        if (pid := _pid(folder)) is not None:
-            _send(pid, signal.SIGTERM)
-        while (pid := _pid(folder)) is not None:
-            if time.monotonic() > deadline:
-                _send(pid, signal.SIGKILL)  # its processes end with it
+
+def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
+    with (folder / OUTPUT).open(encoding="utf-8", errors="replace") as log:
+        rest = ""
+        while True:
+            lives = _pid(folder) is not None  # asked before reading: what comes later is read in the next turn
+            *lines, rest = (rest + log.read()).split("\n")
+            yield from lines
+            if not follow or not lives:
+                break
             time.sleep(POLL_S)
+        if rest:
+            yield rest
 
-    def remove(self, record: JobRecord, folder: Path) -> None:
-        """Nothing is left of a job that is over but its folder."""
+
+def cancel(record: JobRecord, folder: Path) -> None:
+    """Tells the job to save and end, and waits for it."""
+    deadline = time.monotonic() + CANCEL_S
+    if (pid := _pid(folder)) is not None:
+        _send(pid, signal.SIGTERM)
+    while (pid := _pid(folder)) is not None:
+        if time.monotonic() > deadline:
+            _send(pid, signal.SIGKILL)  # its processes end with it
+        time.sleep(POLL_S)
+
+
+def remove(record: JobRecord, folder: Path) -> None:
+    """Nothing is left of a job that is over but its folder."""
 
 
 def _arguments(plan: JobPlan, folder: Path) -> list[str]:

@@ -32,12 +32,7 @@ def read_cells(path: Path) -> list[str]:
     language = document.get("metadata", {}).get("kernelspec", {}).get("language", "python")
     if language != "python":
         raise ConfigurationError(f"expected a notebook in Python, but {path} is in {language}")
-    return [_source(cell) if cell.get("cell_type") == "code" else "" for cell in cells]
-
-
-def _source(cell: dict[str, Any]) -> str:
-    source = cell.get("source", "")
-    return source if isinstance(source, str) else "".join(source)
+    return ["".join(cell.get("source", "")) if cell.get("cell_type") == "code" else "" for cell in cells]
 
 
 def to_script(cells: list[str], name: str) -> str:

@@ -15,7 +15,7 @@ from stratagem.launch.manifests.pod import JOB_FOLDER, USER
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
 from stratagem.launch.submit.build_context import BuildContext, read_context
 from stratagem.launch.submit.entry_point import EntryPoint, path_inside
-from stratagem.launch.submit.environment import Job, job_variables
+from stratagem.launch.submit.record import Job, job_variables
 from stratagem.launch.submit.request import JobRequest
 
 _MAX_STEM = 24

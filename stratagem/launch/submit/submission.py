@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import errno
+import importlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.signals import unwinding
@@ -22,7 +23,7 @@ SETTLE_S = 30.0
 
 
 class Target(Protocol):
-    """Where jobs run."""
+    """Where jobs run: the module ``<name>_target``."""
 
     def show(self, plan: JobPlan) -> str:
         """What would be submitted, for people."""
@@ -49,17 +50,7 @@ class Target(Protocol):
 
 def target_of(name: str) -> Target:
     """The target of a name; loaded when it is needed."""
-    if name == "local":
-        from stratagem.launch.submit.local_target import LocalTarget
-
-        return LocalTarget()
-    if name == "compose":
-        from stratagem.launch.submit.compose_target import ComposeTarget
-
-        return ComposeTarget()
-    from stratagem.launch.submit.kubernetes_target import KubernetesTarget
-
-    return KubernetesTarget()
+    return cast(Target, importlib.import_module(f"stratagem.launch.submit.{name}_target"))
 
 
 def show(plan: JobPlan) -> str:

@@ -24,8 +24,7 @@ from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, JobStoppedError, StratagemError
-from stratagem.launch.poller import StatusPoller
-from stratagem.launch.status import fetch_stack, fetch_status
+from stratagem.launch.status import StatusPoller, fetch_stack, fetch_status
 from stratagem.rpc import channels
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, ps_pb2

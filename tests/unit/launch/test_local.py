@@ -22,7 +22,7 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch import cluster, summary
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import Launch, LocalJob
-from stratagem.launch.poller import StatusPoller
+from stratagem.launch.status import StatusPoller
 from stratagem.launch.supervisor import LATE_S
 from stratagem.rpc.status_view import StatusView
 

@@ -11,7 +11,7 @@ import pytest
 
 from stratagem.cluster.sources import gather
 from stratagem.cluster.task import TaskId
-from stratagem.launch.manifests import jobset, trainjob
+from stratagem.launch.manifests import jobset
 from stratagem.launch.manifests.pod import Object
 from stratagem.launch.manifests.workload import Workload
 
@@ -43,7 +43,7 @@ def environment_in(spec: Object, config: Object, replicated: str, index: int) ->
 @pytest.mark.parametrize(("role", "index"), [("chief", 0), ("worker", 1), ("ps", 1), ("evaluator", 0)])
 @pytest.mark.parametrize("renderer", ["jobset", "trainjob"])
 def test_a_pod_knows_its_place(renderer: str, role: str, index: int) -> None:
-    objects = {"jobset": jobset, "trainjob": trainjob}[renderer].render(JOB)
+    objects = {"jobset": jobset.render, "trainjob": jobset.render_trainjob}[renderer](JOB)
     name = "node" if renderer == "trainjob" and role == "worker" else role
     whole = only(objects, "JobSet" if renderer == "jobset" else "TrainingRuntime")["spec"]
     spec = whole if renderer == "jobset" else whole["template"]["spec"]
@@ -84,7 +84,7 @@ def test_one_process() -> None:
 
 
 def test_trainjob_refers_to_its_runtime() -> None:
-    objects = trainjob.render(dataclasses.replace(JOB, evaluator=False))
+    objects = jobset.render_trainjob(dataclasses.replace(JOB, evaluator=False))
     runtime, train = only(objects, "TrainingRuntime"), only(objects, "TrainJob")["spec"]
     assert train["runtimeRef"] == {
         "apiGroup": "trainer.kubeflow.org",

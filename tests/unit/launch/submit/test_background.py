@@ -18,7 +18,6 @@ from stratagem.errors import SubmitError
 from stratagem.launch.submit import local_target, submission
 from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
 from stratagem.launch.submit.entry_point import EntryPoint
-from stratagem.launch.submit.local_target import LocalTarget
 from stratagem.launch.submit.plan import JobPlan, make_plan
 from stratagem.launch.submit.record import JobRecord, JobStore
 from stratagem.launch.submit.request import JobRequest
@@ -56,7 +55,7 @@ def test_a_job_that_ends_as_it_is_cancelled_is_over(tmp_path: Path, monkeypatch:
     pids = [None, child]  # it lived when it was looked for
     monkeypatch.setattr(local_target, "_pid", lambda folder: pids.pop())
     record = JobRecord("j", "local", "t.py", "one", 1, 0, "2026-01-01", place={"host": os.uname().nodename})
-    LocalTarget().cancel(record, tmp_path)
+    local_target.cancel(record, tmp_path)
     assert not pids
 
 
@@ -98,7 +97,7 @@ def test_a_job_without_an_exit_code_says_why(left: str, words: str, tmp_path: Pa
     for name in (ALIVE, left):
         (tmp_path / name).touch()
     record = JobRecord("j", "local", "t.py", "one", 1, 0, "2026-01-01", place={"host": os.uname().nodename})
-    state = LocalTarget().state(record, tmp_path)
+    state = local_target.state(record, tmp_path)
     assert (state.phase, state.exit_code) == ("failed", None) and words in state.detail
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.launch.submit import compose_target
-from stratagem.launch.submit.compose_target import FILE, ComposeTarget
+from stratagem.launch.submit.compose_target import FILE
 from stratagem.launch.submit.entry_point import EntryPoint
 from stratagem.launch.submit.plan import make_plan
 from stratagem.launch.submit.record import JobRecord
@@ -33,7 +33,7 @@ def test_what_was_started_is_taken_back_also_when_the_user_stops_it(
     (tmp_path / "t.py").write_text("")
     plan = make_plan(JobRequest(target="compose"), EntryPoint(tmp_path / "t.py"), tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        ComposeTarget().submit(plan, tmp_path, lambda image, place: asked.append("record"))
+        compose_target.submit(plan, tmp_path, lambda image, place: asked.append("record"))
     assert asked == ["build", "record", "up", "down", "forget"] and (tmp_path / FILE).exists()
 
 
@@ -43,4 +43,4 @@ def test_logs_are_shown_whatever_bytes_are_written(tmp_path: Path, monkeypatch: 
     docker.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     record = JobRecord("j", "compose", "t.py", "one", 1, 0, "2026-01-01")
-    assert list(ComposeTarget().logs(record, tmp_path, follow=False)) == ["worker-0 | \ufffd is no UTF-8"]
+    assert list(compose_target.logs(record, tmp_path, follow=False)) == ["worker-0 | \ufffd is no UTF-8"]

@@ -15,9 +15,10 @@ from urllib3.exceptions import InsecureRequestWarning
 from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.manifests.kubernetes import render
 from stratagem.launch.manifests.workload import Workload
+from stratagem.launch.submit import kubernetes_target
 from stratagem.launch.submit.kubernetes_client import Cluster
-from stratagem.launch.submit.kubernetes_target import FILE, KubernetesTarget
-from stratagem.launch.submit.record import JobRecord
+from stratagem.launch.submit.kubernetes_target import FILE
+from stratagem.launch.submit.record import JobRecord, JobState
 from tests.unit.launch.submit.api_server import JOBS, NAMESPACE, ApiServer, api_server
 
 WORKLOAD = Workload(
@@ -116,16 +117,15 @@ def test_a_cluster_whose_certificate_is_not_to_be_checked_is_no_warning_at_each_
 
 
 def test_the_state_is_that_of_the_jobs(server: ApiServer, record: JobRecord, tmp_path: Path) -> None:
-    target = KubernetesTarget()
-    assert target.state(record, tmp_path).phase == "pending"
+    assert kubernetes_target.state(record, tmp_path).phase == "pending"
     for task in ("chief-0", "ps-0", "worker-0", "worker-1"):
         server.set_status(JOBS, f"digits-1-{task}", active=1)
         server.add_pod(f"digits-1-{task}", f"digits-1-{task}-abc", task[:-2], "digits-1", {"phase": "Running"})
-    running = target.state(record, tmp_path)
+    running = kubernetes_target.state(record, tmp_path)
     assert running.phase == "running" and "worker-1 Running" in running.detail
     for task in ("worker-0", "worker-1"):
         server.set_status(JOBS, f"digits-1-{task}", active=0, conditions=[{"type": "Complete", "status": "True"}])
-    assert (target.state(record, tmp_path).phase, target.state(record, tmp_path).exit_code) == ("succeeded", 0)
+    assert kubernetes_target.state(record, tmp_path) == JobState("succeeded", 0)
 
 
 def test_a_job_whose_worker_was_deleted_has_not_succeeded(
@@ -134,7 +134,7 @@ def test_a_job_whose_worker_was_deleted_has_not_succeeded(
     cluster.delete([each for each in OBJECTS if each["metadata"]["name"] == "digits-1-worker-0"])
     server.set_status(JOBS, "digits-1-worker-1", active=0, conditions=[{"type": "Complete", "status": "True"}])
     server.add_pod("digits-1-ps-0", "digits-1-ps-0-abc", "ps", "digits-1", {"phase": "Running"})
-    state = KubernetesTarget().state(record, tmp_path)
+    state = kubernetes_target.state(record, tmp_path)
     assert (state.phase, state.exit_code) == ("running", None)
     assert state.detail.endswith("; the Job digits-1-worker-0 is gone: cancel the job")
 
@@ -145,7 +145,7 @@ def test_a_failed_job_has_the_exit_code_of_the_task_that_failed_first(
     for task, code in (("chief-0", 1), ("worker-1", 42)):
         server.set_status(JOBS, f"digits-1-{task}", conditions=[{"type": "Failed", "status": "True"}])
         server.add_pod(f"digits-1-{task}", f"digits-1-{task}-abc", task[:-2], "digits-1", ended(code))
-    state = KubernetesTarget().state(record, tmp_path)
+    state = kubernetes_target.state(record, tmp_path)
     assert (state.phase, state.exit_code, state.detail) == ("failed", 42, "worker-1 has failed")
 
 
@@ -155,21 +155,19 @@ def test_logs_are_read_from_every_pod_and_followed_from_worker_0(
     for task in ("ps-0", "worker-0"):
         server.add_pod(f"digits-1-{task}", f"digits-1-{task}-abc", task[:-2], "digits-1", ended(0))
         server.set_log(f"digits-1-{task}-abc", f"{task} line 1\n{task} line 2\n")
-    target = KubernetesTarget()
-    lines = list(target.logs(record, tmp_path, follow=False))
+    lines = list(kubernetes_target.logs(record, tmp_path, follow=False))
     assert sorted(lines) == [f"{task} | {task} line {n}" for task in ("ps-0", "worker-0") for n in (1, 2)]
     for task in ("worker-0", "worker-1"):
         server.set_status(JOBS, f"digits-1-{task}", conditions=[{"type": "Complete", "status": "True"}])
-    assert list(target.logs(record, tmp_path, follow=True)) == ["worker-0 line 1", "worker-0 line 2"]
+    assert list(kubernetes_target.logs(record, tmp_path, follow=True)) == ["worker-0 line 1", "worker-0 line 2"]
 
 
 def test_cancel_deletes_the_jobs_and_remove_the_rest(server: ApiServer, record: JobRecord, tmp_path: Path) -> None:
-    target = KubernetesTarget()
-    target.cancel(record, tmp_path)
+    kubernetes_target.cancel(record, tmp_path)
     assert {kind for kind, _ in server.names} == {one["kind"] for one in OBJECTS} - {"Job"}
-    assert target.state(dataclasses.replace(record, cancelled=True), tmp_path).phase == "cancelled"
-    assert target.state(record, tmp_path).phase == "unknown"
-    target.remove(record, tmp_path)  # the Jobs are gone already: that does not matter
+    assert kubernetes_target.state(dataclasses.replace(record, cancelled=True), tmp_path).phase == "cancelled"
+    assert kubernetes_target.state(record, tmp_path).phase == "unknown"
+    kubernetes_target.remove(record, tmp_path)  # the Jobs are gone already: that does not matter
     assert server.names == set()
 
 

@@ -12,9 +12,8 @@ import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.launch.submit import api
 from stratagem.launch.submit.entry_point import EntryPoint, find_entry_point
-from stratagem.launch.submit.environment import Job, job_variables
 from stratagem.launch.submit.plan import make_plan, new_job_id
-from stratagem.launch.submit.record import JobRecord, JobStore
+from stratagem.launch.submit.record import Job, JobRecord, JobStore, job_variables
 from stratagem.launch.submit.request import JobRequest
 
 
