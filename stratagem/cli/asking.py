@@ -20,8 +20,6 @@ from stratagem.rpc.security import Security, operator_security
 
 @dataclasses.dataclass(frozen=True)
 class Asking:
-    """Whom to ask, and how."""
-
     chief: str | None
     cluster_file: Path | None
     as_json: bool
@@ -32,11 +30,8 @@ class Asking:
 
     @property
     def address(self) -> str:
-        """The chief's address from the flag, the environment or the cluster file.
-
-        Raises:
-            ClusterSpecError: nobody names it; or the environment and the cluster file name two.
-        """
+        """The chief's address from the flag, the environment or the cluster file. ClusterSpecError: nobody names it; or
+        the environment and the cluster file name two."""
         environ = {} if self.chief else os.environ
         written = written_cluster(environ, read_cluster_file(self.cluster_file), str(self.cluster_file))
         return chief_from_environment(self.chief, "" if written is None else written.chief_address)
@@ -44,10 +39,7 @@ class Asking:
     @property
     def security(self) -> Security:
         """What to show a chief: from the options, else from the cluster file (``defaults``, which are for everybody).
-
-        Raises:
-            ConfigurationError: the cluster file has an unknown section or key, or a value of another type.
-        """
+        ConfigurationError: that has an unknown section or key, or a value of another type."""
         given = {"tls": self.tls or None, "token_file": self.token_file or None, "insecure": self.insecure or None}
         document = {**read_cluster_file(self.cluster_file), "cluster": None, "chief": {}}
         config = gather(None, {}, {"task": CHIEF, **given}, document, str(self.cluster_file))[0].config

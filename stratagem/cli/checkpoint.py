@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stratagem.cli.options import print_rows
 from stratagem.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -113,9 +114,6 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def _print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    if not rows:
-        return
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    click.echo("")
-    for cells in [columns, *rows]:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    if rows:
+        click.echo("")
+        print_rows([columns, *rows])

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from stratagem.cli.options import configure, role_options
+from stratagem.cli.options import configure, print_rows, role_options
 from stratagem.cluster.sources import ROLES
 
 
@@ -26,10 +26,8 @@ def _add_role(role: str) -> None:
     @role_options(role)
     def show(cluster_file: Path | None, **flags: Any) -> None:
         resolved, _ = configure(role, cluster_file, flags)
-        values = {name: str(value) or "(empty)" for name, value in resolved.config.model_dump().items()}
-        columns = max(map(len, values)), max(map(len, values.values()))
-        for name, value in values.items():
-            click.echo(f"{name:<{columns[0]}}  {value:<{columns[1]}}  {resolved.origins[name]}")
+        values = resolved.config.model_dump().items()
+        print_rows([(name, str(value) or "(empty)", resolved.origins[name]) for name, value in values])
 
 
 for _role in ROLES:

@@ -31,11 +31,8 @@ _EVERYWHERE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def address_to_ask(config: RoleConfig) -> str:
-    """host:port where a probe beside the task reaches it.
-
-    Raises:
-        ConfigurationError: the task takes a free port, which nobody can know.
-    """
+    """host:port where a probe beside the task reaches it. ConfigurationError: it takes a free port, which nobody can
+    know."""
     host, port = split_address(config.bind)
     if not port:
         raise ConfigurationError(
@@ -47,11 +44,7 @@ def address_to_ask(config: RoleConfig) -> str:
 
 def ask(address: str, task: str, service: str, timeout_s: float, security: Security) -> str:
     """What ``grpc.health.v1`` of the task at ``address`` says about ``service``: "SERVING", "NOT_SERVING", ….
-
-    Raises:
-        IdentityError: TLS does not come about.
-        PeerUnavailableError: nobody answers within ``timeout_s`` seconds.
-    """
+    IdentityError: TLS does not come about. PeerUnavailableError: nobody answers within ``timeout_s`` seconds."""
     with asking(address, task, security, f"{task} at {address}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # the stubs lack its methods
         reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)

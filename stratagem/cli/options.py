@@ -46,7 +46,6 @@ class _Place(click.Path):
 FOLDER, FILE = _Place(file_okay=False, path_type=Path), _Place(dir_okay=False, path_type=Path)
 SECONDS = Number(0, 86400, min_open=True)
 """How long to wait for an answer; a call of gRPC takes neither 0 nor inf."""
-_TYPES: dict[Any, Any] = {str: click.STRING, int: click.INT, float: click.FLOAT}
 
 
 def flag(name: str) -> str:
@@ -63,7 +62,7 @@ def _option(name: str, field: pydantic.fields.FieldInfo) -> Callable[[Command], 
         return click.option(f"{flag(name)}/--no-{name.replace('_', '-')}", name, default=None, help=text)
     if typing.get_origin(annotation) is typing.Literal:
         return click.option(flag(name), name, type=click.Choice(list(typing.get_args(annotation))), help=text)
-    return click.option(flag(name), name, type=_TYPES[annotation], help=text)
+    return click.option(flag(name), name, type=annotation, help=text)
 
 
 def role_options(role: str) -> Callable[[Command], Command]:
@@ -106,11 +105,8 @@ def cluster_option(command: Command) -> Command:
 
 
 def pairs_of(form: str, texts: Sequence[str]) -> dict[str, str]:
-    """What a repeated option of a ``form`` like "--env NAME=VALUE" says, by name.
-
-    Raises:
-        ConfigurationError: a text is no pair, or two have one name.
-    """
+    """What a repeated option of a ``form`` like "--env NAME=VALUE" says, by name. ConfigurationError: a text is no
+    pair, or two have one name."""
     pairs: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -120,6 +116,13 @@ def pairs_of(form: str, texts: Sequence[str]) -> dict[str, str]:
             raise ConfigurationError(f"expected {form} once for {key}, got {key}={pairs[key]} and {text}")
         pairs[key] = value
     return pairs
+
+
+def print_rows(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table whose columns are as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 class _Loader(yaml.SafeLoader):
@@ -135,11 +138,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_cluster_file(path: Path | None) -> dict[str, Any]:
-    """The parsed cluster file; empty without one.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is not a YAML mapping.
-    """
+    """The parsed cluster file; empty without one. ConfigurationError: it cannot be read, or is not a YAML mapping."""
     if path is None:
         return {}
     try:
@@ -158,9 +157,6 @@ def read_cluster_file(path: Path | None) -> dict[str, Any]:
 def configure(
     role: str | None, cluster_file: Path | None, flags: dict[str, Any]
 ) -> tuple[Resolved[RoleConfig], TaskPlacement | None]:
-    """The configuration of a role from flags, the environment of this process and the cluster file, as :func:`gather`.
-
-    Raises:
-        ConfigurationError: a source is not valid.
-    """
+    """The configuration of a role from flags, the environment of this process and the cluster file, as
+    :func:`gather`."""
     return gather(role, own_environment(os.environ), flags, read_cluster_file(cluster_file), str(cluster_file))

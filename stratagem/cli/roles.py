@@ -85,11 +85,8 @@ def _once(role: str, config: RoleConfig, *arguments: object) -> int:
 def script_environment(
     resolved: Resolved[RoleConfig], placement: TaskPlacement | None, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """What a training script finds in its environment.
-
-    TF_CONFIG and torchrun's names; and what flags or a cluster file say, as ``STRATAGEM_<FIELD>``, because the
-    script's strategy reads its configuration there.
-    """
+    """What a training script finds in its environment: TF_CONFIG and torchrun's names; and what flags or a cluster file
+    say, as ``STRATAGEM_<FIELD>``, because the script's strategy reads its configuration there."""
     values = resolved.config.model_dump(exclude_defaults=True).items()
     variables = {ENV_PREFIX + name.upper(): str(value) for name, value in values}
     if placement is None or placement.task is None:

@@ -67,11 +67,8 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
 
 def _check_tasks(job: LocalJob) -> None:
     """Reads what each task will be told, and its certificate, as it does; what is wrong is said before any starts.
-
-    Raises:
-        ConfigurationError: a flag or variable that is unknown, or out of range; a certificate that cannot be used; more
-            tasks than this host bears.
-    """
+    ConfigurationError: a flag or variable that is unknown, or out of range; a certificate that cannot be used; more
+    tasks than this host bears."""
     check_size(job.num_workers, job.num_ps, job.num_threads)
     for task in (*job.servers, *job.workers):
         launch = plan_launch(job, task, RunFolders(Path()), os.environ, 1, chief_address="127.0.0.1:1")

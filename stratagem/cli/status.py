@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stratagem.cli.asking import Asking, asking_options
+from stratagem.cli.options import print_rows
 from stratagem.errors import StratagemError
 from stratagem.launch.status import fetch_stack, fetch_status
 from stratagem.rpc.plain_json import to_json
@@ -68,9 +69,7 @@ def _print_table(status: StatusView) -> None:
             table.add_row(*cells)
         Console(markup=False, emoji=False).print(table)
         return
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    for cells in [COLUMNS, *rows]:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    print_rows([COLUMNS, *rows])
 
 
 def _stacks(status: StatusView, timeout_s: float, security: Security) -> dict[str, list[str]]:

@@ -162,8 +162,6 @@ class ChiefConfig(ServerConfig):
 
 
 class PsConfig(LaneConfig):
-    """A parameter server."""
-
     transport: Literal["auto", "grpc", "tcp", "shm"] = "auto"
     """Lane to the ps whose copy this one keeps. auto: shm inside a host and tcp between hosts."""
     max_variables: int = pydantic.Field(default=100_000, ge=1)

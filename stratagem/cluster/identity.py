@@ -19,11 +19,7 @@ DNS_SUFFIX = ".stratagem.internal"
 
 
 def check_identity(name: str) -> str:
-    """``name``, if it is a task id or the operator.
-
-    Raises:
-        ClusterSpecError: it is neither.
-    """
+    """``name``, if it is a task id or the operator, else a ClusterSpecError."""
     try:
         return OPERATOR if name == OPERATOR else str(TaskId.parse(name))
     except ClusterSpecError:

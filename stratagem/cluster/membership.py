@@ -37,8 +37,6 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """The cluster as it stands."""
-
     ready: bool = False
     members: tuple[Member, ...] = ()
     lead: str = ""

@@ -18,11 +18,8 @@ _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The names in a list of Slurm: ``"a[01-03,7],b"`` is a01, a02, a03, a7, b.
-
-    Raises:
-        ClusterSpecError: the list is malformed, empty, or longer than :data:`MAX_NODES`.
-    """
+    """The names in a list of Slurm: ``"a[01-03,7],b"`` is a01, a02, a03, a7, b. ClusterSpecError: the list is
+    malformed, empty, or longer than :data:`MAX_NODES`."""
     names: list[str] = []
     if "[[" in text or re.search(r"\[[^\]]*$", text):
         raise _malformed(text, "a bracket is not closed")
@@ -57,11 +54,7 @@ def _malformed(text: str, why: str) -> ClusterSpecError:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """How many tasks each node has: ``"2(x3),1"`` is 2, 2, 2, 1.
-
-    Raises:
-        ClusterSpecError: it is no such list.
-    """
+    """How many tasks each node has: ``"2(x3),1"`` is 2, 2, 2, 1; a ClusterSpecError for what is no such list."""
     counts: list[int] = []
     for item in text.split(","):
         found = _REPEATED.fullmatch(item.strip())
@@ -96,11 +89,8 @@ def node_of_each_task(nodes: Sequence[str], counts: Sequence[int], distribution:
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process as one of several tasks.
-
-    Only ``srun`` sets SLURM_STEP_NUM_TASKS: a script that runs in an allocation without it, or as its only task,
-    trains alone.
-    """
+    """Whether ``srun`` started this process as one of several tasks. Only ``srun`` sets SLURM_STEP_NUM_TASKS: a script
+    that runs in an allocation without it, or as its only task, trains alone."""
     return environ.get("SLURM_STEP_NUM_TASKS", "1").strip() not in ("", "0", "1")
 
 

@@ -25,12 +25,8 @@ ROLES: dict[str, type[RoleConfig]] = {
 }
 ENV_PREFIX = "STRATAGEM_"
 OTHER_VARIABLES = (
-    "STRATAGEM_REPORT_FILE",
-    "STRATAGEM_RESUME_FILE",
-    "STRATAGEM_JOB_",
-    "STRATAGEM_MPI_PYTHON",
-    "STRATAGEM_TF_PYTHON",
-    "STRATAGEM_BENCHMARK_",
+    *("STRATAGEM_REPORT_FILE", "STRATAGEM_RESUME_FILE", "STRATAGEM_JOB_"),
+    *("STRATAGEM_MPI_PYTHON", "STRATAGEM_TF_PYTHON", "STRATAGEM_BENCHMARK_"),
 )
 """Variables (or, with "_" at the end, beginnings of variables) with our prefix that are no field of a role: where a
 worker writes its report for the launcher, which submitted job this is, and what the benchmarks use."""
@@ -63,11 +59,8 @@ def flag_layer(values: Mapping[str, Any]) -> Layer:
 
 def environment_layer(model: type[RoleConfig], environ: Mapping[str, str]) -> Layer:
     """The variables ``STRATAGEM_<FIELD>`` of a role; those of other roles are left alone. An empty one is not set:
-    docker-compose passes ``${NAME:-}`` so.
-
-    Raises:
-        ConfigurationError: a variable belongs to no role; offers the nearest one that does.
-    """
+    docker-compose passes ``${NAME:-}`` so. ConfigurationError: a variable belongs to no role; offers the nearest one
+    that does."""
     known = {ENV_PREFIX + name.upper() for role in ROLES.values() for name in role.model_fields}
     for variable in environ:
         other = any(variable == name or (name[-1] == "_" and variable.startswith(name)) for name in OTHER_VARIABLES)
@@ -115,11 +108,7 @@ def cluster_layer(cluster: ClusterSpec, task: TaskId, origin: str) -> Layer:
 
 
 def written_cluster(environ: Mapping[str, str], document: Mapping[str, Any], file: str) -> ClusterSpec | None:
-    """The cluster of a cluster file, if it has one.
-
-    Raises:
-        ClusterSpecError: the environment names another.
-    """
+    """The cluster of a cluster file, if it has one; a ClusterSpecError when the environment names another."""
     told = placement_from_environment(environ)
     written = ClusterSpec.from_mapping(document["cluster"]) if document.get("cluster") else None
     if told is not None and written is not None and told.cluster != written:
@@ -189,12 +178,8 @@ def _known(values: Mapping[str, Any], model: type[RoleConfig]) -> dict[str, Any]
 
 
 def resolve(model: type[Config], layers: Sequence[Layer]) -> Resolved[Config]:
-    """The configuration of a role from its sources, strongest first.
-
-    Raises:
-        ConfigurationError: an unknown key, a value of the wrong type or range, or a value that nobody gave;
-            says where it came from.
-    """
+    """The configuration of a role from its sources, strongest first. ConfigurationError: an unknown key, a value of the
+    wrong type or range, or a value that nobody gave; says where it came from."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for layer in layers:

@@ -14,11 +14,8 @@ _SINGLE = ("chief", "evaluator")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``"host:port"``; an IPv6 host stands in brackets, which are taken off.
-
-    Raises:
-        ClusterSpecError: there is no host, or no port between 0 and 65535.
-    """
+    """Host and port of ``"host:port"``; an IPv6 host stands in brackets, which are taken off. ClusterSpecError: there
+    is no host, or no port between 0 and 65535."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     valid_host = bool(host) and (bracketed or ":" not in host) and not any(c.isspace() or c == "/" for c in host)

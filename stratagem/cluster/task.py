@@ -21,11 +21,8 @@ class TaskId:
 
     @classmethod
     def parse(cls, text: str) -> TaskId:
-        """The task named by ``text``.
-
-        Raises:
-            ClusterSpecError: ``text`` is not ``type:index`` with a known type and an index as people write it.
-        """
+        """The task named by ``text``; a ClusterSpecError unless it is ``type:index`` with a known type and an index as
+        people write it."""
         task_type, colon, index = text.partition(":")
         if task_type not in TASK_TYPES or not colon or not _INDEX.fullmatch(index):
             known = ", ".join(TASK_TYPES)

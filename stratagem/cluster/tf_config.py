@@ -29,10 +29,7 @@ class TaskPlacement(NamedTuple):
 
 def parse_tf_config(text: str) -> TaskPlacement | None:
     """What the JSON of TF_CONFIG says; None for a config without a cluster, which means "not distributed".
-
-    Raises:
-        ClusterSpecError: malformed JSON, an unknown role or key, or a task that is not in the cluster.
-    """
+    ClusterSpecError: malformed JSON, an unknown role or key, or a task that is not in the cluster."""
     try:
         config = json.loads(text) if text.strip() else {}
     except json.JSONDecodeError as error:
@@ -73,11 +70,7 @@ def _parse_task(task: object) -> TaskId:
 
 
 def emit_tf_config(cluster: ClusterSpec, task: TaskId) -> str:
-    """TF_CONFIG for ``task``.
-
-    Raises:
-        ClusterSpecError: the task is not in the cluster.
-    """
+    """TF_CONFIG for ``task``; a ClusterSpecError when that is not in the cluster."""
     cluster.check_task(task)
     return json.dumps({"cluster": cluster.as_dict(), "task": {"type": task.type, "index": task.index}})
 

@@ -45,8 +45,6 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """A unit leased to a worker."""
-
     unit: Unit
     num_examples: int = 0
     step: int = 0

@@ -56,11 +56,7 @@ class Authority:
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """The authority in a folder.
-
-        Raises:
-            ConfigurationError: there is none, or its key is not there.
-        """
+        """The authority in a folder. ConfigurationError: there is none, or its key is not there."""
         try:
             certificate = x509.load_pem_x509_certificate((folder / AUTHORITY_FILE).read_bytes())
             key = serialization.load_pem_private_key((folder / AUTHORITY_KEY_FILE).read_bytes(), None)
@@ -77,11 +73,7 @@ class Authority:
         return cls(certificate, key)
 
     def save(self, folder: Path, *, with_key: bool) -> None:
-        """Writes certificate and, if wanted, key; overwrites nothing.
-
-        Raises:
-            ConfigurationError: a file is there already.
-        """
+        """Writes certificate and, if wanted, key; overwrites nothing (ConfigurationError)."""
         _refuse_existing([folder / AUTHORITY_FILE, *([folder / AUTHORITY_KEY_FILE] if with_key else [])])
         if with_key:
             _write(folder / AUTHORITY_KEY_FILE, _key_pem(self._key), 0o600)

@@ -21,7 +21,7 @@ from stratagem.launch.output import OutputRouter
 from stratagem.launch.plan import Launch, RunFolders, most_processes
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
-from stratagem.launch.signals import SignalPipe
+from stratagem.launch.signals import heard
 from stratagem.launch.status import StatusPoller
 from stratagem.launch.streams import LastingStream
 from stratagem.launch.summary import read_report
@@ -49,7 +49,8 @@ class LocalCluster:
     launch_for: LaunchFor
     output: OutputRouter
     on_status: Callable[[StatusView, float], None]
-    signals: SignalPipe
+    signals_fd: int
+    """Where signals come, as :func:`~stratagem.launch.signals.signal_pipe` gives it."""
     security: Security
     folders: RunFolders
     preload: bool
@@ -77,7 +78,7 @@ class LocalCluster:
         self._fork_server: ForkServer | None = None
         self._waits_for_fork_server: TaskId | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self.signals.fd, selectors.EVENT_READ)
+        self._selector.register(self.signals_fd, selectors.EVENT_READ)
 
     @property
     def status(self) -> StatusView | None:
@@ -96,8 +97,8 @@ class LocalCluster:
 
     def _wait(self) -> None:
         for key, _ in self._selector.select(self._tick_s):
-            if key.fd == self.signals.fd:
-                for signum in self.signals.read():
+            if key.fd == self.signals_fd:
+                for signum in heard(self.signals_fd):
                     self._do(self.supervisor.interrupted(signum, time.monotonic()))
             elif self._fork_server is not None and key.fd == self._fork_server.fd:
                 self._hear_fork_server(self._fork_server)
@@ -245,16 +246,15 @@ class LocalCluster:
         assert self._poller is not None and self._poller.latest is not None
         status = self._poller.latest
         pids = {process.task: process.pid for process in [*self._processes.values(), *([gone] if gone else [])]}
-        stepped = [TaskId.parse(state.task) for state in status.tasks if state.step > 0]
-        told_by = {TaskId.parse(state.task): state.pid for state in status.tasks}
+        told = {TaskId.parse(state.task): state for state in status.tasks}
+        ours = {task: state for task, state in told.items() if pids.get(task) == state.pid}
         if status.ready:
             self.supervisor.complete()
         if status.stop_reason and not any(state.state == "done" for state in status.tasks):
             self.supervisor.broken()
-        self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
-        lost = [TaskId.parse(state.task) for state in status.tasks if state.state == "lost"]
-        runs = [each for each in lost if each.type != "evaluator" and pids.get(each) == told_by[each]]
-        self.supervisor.away(runs, now)
+        self.supervisor.stepped([task for task, state in ours.items() if state.step > 0])
+        lost = [task for task, state in ours.items() if state.state == "lost" and task.type != "evaluator"]
+        self.supervisor.away(lost, now)
         if status.lead and status.ready:  # before that, whoever joined first leads
             self.output.lead = TaskId.parse(status.lead)
         self._start_wanted(status)

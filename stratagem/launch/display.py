@@ -84,11 +84,9 @@ class PlainDisplay:
         self._watched = WatchedVerdict()
 
     def show(self, stream: Stream, line: str) -> None:
-        """Writes the line to our stdout or stderr at once."""
         print(line, file=self._streams[stream], flush=True)
 
     def update(self, status: StatusView, now: float) -> None:
-        """Writes the progress if it is time and there is something new."""
         self._pace.add(now, status)
         if self._watched.look(status, now) and (off := self._watched.told) is not None:
             self.show("stderr", f"stratagem: {off.sentence} (stratagem why)")

@@ -125,7 +125,6 @@ def forget() -> None:
 
 
 def preload() -> None:
-    """Before the first fork."""
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()

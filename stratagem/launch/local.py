@@ -77,7 +77,7 @@ def run_local(
         shutdown_timeout_s=job.shutdown_timeout_s,
     )
     supervisor = Supervisor(job.workers, job.servers, policy)
-    with signal_pipe() as signals:  # to the last word: a signal that comes then has nothing left to end
+    with signal_pipe() as signals_fd:  # to the last word: a signal that comes then has nothing left to end
         try:
             if job.tls == AUTO and job.servers:
                 from stratagem.launch.certificates import make_throw_away  # needs a package of the extra tls
@@ -90,7 +90,7 @@ def run_local(
                 launch_for=launch_for or launch,
                 output=output,
                 on_status=display.update,
-                signals=signals,
+                signals_fd=signals_fd,
                 security=operator_security(certificates_of(job, folders), job.token_file) if job.servers else OPEN,
                 folders=folders,
                 preload=job.preload and launch_for is None,  # commands of others are not ours to run in a fork

@@ -59,11 +59,8 @@ COMMON_MACHINE_CONFIGS: Mapping[str, MachineConfig] = {
 
 
 def parse_machine(text: str) -> MachineConfig:
-    """The machine of a name, or of figures: "4:16" (cores, GiB), "4:16:1" (and GPUs).
-
-    Raises:
-        ConfigurationError: it is neither; offers the nearest name.
-    """
+    """The machine of a name, or of figures: "4:16" (cores, GiB), "4:16:1" (and GPUs). ConfigurationError: it is
+    neither; offers the nearest name."""
     if text in COMMON_MACHINE_CONFIGS:
         return COMMON_MACHINE_CONFIGS[text]
     cores, _, rest = text.partition(":")

@@ -36,11 +36,7 @@ _OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORK
 
 
 def current_folder() -> str:
-    """Where the job is started.
-
-    Raises:
-        ConfigurationError: it has been removed.
-    """
+    """Where the job is started; a ConfigurationError when it has been removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:

@@ -72,8 +72,6 @@ class OwnChild:
 
 
 class LineReader:
-    """Cuts what comes out of a pipe into lines."""
-
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
         self.fd = fd

@@ -21,13 +21,9 @@ _TIMEOUT_S = 10.0
 
 
 def own_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """``environ``, with STRATAGEM_TASK=worker:compose turned into the task that this container is.
-
-    STRATAGEM_ADVERTISE, where it is not set, becomes the container's name, by which the others reach it.
-
-    Raises:
-        ClusterSpecError: this is no container that docker-compose numbers.
-    """
+    """``environ``, with STRATAGEM_TASK=worker:compose turned into the task that this container is; a ClusterSpecError
+    where docker-compose numbers none. STRATAGEM_ADVERTISE, where it is not set, becomes the container's name, by which
+    the others reach it."""
     kind, _, index = environ.get(_TASK, "").partition(":")
     if index != COMPOSE:
         return environ
@@ -36,11 +32,7 @@ def own_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def index_of(container: str) -> int:
-    """``"project-worker-2"``: 1, because compose counts from 1.
-
-    Raises:
-        ClusterSpecError: the name does not end in a number.
-    """
+    """``"project-worker-2"``: 1, because compose counts from 1. ClusterSpecError: the name does not end in a number."""
     found = re.search(r"[-_]([1-9]\d{0,5})$", container)
     if found is None:
         raise ClusterSpecError(
@@ -51,11 +43,7 @@ def index_of(container: str) -> int:
 
 
 def container_name() -> str:
-    """The name of this container, as the name server of its network says it.
-
-    Raises:
-        ClusterSpecError: it says none.
-    """
+    """The name of this container, as the name server of its network says it; a ClusterSpecError when it says none."""
     try:
         address = socket.gethostbyname(socket.gethostname())
         # Not gethostbyaddr: that would answer from /etc/hosts, where the host name stands, not the container's name.

@@ -12,20 +12,16 @@ from collections.abc import Iterator
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class SignalPipe:
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def read(self) -> list[int]:
-        """SIGINT, SIGTERM and SIGHUP that have come since the last call (SIGCHLD only wakes)."""
-        try:
-            return [signum for signum in os.read(self.fd, 256) if signum in _HEARD]
-        except BlockingIOError:
-            return []
+def heard(fd: int) -> list[int]:
+    """SIGINT, SIGTERM and SIGHUP that have come into the pipe since the last call (SIGCHLD only wakes)."""
+    try:
+        return [signum for signum in os.read(fd, 256) if signum in _HEARD]
+    except BlockingIOError:
+        return []
 
 
 @contextlib.contextmanager
-def signal_pipe() -> Iterator[SignalPipe]:
+def signal_pipe() -> Iterator[int]:
     """Routes SIGINT, SIGTERM, SIGCHLD, and SIGHUP where nohup has not set it aside, of this process into a pipe; main
     thread only."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -36,7 +32,7 @@ def signal_pipe() -> Iterator[SignalPipe]:
     try:
         for signum in before:
             signal.signal(signum, lambda *_: None)  # the byte in the pipe says it all
-        yield SignalPipe(reading)
+        yield reading
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

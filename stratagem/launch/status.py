@@ -35,11 +35,8 @@ TIMEOUT_S = 2.0
 
 
 def chief_from_environment(named: str | None, otherwise: str = "") -> str:
-    """The chief's address: the one that is named, else that of the environment, else ``otherwise``.
-
-    Raises:
-        ClusterSpecError: nobody names it.
-    """
+    """The chief's address: the one that is named, else that of the environment, else ``otherwise``; a ClusterSpecError
+    when nobody names it."""
     if named:
         ChiefAddress(named)
         return named
@@ -54,12 +51,9 @@ def chief_from_environment(named: str | None, otherwise: str = "") -> str:
 
 
 def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> StatusView:
-    """Asks the chief at ``address``, which may be whatever ``--chief`` takes.
-
-    Raises:
-        IdentityError: TLS does not come about, or the chief does not know us.
-        PeerUnavailableError: it does not answer within ``timeout_s`` seconds, and none that stands by has taken over.
-    """
+    """Asks the chief at ``address``, which may be whatever ``--chief`` takes. IdentityError: TLS does not come about,
+    or the chief does not know us. PeerUnavailableError: it does not answer within ``timeout_s`` seconds, and none that
+    stands by has taken over."""
     request = chief_pb2.GetStatusRequest(measures=True)
     return from_reply(_ask_chief(address, security, lambda stub: stub.GetStatus(request, timeout=timeout_s)))
 
@@ -81,23 +75,15 @@ def _ask_chief(address: str, security: Security, ask: Callable[[chief_pb2_grpc.C
 
 
 def ask_to_scale(address: str, num_workers: int, num_ps: int, timeout_s: float, security: Security = OPEN) -> None:
-    """Says to the chief how many workers and ps there are to be; 0: as many as there are.
-
-    Raises:
-        ConfigurationError: the job cannot have another number.
-        PeerUnavailableError: the chief does not answer within ``timeout_s`` seconds.
-    """
+    """Says to the chief how many workers and ps there are to be; 0: as many as there are. ConfigurationError: the job
+    cannot have another number. PeerUnavailableError: no answer within ``timeout_s`` seconds."""
     request = chief_pb2.ScaleRequest(num_workers=num_workers, num_ps=num_ps)
     _ask_chief(address, security, lambda stub: stub.Scale(request, timeout=timeout_s))
 
 
 def fetch_stack(address: str, task: str, timeout_s: float, security: Security = OPEN) -> tuple[str, ...]:
     """The stacks of the threads of a worker or ps, one text per thread, and its last collectives and commits.
-
-    Raises:
-        IdentityError: TLS does not come about.
-        PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
-    """
+    IdentityError: TLS does not come about. PeerUnavailableError: it does not answer within ``timeout_s`` seconds."""
     with asking(address, task, security, f"{task} at {address}") as channel:
         reply = observer_pb2_grpc.ObserverStub(channel).GetStack(observer_pb2.GetStackRequest(), timeout=timeout_s)
     flight = "\n".join(["last collectives and commits", *(f"  {line}" for line in reply.flight)])

@@ -140,10 +140,7 @@ def failure_words(failure: Failure, tail: list[str]) -> str:
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     """Writes the summary in one piece; what is there and no file (a pipe, /dev/stdout) stays, and is written to.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of it.
-    """
+    OSError: it cannot be written; nothing is left of it."""
     if path.exists() and not path.is_file():
         path.write_text(to_json(summary, indent=2) + "\n")
         return
@@ -157,11 +154,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
 
 
 def reading_of_summary(path: Path) -> Reading:
-    """What a run has left.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is no summary.
-    """
+    """What a run has left. ConfigurationError: it cannot be read, or is no summary."""
     try:
         tasks = json.loads(path.read_text())["measures"]
         return Reading(

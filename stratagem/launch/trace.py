@@ -98,17 +98,8 @@ def events(traces: Sequence[TaskTrace]) -> dict[str, Any]:
                 tracks[track] = len(tracks) + 1
                 found.append(_name("thread_name", process, tracks[track], track))
             at, took = (span.start_ns - trace.offset_ns - zero) / 1e3, span.duration_ns / 1e3
-            place = {"pid": process, "tid": tracks[track]}
-            found.append(
-                {
-                    "ph": "X",
-                    "cat": "torch" if span.torch else "stratagem",
-                    "name": span.name,
-                    "ts": at,
-                    "dur": took,
-                    **place,
-                }
-            )
+            kind, place = "torch" if span.torch else "stratagem", {"pid": process, "tid": tracks[track]}
+            found.append({"ph": "X", "cat": kind, "name": span.name, "ts": at, "dur": took, **place})
             if not is_measure and not span.torch and (same := _SAME.search(span.name)):
                 parts[same[0]].append((at, took, process, tracks[track], trace.task))
     numbers = itertools.count(1)

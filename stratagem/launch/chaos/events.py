@@ -50,12 +50,8 @@ class ChaosEvent:
 def parse(
     text: str, tasks: Sequence[TaskId], has_copies: bool = False
 ) -> tuple[list[ChaosEvent], list[Iterator[ChaosEvent]]]:
-    """The events of ``text`` and those to be drawn. ``has_copies``: whether a ps follows another.
-
-    Raises:
-        ConfigurationError: a word that is none of the language, a task that the job does not have, or two that have
-            no connection; says which.
-    """
+    """The events of ``text`` and those to be drawn. ``has_copies``: whether a ps follows another. ConfigurationError: a
+    word that is none of the language, a task that the job does not have, or two that have no connection; says which."""
     events, drawn = [], []
     for each in filter(None, map(str.strip, text.split(";"))):
         if each.split()[0] == "random":

@@ -42,7 +42,6 @@ class Fired:
     """Until the target (of a chief: anybody) made a step after the fault."""
 
     def record(self) -> dict[str, Any]:
-        """For the summary."""
         return {
             "event": self.event.text,
             "after_s": round(self.after_s, 1),
@@ -56,10 +55,7 @@ class Fired:
 
 class ChaosInjector:
     """The faults of one run: :meth:`tick` fires those that are due. ``has_copies``: whether a ps follows another.
-
-    Raises:
-        ConfigurationError: the text is wrong.
-    """
+    ConfigurationError: the text is wrong."""
 
     def __init__(self, text: str, tasks: tuple[TaskId, ...], say: Callable[[str], None], has_copies: bool) -> None:
         events, drawn = parse(text, tasks, has_copies)

@@ -41,10 +41,8 @@ def jobset_cluster(workload: Workload, names: Mapping[str, str] | None = None) -
 
 
 def jobset_spec(workload: Workload, names: Mapping[str, str] | None = None) -> Object:
-    """The ``spec``; arguments as of :func:`jobset_cluster`.
-
-    The JobSet is done when every Job is: the chief ends the ps, and everybody leaves with the job's exit code.
-    """
+    """The ``spec``; arguments as of :func:`jobset_cluster`. The JobSet is done when every Job is: the chief ends the
+    ps, and everybody leaves with the job's exit code."""
     cluster = jobset_cluster(workload, names)
     counts = (
         {"worker": 1} if cluster is None else {role: len(addresses) for role, addresses in cluster.as_dict().items()}

@@ -39,10 +39,8 @@ def shared_objects(workload: Workload, cluster: ClusterSpec | None) -> list[Obje
 
 
 def cluster_of(workload: Workload, host_of: Callable[[TaskId], str]) -> ClusterSpec | None:
-    """The cluster, by the names that ``host_of`` gives its tasks; None: the job is one process.
-
-    A name without a namespace ("worker-1.digits") is known to the DNS of Kubernetes in every namespace.
-    """
+    """The cluster, by the names that ``host_of`` gives its tasks; None: the job is one process. A name without a
+    namespace ("worker-1.digits") is known to the DNS of Kubernetes in every namespace."""
     if workload.chosen_strategy in ONE_PROCESS:
         return None
     counts = {"chief": 1, "worker": workload.num_workers, "ps": workload.num_ps, "evaluator": int(workload.evaluator)}
@@ -60,11 +58,8 @@ def tasks_of(cluster: ClusterSpec | None) -> tuple[TaskId, ...]:
 
 
 def cluster_variable(cluster: ClusterSpec) -> str:
-    """TF_CONFIG without a task, as the Helm chart writes it: sorted, without spaces.
-
-    Raises:
-        ConfigurationError: no process could be started with it.
-    """
+    """TF_CONFIG without a task, as the Helm chart writes it: sorted, without spaces. ConfigurationError: no process
+    could be started with it."""
     text = json.dumps({"cluster": cluster.as_dict()}, sort_keys=True, separators=(",", ":"))
     if len(text) > _MAX_VARIABLE:
         raise ConfigurationError(

@@ -93,12 +93,9 @@ def shows_page(workload: Workload) -> bool:
 
 
 def pod_template(workload: Workload, role: str, variables: Sequence[Object], hostname: str = "") -> Object:
-    """The template of a pod.
-
-    Args:
-        variables: ``env`` of the container, beside what the job's ConfigMap gives every task: which task it is.
-        hostname: of the pod below the job's Service; empty: the controller that makes the pod says it.
-    """
+    """The template of a pod. ``variables``: ``env`` of the container, beside what the job's ConfigMap gives every task:
+    which task it is. ``hostname``: of the pod below the job's Service; empty: the controller that makes the pod says
+    it."""
     place: Object = {"hostname": hostname, "subdomain": workload.name} if hostname else {}
     secrets = _secrets(workload, hostname)
     return {

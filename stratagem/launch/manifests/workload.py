@@ -22,11 +22,7 @@ _NAME = re.compile(rf"(?=.{{1,{_NAME_CHARACTERS}}}$)[a-z]([-a-z0-9]*[a-z0-9])?",
 
 
 def check_staleness(staleness: float, num_ps: int) -> None:
-    """A bound there can be, and parameter servers whose it is.
-
-    Raises:
-        ConfigurationError: one is missing.
-    """
+    """Refuses (ConfigurationError) a bound that there cannot be, or without parameter servers whose it is."""
     if not (isinstance(staleness, int | float) and staleness >= 0):
         raise ConfigurationError(f"expected a staleness of at least 0 (math.inf: asynchronous), got {staleness}")
     if 0 < staleness < math.inf and not num_ps:
@@ -36,11 +32,7 @@ def check_staleness(staleness: float, num_ps: int) -> None:
 
 
 def check_checkpoint_every(seconds: float, num_ps: int) -> None:
-    """The chief saves what ps hold, and nothing else.
-
-    Raises:
-        ConfigurationError: there are none.
-    """
+    """Refuses (ConfigurationError) checkpoints by the chief without ps: it saves what those hold, and nothing else."""
     if seconds and not num_ps:
         raise ConfigurationError(
             "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add ps, or save in "
@@ -49,11 +41,7 @@ def check_checkpoint_every(seconds: float, num_ps: int) -> None:
 
 
 def check_max_workers(most: int, num_workers: int, min_workers: int, num_ps: int) -> None:
-    """A job that takes further workers while it runs, and those that it begins with.
-
-    Raises:
-        ConfigurationError: it does neither.
-    """
+    """Refuses (ConfigurationError) fewer workers than a job begins with, or of a job that takes no further ones."""
     if most and not (most >= num_workers and (num_ps or min_workers)):
         raise ConfigurationError(
             f"--max-workers {most} says how many workers a job takes while it runs: expected at least as many as it "

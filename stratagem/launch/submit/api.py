@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from stratagem.launch.submit import submission
 from stratagem.launch.submit.entry_point import find_entry_point
 from stratagem.launch.submit.notebook import running_shell
 from stratagem.launch.submit.plan import make_plan
-from stratagem.launch.submit.record import Job, JobStore, own_job, runs_in_job
+from stratagem.launch.submit.record import Job, JobStore, own_job, remote
 from stratagem.launch.submit.request import JobRequest
 
 
@@ -97,8 +96,8 @@ def run(
         SubmitError: Docker, the registry or the cluster refused.
     """
     given = locals()  # the arguments, which have the names of the fields of a request
-    if runs_in_job(os.environ):
-        return own_job(os.environ)
+    if remote():
+        return own_job()
     request = JobRequest(**{field.name: given[field.name] for field in dataclasses.fields(JobRequest)})
     named = str(entry_point) if entry_point is not None else ""
     job, code = submit_and_follow(request, named, stream_logs=stream_logs, dry_run=dry_run)

@@ -60,11 +60,7 @@ class BuildContext:
         return f"{len(self.files)} files, {_size(self.num_bytes)}, from {self.root}"
 
     def check_holds(self, script: str) -> None:
-        """Refuses a context without the script.
-
-        Raises:
-            ConfigurationError: it was ignored.
-        """
+        """Refuses (ConfigurationError) a context that leaves the script out."""
         if script not in self.files:
             raise ConfigurationError(
                 f"the script {script} would not be in the image, because {IGNORE_FILE} of {self.root} leaves it out; "
@@ -87,11 +83,7 @@ class BuildContext:
 
 
 def read_context(root: Path) -> BuildContext:
-    """Lists what of ``root`` goes into an image.
-
-    Raises:
-        ConfigurationError: ``.dockerignore`` holds no patterns.
-    """
+    """Lists what of ``root`` goes into an image. ConfigurationError: ``.dockerignore`` holds no patterns."""
     ignore_file = root / IGNORE_FILE
     rules = IgnoreRules(ignore_file.read_text() if ignore_file.is_file() else DEFAULT_IGNORES)
     files: dict[str, int] = {}

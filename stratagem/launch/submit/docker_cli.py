@@ -17,12 +17,8 @@ NUM_LINES = 15
 
 
 def docker(arguments: Sequence[str], what: str) -> str:
-    """Runs ``docker ARGUMENTS`` and returns its standard output; ``what`` it does, for the error: "push the image".
-
-    Raises:
-        ConfigurationError: there is no docker command.
-        SubmitError: it failed; with its last lines.
-    """
+    """Runs ``docker ARGUMENTS`` and returns its standard output. ``what`` it does ("push the image") is for the
+    SubmitError when it fails, with its last lines; without a docker command it is a ConfigurationError."""
     try:
         done = subprocess.run(["docker", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     except FileNotFoundError:
@@ -33,12 +29,8 @@ def docker(arguments: Sequence[str], what: str) -> str:
 
 
 def build(image: ImagePlan) -> None:
-    """Builds the image; the context goes through a pipe, so that nothing is written into the project.
-
-    Raises:
-        ConfigurationError: there is no docker command.
-        SubmitError: the build failed; with its last lines.
-    """
+    """Builds the image, with the errors of :func:`docker`; the context goes through a pipe, so that nothing is written
+    into the project."""
     _say(f"builds the image {image.name}; the first one takes minutes")
     network = ["--network", image.network] if image.network else []
     command = ["docker", "build", "--progress=plain", *network, "--tag", image.name, "-"]
@@ -62,11 +54,8 @@ def build(image: ImagePlan) -> None:
 
 
 def push(name: str) -> str:
-    """Pushes an image and returns its name by digest: what runs is what was built.
-
-    Raises:
-        SubmitError: the registry refused it.
-    """
+    """Pushes an image and returns its name by digest: what runs is what was built. SubmitError: the registry refused
+    it."""
     _say(f"pushes the image {name}")
     docker(["push", "--quiet", name], f"push the image {name}")
     repository = name.rpartition(":")[0]

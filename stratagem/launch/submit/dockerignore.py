@@ -21,14 +21,9 @@ class _Rule:
 
 
 class IgnoreRules:
-    """The lines of a ``.dockerignore``.
-
-    A pattern that matches a folder matches everything in it; of several lines that match, the last one decides.
-    ``*`` and ``?`` stop at "/", ``**`` does not.
-
-    Raises:
-        ConfigurationError: a line that is no pattern.
-    """
+    """The lines of a ``.dockerignore``; a ConfigurationError for one that is no pattern. A pattern that matches a
+    folder matches everything in it; of several lines that match, the last one decides. ``*`` and ``?`` stop at "/",
+    ``**`` does not."""
 
     def __init__(self, text: str) -> None:
         self._rules = tuple(_rules(text))

@@ -25,16 +25,11 @@ class EntryPoint:
 
     @property
     def stem(self) -> str:
-        """Its name without endings."""
         return self.path.name.split(".")[0]
 
 
 def path_inside(path: Path, root: Path, what: str) -> str:
-    """The path of a file below the project folder, with "/".
-
-    Raises:
-        ConfigurationError: it stands elsewhere.
-    """
+    """The path of a file below the project folder, with "/"; a ConfigurationError when it stands elsewhere."""
     try:
         return Path(os.path.abspath(path)).relative_to(os.path.abspath(root)).as_posix()
     except ValueError:
@@ -45,15 +40,9 @@ def path_inside(path: Path, root: Path, what: str) -> str:
 
 
 def find_entry_point(entry_point: str | Path | None) -> EntryPoint:
-    """The script that is meant.
-
-    Args:
-        entry_point: path of a script or a notebook. None: the running notebook (its file where the frontend tells
-            which, else the cells executed so far), or the running script.
-
-    Raises:
-        ConfigurationError: no such file, or nothing runs that could be meant.
-    """
+    """The script that is meant: a path of a script or a notebook; None: the running notebook (its file where the
+    frontend tells which, else the cells executed so far), or the running script. ConfigurationError: there is no such
+    file, or nothing runs that could be meant."""
     if entry_point is not None:
         return _from_file(Path(entry_point))
     shell = notebook.running_shell()

@@ -76,21 +76,15 @@ class Cluster:
         self._api.close()
 
     def check_namespace(self) -> None:
-        """Says early what :meth:`create` would; whoever may not look at a namespace (403) hears it then.
-
-        Raises:
-            SubmitError: there is no such namespace.
-        """
+        """Refuses (SubmitError) a namespace that is not there, earlier than :meth:`create` would; whoever may not look
+        at one (403) hears it then."""
         with self._refusals(f"use the namespace {self.namespace} (`kubectl create namespace` makes one)", unless=403):
             v1 = self._group("v1")
             v1.read_namespace(self.namespace, _preload_content=False, _request_timeout=TIMEOUT_S).release_conn()
 
     def create(self, objects: Sequence[Object]) -> None:
-        """Creates the objects, all or none.
-
-        Raises:
-            SubmitError: the server refused one; those before it have been deleted again.
-        """
+        """Creates the objects, all or none: when the server refuses one (SubmitError), those before it are deleted
+        again."""
         made: list[Object] = []
         try:
             for one in objects:
@@ -104,11 +98,7 @@ class Cluster:
             raise
 
     def delete(self, objects: Sequence[Object]) -> None:
-        """Deletes the objects and what they own; those that are gone do not matter.
-
-        Raises:
-            SubmitError: the server refused.
-        """
+        """Deletes the objects and what they own; those that are gone do not matter. SubmitError: the server refused."""
         for one in objects:
             with self._refusals(f"delete {_name(one)}", unless=404):
                 name = one["metadata"]["name"]
@@ -126,11 +116,9 @@ class Cluster:
         return self.find("batch/v1", "Job", selector)
 
     def pods(self, selector: str) -> list[Object]:
-        """Pods with these labels, the oldest first."""
         return self.find("v1", "Pod", selector)
 
     def events(self, selector: str) -> list[Object]:
-        """Events whose fields are these."""
         with self._refusals("list events"):
             return list(self._call("list", "v1", "Event", field_selector=selector)["items"])
 

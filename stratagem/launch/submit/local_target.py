@@ -135,11 +135,8 @@ def _send(pid: int, signum: int) -> None:
 
 
 def check_installed(requirements: str) -> None:
-    """Refuses requirements (the text of a file) that this Python does not meet: a local job installs nothing.
-
-    Raises:
-        ConfigurationError: names those that are missing.
-    """
+    """Refuses requirements (the text of a file) that this Python does not meet, as a local job installs nothing; the
+    ConfigurationError names them."""
     missing = []
     for line in requirements.splitlines():
         text = line.split(" #")[0].strip()

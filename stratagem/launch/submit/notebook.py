@@ -15,11 +15,8 @@ SUFFIX = ".ipynb"
 
 
 def read_cells(path: Path) -> list[str]:
-    """The sources of the code cells of a notebook file, in their order; other cells are empty.
-
-    Raises:
-        ConfigurationError: no notebook of format 4, or not of Python.
-    """
+    """The sources of the code cells of a notebook file, in their order; other cells are empty. ConfigurationError: it
+    is no notebook of format 4, or not of Python."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -36,14 +33,9 @@ def read_cells(path: Path) -> list[str]:
 
 
 def to_script(cells: list[str], name: str) -> str:
-    """One script from the cells.
-
-    The cell that calls `run()` stays: in the job that call returns at once. Empty cells are left out; the first line
-    says the ``name`` of the notebook.
-
-    Raises:
-        ConfigurationError: a cell cannot be converted, or is not valid Python; names cell and line.
-    """
+    """One script from the cells. The cell that calls `run()` stays: in the job that call returns at once. Empty cells
+    are left out; the first line says the ``name`` of the notebook. ConfigurationError: a cell cannot be converted, or
+    is not valid Python; names cell and line."""
     bound = bound_names(cells)
     lines = [f'"""Made from {name}."""', NEEDS]
     starts: list[tuple[int, int]] = []

@@ -27,15 +27,10 @@ NEEDS = "import subprocess as _subprocess"
 
 
 def convert_cell(source: str, cell: int, bound: frozenset[str] = frozenset()) -> str:
-    """The cell as plain Python, line for line (a command that goes on over several lines is followed by blank ones).
-
-    A command that fails ends the script with ``CalledProcessError``: nobody watches a job. It runs without a shell,
-    unless it is written for one. ``cell``: its number, from 1, for messages; ``bound``: names that the notebook's
-    Python code binds.
-
-    Raises:
-        ConfigurationError: a magic, help or something that only IPython can do; names cell and line.
-    """
+    """The cell as plain Python, line for line (a command that goes on over several lines is followed by blank ones). A
+    command that fails ends the script with ``CalledProcessError``: nobody watches a job. It runs without a shell,
+    unless it is written for one. ``cell``: its number, from 1; ``bound``: names that the notebook's Python code binds.
+    ConfigurationError: a magic, help or something that only IPython can do; names cell and line."""
     lines = source.split("\n")
     done: list[str] = []
     at = 0

@@ -81,11 +81,8 @@ class JobPlan:
 
 
 def make_plan(request: JobRequest, entry_point: EntryPoint, root: Path) -> JobPlan:
-    """Plans a job; ``root``: the project, whose files go into the image.
-
-    Raises:
-        ConfigurationError: a file that is needed would not be in the image.
-    """
+    """Plans a job; ``root``: the project, whose files go into the image. ConfigurationError: one that is needed would
+    not be there."""
     job_id = new_job_id(entry_point.stem)
     image = None if request.target == "local" else _plan_image(request, entry_point, root, job_id)
     plan = JobPlan(job_id, request, entry_point, root, image)
@@ -117,14 +114,9 @@ def _plan_image(request: JobRequest, entry_point: EntryPoint, root: Path, job_id
 def render_dockerfile(
     job_id: str, base_image: str, script: str, has_requirements: bool, labels: Mapping[str, str]
 ) -> str:
-    """The text of the Dockerfile.
-
-    The archive that is sent has it at the top, beside ``requirements.txt`` and the project in ``project/``.
-
-    Args:
-        base_image: has Python and stratagem, of the version of whoever submits.
-        script: path in the project; what the image runs when nothing else is said.
-    """
+    """The text of the Dockerfile, which the archive that is sent has at the top, beside ``requirements.txt`` and the
+    project in ``project/``. ``base_image`` has Python and stratagem, of the version of whoever submits; ``script``, a
+    path in the project, is what the image runs when nothing else is said."""
     missing = (
         f"the base image {base_image} has no stratagem {__version__}: build one with deploy/Dockerfile and name it "
         "docker_base_image"

@@ -40,17 +40,13 @@ def job_variables(job: Job) -> dict[str, str]:
     return {_ID: job.id, _TARGET: job.target, _IMAGE: job.docker_image, _DIR: job.folder}
 
 
-def runs_in_job(environ: Mapping[str, str]) -> bool:
-    return any(environ.get(name) for name in (_ID, *_TASK_SIGNS))
-
-
 def remote() -> bool:
     """Whether this process is part of a job: what `run()` submitted, or a task of a cluster."""
-    return runs_in_job(os.environ)
+    return any(os.environ.get(name) for name in (_ID, *_TASK_SIGNS))
 
 
-def own_job(environ: Mapping[str, str]) -> Job:
-    return Job(*(environ.get(name, "") for name in (_ID, _TARGET, _IMAGE, _DIR)))
+def own_job() -> Job:
+    return Job(*(os.environ.get(name, "") for name in (_ID, _TARGET, _IMAGE, _DIR)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +124,7 @@ class JobStore:
         os.replace(partial, file)
 
     def load(self, job_id: str) -> JobRecord:
-        """The record of a job.
-
-        Raises:
-            ConfigurationError: there is no such job (names the nearest), or its file is damaged.
-        """
+        """The record of a job. ConfigurationError: there is no such job (names the nearest), or its file is damaged."""
         file = self.folder(job_id) / FILE
         if "/" in job_id or job_id.startswith(".") or not file.is_file():
             known = [record.id for record in self.all()]

@@ -27,11 +27,8 @@ _IMAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/:@-]*")
 
 @dataclasses.dataclass(frozen=True)
 class JobRequest:
-    """One job, as the user wrote it; the names are those of :func:`stratagem.run`.
-
-    Raises:
-        ConfigurationError: says what was expected, what came, and what to write instead.
-    """
+    """One job, as the user wrote it; the names are those of :func:`stratagem.run`. The ConfigurationError says what was
+    expected, what came, and what to write instead."""
 
     target: str = "local"
     distribution_strategy: str | None = "auto"
@@ -135,7 +132,6 @@ class JobRequest:
 
     @property
     def ps(self) -> MachineConfig:
-        """Machine of each parameter server."""
         return machine_of(self.ps_config, "ps_config")
 
     @property
@@ -205,11 +201,8 @@ class JobRequest:
 
 
 def machine_of(config: object, name: str) -> MachineConfig:
-    """The machine of a name or of figures ("4:16"), or the one given; "auto" is "CPU".
-
-    Raises:
-        ConfigurationError: no such machine; offers the nearest.
-    """
+    """The machine of a name or of figures ("4:16"), or the one given; "auto" is "CPU". ConfigurationError: there is no
+    such machine; offers the nearest."""
     if isinstance(config, MachineConfig):
         return config
     if not isinstance(config, str):
@@ -223,14 +216,9 @@ def machine_of(config: object, name: str) -> MachineConfig:
 
 
 def check_labels(labels: object) -> dict[str, str]:
-    """The labels, if they are such.
-
-    The rules are those of Kubernetes: a key is ``name`` or ``prefix/name``, the name and the value at most 63 letters,
-    digits, "-", "_" and ".", with a letter or digit at both ends (a value may be empty), the prefix a DNS name.
-
-    Raises:
-        ConfigurationError: names the label, and the rule that it breaks.
-    """
+    """The labels, by the rules of Kubernetes: a key is ``name`` or ``prefix/name``, the name and the value at most 63
+    letters, digits, "-", "_" and ".", with a letter or digit at both ends (a value may be empty), the prefix a DNS
+    name. The ConfigurationError names the label, and the rule that it breaks."""
     if not isinstance(labels, Mapping):
         raise ConfigurationError(f"expected job_labels like {{'team': 'vision'}}, got {labels!r}")
     if len(labels) > MAX_LABELS:

@@ -29,11 +29,8 @@ class Target(Protocol):
         """What would be submitted, for people."""
 
     def submit(self, plan: JobPlan, folder: Path, record: Record) -> None:
-        """Makes the image, has the job recorded, and starts it.
-
-        Raises:
-            SubmitError: the target refused; nothing is left running.
-        """
+        """Makes the image, has the job recorded, and starts it. SubmitError: the target refused; nothing is left
+        running."""
 
     def state(self, record: JobRecord, folder: Path) -> JobState:
         """Where the job stands."""
@@ -67,11 +64,8 @@ def show(plan: JobPlan) -> str:
 
 @unwinding()
 def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
-    """Makes the image, writes the job's record and starts it.
-
-    Raises:
-        SubmitError: the target refused, or the disk is full; nothing is left.
-    """
+    """Makes the image, writes the job's record and starts it. SubmitError: the target refused, or the disk is full;
+    nothing is left."""
     request = plan.request
     record = JobRecord(
         id=plan.id,
@@ -137,11 +131,7 @@ def cancel(job_id: str, store: JobStore) -> JobState:
 
 
 def remove(job_id: str, store: JobStore) -> None:
-    """Forgets a job that is over, with its logs, volume and image.
-
-    Raises:
-        ConfigurationError: it runs.
-    """
+    """Forgets a job that is over (ConfigurationError: it runs), with its logs, volume and image."""
     record = store.load(job_id)
     if not (state := state_of(record, store)).is_over and state.phase != "unknown":
         raise ConfigurationError(f"the job {job_id} is {state.phase}: `stratagem jobs cancel {job_id}` first")

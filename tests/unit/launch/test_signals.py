@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from stratagem.launch.signals import signal_pipe
+from stratagem.launch.signals import heard, signal_pipe
 
 AT_THE_END = """
 import atexit, os, signal, sys
@@ -33,17 +33,17 @@ def hangups(action: signal.Handlers) -> Iterator[None]:
 
 def test_a_terminal_that_goes_away_is_heard() -> None:
     with hangups(signal.SIG_DFL):
-        with signal_pipe() as signals:
+        with signal_pipe() as fd:
             for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT):
                 os.kill(os.getpid(), number)
-            assert signals.read() == [signal.SIGHUP, signal.SIGINT]
+            assert heard(fd) == [signal.SIGHUP, signal.SIGINT]
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 def test_nohup_is_heeded() -> None:
-    with hangups(signal.SIG_IGN), signal_pipe() as signals:
+    with hangups(signal.SIG_IGN), signal_pipe() as fd:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert signals.read() == []
+        assert heard(fd) == []
 
 
 def test_an_interrupt_at_the_very_end_of_a_process_is_no_traceback() -> None:
