@@ -17,10 +17,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def stand_by_if_first() -> None:
-    """In process 1: forks, returns in the child alone, and ends with the child's exit code. Elsewhere: nothing.
-
-    To be called before anything starts a thread.
-    """
+    """In process 1: forks, returns in the child alone, and ends with the child's exit code. Elsewhere: nothing. To be
+    called before anything starts a thread."""
     if os.getpid() == 1:
         fork_and_stand_by()
 

@@ -66,15 +66,9 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def node_of_each_task(nodes: Sequence[str], counts: Sequence[int], distribution: str = "block") -> list[str]:
-    """The node of each task, by rank.
-
-    Args:
-        distribution: what ``srun --distribution`` was given: "block" fills one node after the other, "cyclic" deals
-            tasks out in turns. What follows a ":" is about sockets.
-
-    Raises:
-        ClusterSpecError: another distribution, or not one count for each node.
-    """
+    """The node of each task, by rank. ``distribution``: what ``srun --distribution`` was given: "block" fills one node
+    after the other, "cyclic" deals tasks out in turns; what follows a ":" is about sockets. ClusterSpecError: it is
+    another, or there is not one count for each node."""
     if len(nodes) != len(counts):
         raise ClusterSpecError(
             f"Slurm lists {len(nodes)} nodes and the tasks of {len(counts)} nodes; run the script with srun"

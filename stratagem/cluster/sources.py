@@ -74,14 +74,9 @@ def environment_layer(model: type[RoleConfig], environ: Mapping[str, str]) -> La
 
 
 def file_layers(role: str, document: Mapping[str, Any], file: str) -> list[Layer]:
-    """The layers of a cluster file for a role: its own section, then the section ``defaults``.
-
-    Args:
-        document: the parsed YAML: ``cluster``, ``defaults`` and one section per role, each optional.
-
-    Raises:
-        ConfigurationError: an unknown section or key.
-    """
+    """The layers of a cluster file for a role: its own section, then the section ``defaults``. ``document``: the parsed
+    YAML: ``cluster``, ``defaults`` and one section per role, each optional. ConfigurationError: an unknown section or
+    key."""
     sections = ("cluster", "defaults", *ROLES)
     refuse_unknown("section", document, sections, f" in {file}")
     for section, values in document.items():

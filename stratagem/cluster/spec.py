@@ -93,13 +93,9 @@ class ClusterSpec(WithWaysOut):
         owners: dict[str, TaskId] = {}
         for task in self.tasks:
             address = self.address(task)
-            if split_address(address)[1] == 0:
-                continue
-            if address in owners:
-                raise ClusterSpecError(
-                    f"{owners[address]} and {task} have the same address {address!r}; give each task its own"
-                )
-            owners[address] = task
+            owner = owners.setdefault(address, task)
+            if owner != task and split_address(address)[1] != 0:
+                raise ClusterSpecError(f"{owner} and {task} have the same address {address!r}; give each task its own")
 
     @classmethod
     def from_mapping(cls, cluster: object) -> ClusterSpec:

@@ -103,13 +103,9 @@ def _has_master(cluster: ClusterSpec) -> bool:
 
 
 def parse_torchrun(environ: Mapping[str, str]) -> TaskPlacement | None:
-    """The cluster of workers that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; None without RANK.
-
-    Worker 0 is at MASTER_ADDR:MASTER_PORT (there the chief will serve); the others take free ports.
-
-    Raises:
-        ClusterSpecError: a variable is missing or no number, or RANK is not below WORLD_SIZE.
-    """
+    """The cluster of workers that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; None without RANK. Worker 0
+    is at MASTER_ADDR:MASTER_PORT (there the chief will serve); the others take free ports. ClusterSpecError: a variable
+    is missing or no number, or RANK is not below WORLD_SIZE."""
     if "RANK" not in environ:
         return None
     if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
@@ -129,15 +125,10 @@ def parse_torchrun(environ: Mapping[str, str]) -> TaskPlacement | None:
 
 
 def placement_from_environment(environ: Mapping[str, str]) -> TaskPlacement | None:
-    """Where this process stands; None: it is not part of a cluster.
-
-    The cluster is that of TF_CONFIG, and the task its "task" or STRATAGEM_TASK. Without TF_CONFIG, torchrun's
-    variables say both, and without those a step of Slurm with several tasks.
-
-    Raises:
-        ClusterSpecError: what is written is not valid, or TF_CONFIG disagrees with STRATAGEM_TASK or with torchrun's
-            variables.
-    """
+    """Where this process stands; None: it is not part of a cluster. The cluster is that of TF_CONFIG, and the task its
+    "task" or STRATAGEM_TASK. Without TF_CONFIG, torchrun's variables say both, and without those a step of Slurm with
+    several tasks. ClusterSpecError: what is written is not valid, or TF_CONFIG disagrees with STRATAGEM_TASK or with
+    torchrun's variables."""
     placement = parse_tf_config(environ.get("TF_CONFIG", ""))
     if placement is None:
         if "RANK" not in environ and is_step(environ):

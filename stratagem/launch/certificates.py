@@ -80,16 +80,9 @@ class Authority:
         _write(folder / AUTHORITY_FILE, self._certificate.public_bytes(serialization.Encoding.PEM), 0o644)
 
     def issue(self, identity: str, hosts: Iterable[str], folder: Path, *, days: int, renew: bool = False) -> None:
-        """Writes key and certificate of a task.
-
-        Args:
-            identity: a task id, or "operator".
-            hosts: names and addresses under which tools other than ours will reach it.
-            renew: replace what is there, each file at once.
-
-        Raises:
-            ConfigurationError: a file is there already, or a host name that belongs to a task.
-        """
+        """Writes key and certificate of a task, by its id, or of "operator". ``hosts``: names and addresses under which
+        tools other than ours will reach it; ``renew``: replace what is there, each file at once. ConfigurationError: a
+        file is there already, or a host name that belongs to a task."""
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [
             x509.UniformResourceIdentifier(identity_uri(identity)),

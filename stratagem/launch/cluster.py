@@ -198,7 +198,7 @@ class LocalCluster:
         failure_before, num_lost = self.supervisor.failure, len(self.supervisor.lost)
         was_renewing = self.supervisor.phase is Phase.RENEWING
         if self.folders.resume_mark.exists():
-            self.supervisor.can_resume()
+            self.supervisor.resumes = True
         chief = process if task == self.chief else self._processes.get(self.chief)
         if chief is not None and chief.returncode == EXIT_FAILED:
             self.supervisor.broken()
@@ -249,7 +249,7 @@ class LocalCluster:
         told = {TaskId.parse(state.task): state for state in status.tasks}
         ours = {task: state for task, state in told.items() if pids.get(task) == state.pid}
         if status.ready:
-            self.supervisor.complete()
+            self.supervisor.was_complete = True
         if status.stop_reason and not any(state.state == "done" for state in status.tasks):
             self.supervisor.broken()
         self.supervisor.stepped([task for task, state in ours.items() if state.step > 0])

@@ -39,12 +39,8 @@ def run_local(
     stderr: TextIO | None = None,
 ) -> int:
     """Runs the job until every process has ended. ``launch_for``: other command lines than the job's own; ``stdout``
-    gets the lead's standard output, ``stderr`` everything else, if not ours.
-
-    Returns:
-        The exit code: 0, that of the first failure (1 if a signal killed it), or 128 plus the signal that
-        interrupted the launcher.
-    """
+    gets the lead's standard output, ``stderr`` everything else, if not ours. Returns the exit code: 0, that of the
+    first failure (1 if a signal killed it), or 128 plus the signal that interrupted the launcher."""
     streams = LastingStream(stdout or sys.stdout), LastingStream(stderr or sys.stderr)
     out, err = (cast(TextIO, stream) for stream in streams)
     num_cores = len(os.sched_getaffinity(0))

@@ -50,13 +50,9 @@ class TracebackFilter:
 
 
 class OutputRouter:
-    """Shows, logs and remembers what the tasks write.
-
-    Args:
-        show: shows one line on our stdout or stderr.
-        log_dir: one file ``<type>-<index>.log`` per task is appended to here.
-        verbose: show the standard output of every worker, marked, not only the lead's.
-    """
+    """Shows (``show``: one line on our stdout or stderr), logs (a file ``<type>-<index>.log`` per task in ``log_dir``
+    is appended to) and remembers what the tasks write. ``verbose``: the standard output of every worker, marked, not
+    only the lead's."""
 
     def __init__(self, show: Callable[[Stream, str], None], log_dir: Path, *, verbose: bool, colour: bool) -> None:
         self.lead = TaskId("worker", 0)

@@ -92,13 +92,8 @@ def fetch_stack(address: str, task: str, timeout_s: float, security: Security = 
 
 def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
     """The cluster that the chief at ``config.chief`` coordinates, and this task's place in it; the log says once that
-    it waits.
-
-    Raises:
-        ClusterTimeoutError: it did not answer within ``start_timeout_s``.
-        IdentityError: TLS does not come about, or the chief does not know us.
-        JobStoppedError: the job is over for this task.
-    """
+    it waits. ClusterTimeoutError: it did not answer within ``start_timeout_s``. IdentityError: TLS does not come about,
+    or the chief does not know us. JobStoppedError: the job is over for this task."""
     security = security_of(config)
     began = time.monotonic()
     deadline, quiet_until = began + config.start_timeout_s, began + SILENCE_S

@@ -81,9 +81,11 @@ class Supervisor:
         """Tasks that are not wanted any more: they end by themselves, and however they do, it is no failure."""
         self._added: set[TaskId] = set()
         """Those that were started because more were wanted."""
-        self._was_complete = False
+        self.was_complete = False
+        """Whether every task had joined the cluster in this life."""
         self._stepped: set[TaskId] = set()
-        self._resumes = False
+        self.resumes = False
+        """Whether the script goes on where it was when the whole job is started again."""
         self._is_broken = False
         """A ring with ``min_workers``, that the chief has ended: no worker is left that others could join."""
         self._interrupted_by = 0
@@ -112,17 +114,9 @@ class Supervisor:
         self.phase, self._deadline = Phase.RUNNING, None
         return [self._start(other) for other in (*self.servers[1:], *self.workers)]
 
-    def can_resume(self) -> None:
-        """The script goes on where it was when the whole job is started again."""
-        self._resumes = True
-
     def broken(self) -> None:
         """The chief has ended the job before its workers were done."""
-        self._is_broken = self._was_complete and self.policy.min_workers > 0
-
-    def complete(self) -> None:
-        """Every task has joined the cluster."""
-        self._was_complete = True
+        self._is_broken = self.was_complete and self.policy.min_workers > 0
 
     def stepped(self, tasks: Collection[TaskId]) -> None:
         """These tasks have completed a step in their present life."""
@@ -266,16 +260,16 @@ class Supervisor:
     def _why_not_again(self, task: TaskId, code: int) -> str | None:
         if self._is_hopeless(task, code):
             return f"exit code {code} is never retried"
-        if task.type == "chief" and code == EXIT_FAILED and not (self._is_broken and self._resumes):
+        if task.type == "chief" and code == EXIT_FAILED and not (self._is_broken and self.resumes):
             return "the chief stopped the job"
         if self._chief_is_done:
             return "the chief had already ended the job"
         if code == EXIT_FAILED and task not in self._stepped and not self._is_broken:
             return "it failed before its first step"
-        if code == EXIT_FAILED and not self.servers and not self._resumes:
+        if code == EXIT_FAILED and not self.servers and not self.resumes:
             return "its script would begin anew, as it restores nothing (sg.callbacks.BackupAndRestore does)"
-        if self._is_in_ring(task) and not self._resumes:
-            if self.policy.min_workers and not self._was_complete:
+        if self._is_in_ring(task) and not self.resumes:
+            if self.policy.min_workers and not self.was_complete:
                 return "--min-workers is for a ring that has formed; torch.distributed forms none; start the job again"
             if self.policy.min_workers:
                 return f"fewer than --min-workers {self.policy.min_workers} are left; start the job again"
@@ -320,10 +314,10 @@ class Supervisor:
         return code in _NEVER_RETRIED and not came_later
 
     def _goes_on_without(self, task: TaskId, code: int) -> bool:
-        if self._is_broken or not (self._is_in_ring(task) and self.policy.min_workers and self._was_complete):
+        if self._is_broken or not (self._is_in_ring(task) and self.policy.min_workers and self.was_complete):
             return False
         num_left = len(set(self.workers) - self.lost - {task})
-        saves_with_all = code == EXIT_PREEMPTED and self._resumes  # else it was told to end, and ended alone
+        saves_with_all = code == EXIT_PREEMPTED and self.resumes  # else it was told to end, and ended alone
         is_over = self._is_hopeless(task, code) or saves_with_all or self.phase is not Phase.RUNNING
         return not is_over and num_left >= self.policy.min_workers
 
@@ -354,7 +348,7 @@ class Supervisor:
         if self.running:
             self._deadline = now + min(self.policy.failure_timeout_s, self.policy.shutdown_timeout_s)
             return self._signal_all()
-        self.phase, self._was_complete, self._is_broken = Phase.STARTING, False, False
+        self.phase, self.was_complete, self._is_broken = Phase.STARTING, False, False
         self.life += 1
         self._done.clear()
         self.lost.clear()

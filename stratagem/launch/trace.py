@@ -45,15 +45,9 @@ class TaskTrace:
 def record(
     address: str, num_steps: int, timeout_s: float, security: Security = OPEN, with_torch: bool = False
 ) -> list[TaskTrace]:
-    """Traces every live worker and ps of the job until each worker has done ``num_steps`` steps.
-
-    Args:
-        timeout_s: seconds after which what has come is enough.
-        with_torch: the workers' operators of torch too; the profiler takes a second or more to start.
-
-    Raises:
-        PeerUnavailableError: the chief or a task does not answer.
-    """
+    """Traces every live worker and ps of the job until each worker has done ``num_steps`` steps, or for ``timeout_s``
+    seconds: then what has come is enough. ``with_torch``: the workers' operators of torch too; the profiler takes a
+    second or more to start. PeerUnavailableError: the chief or a task does not answer."""
     with contextlib.ExitStack() as cleanup:
         stubs = {}
         for task in fetch_status(address, 5.0, security).tasks:
@@ -81,9 +75,8 @@ def record(
 
 def events(traces: Sequence[TaskTrace]) -> dict[str, Any]:
     """The traces in the Trace Event Format, which Perfetto and chrome://tracing open; microseconds from the first span.
-
-    Arrows go from a worker's push to the commits of it, and from the rank that came last to a collective to the others.
-    """
+    Arrows go from a worker's push to the commits of it, and from the rank that came last to a collective to the
+    others."""
     starts = [span.start_ns - trace.offset_ns for trace in traces for span in trace.spans]
     zero = min(starts, default=0)
     found: list[dict[str, Any]] = []

@@ -41,7 +41,8 @@ def check_checkpoint_every(seconds: float, num_ps: int) -> None:
 
 
 def check_max_workers(most: int, num_workers: int, min_workers: int, num_ps: int) -> None:
-    """Refuses (ConfigurationError) fewer workers than a job begins with, or of a job that takes no further ones."""
+    """Refuses (ConfigurationError) fewer than the workers that a job begins with, or of a job that takes no further
+    ones."""
     if most and not (most >= num_workers and (num_ps or min_workers)):
         raise ConfigurationError(
             f"--max-workers {most} says how many workers a job takes while it runs: expected at least as many as it "

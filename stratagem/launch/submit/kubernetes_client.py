@@ -17,16 +17,9 @@ Object = dict[str, Any]
 
 
 class Cluster:
-    """A namespace of a cluster.
-
-    Args:
-        context: of the user's kubeconfig; empty: the current one, or inside a pod the pod's own service account.
-        namespace: empty: that of the context.
-        kubeconfig: path of the kubeconfig; empty: KUBECONFIG, else ~/.kube/config.
-
-    Raises:
-        ConfigurationError: the client is not installed, or there is no configuration for it.
-    """
+    """A namespace of a cluster (empty: that of the context) by the ``context`` of a kubeconfig (empty: the current one,
+    or inside a pod the pod's own service account); ``kubeconfig``: its path (empty: KUBECONFIG, else ~/.kube/config).
+    ConfigurationError: the client is not installed, or there is no configuration for it."""
 
     def __init__(self, context: str = "", namespace: str = "", kubeconfig: str = "") -> None:
         try:

@@ -294,7 +294,7 @@ def test_a_script_alone_that_fails_after_a_step_is_started_again_if_it_goes_on_w
     assert supervisor.failure is not None and "its script would begin anew" in supervisor.failure.reason
     supervisor = _alone()
     supervisor.stepped([W0])
-    supervisor.can_resume()
+    supervisor.resumes = True
     assert supervisor.exited(W0, 1, 1.0) == [Start(W0)]
 
 
@@ -499,7 +499,7 @@ def _ring(resumes: bool = True) -> Supervisor:
     assert supervisor.begin(0.0) == [Start(CHIEF)]
     assert supervisor.listening(CHIEF) == [Start(W0), Start(W1)]
     if resumes:
-        supervisor.can_resume()
+        supervisor.resumes = True
     return supervisor
 
 
@@ -634,7 +634,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def script_goes_on(self) -> None:
-        self.supervisor.can_resume()
+        self.supervisor.resumes = True
 
     @rule(tasks=st.sets(st.sampled_from([CHIEF, PS, W0, W1])))
     def steps(self, tasks: set[TaskId]) -> None:
@@ -698,7 +698,7 @@ def _shrinking(num_workers: int = 3, max_restarts: int = 0) -> Supervisor:
 
 def test_a_ring_goes_on_with_those_who_are_left_and_ends_well() -> None:
     supervisor = _shrinking()
-    supervisor.complete()
+    supervisor.was_complete = True
     assert supervisor.exited(W1, -9, 1.0) == []
     assert supervisor.lost == {W1} and supervisor.num_restarts == 0
     supervisor.exited(W0, 0, 2.0)
@@ -709,27 +709,27 @@ def test_a_ring_goes_on_with_those_who_are_left_and_ends_well() -> None:
 
 def test_a_worker_of_such_a_ring_comes_back_as_long_as_restarts_are_left_and_it_trains() -> None:
     supervisor = _shrinking(max_restarts=2)
-    supervisor.complete()
+    supervisor.was_complete = True
     assert supervisor.exited(W1, -9, 1.0) == [Start(W1)]
     assert not supervisor.lost and supervisor.restarts == {W1: 1}
     assert supervisor.exited(W1, 2, 2.0) == [], "a newcomer that cannot join harms nobody"
     assert supervisor.lost == {W1} and supervisor.failure is None
     supervisor = _shrinking(max_restarts=2)
-    supervisor.complete()
+    supervisor.was_complete = True
     for _ in range(2):
         supervisor.exited(W1, -9, 1.0)
     assert supervisor.exited(W1, -9, 1.0) == [] and supervisor.lost == {W1}
     supervisor = _shrinking(max_restarts=2)
-    supervisor.complete()
+    supervisor.was_complete = True
     supervisor.exited(W0, 0, 1.0)
     assert supervisor.exited(W1, -9, 1.0) == [], "the others end"
 
 
 def test_a_worker_of_such_a_ring_that_is_told_to_end_ends_alone_unless_all_save_together() -> None:
     supervisor = _shrinking(max_restarts=3)
-    supervisor.complete()
+    supervisor.was_complete = True
     assert supervisor.exited(W1, 143, 1.0) == [Start(W1)]
-    supervisor.can_resume()
+    supervisor.resumes = True
     supervisor.exited(W1, 143, 2.0)
     assert supervisor.phase is Phase.RENEWING
 
@@ -737,8 +737,8 @@ def test_a_worker_of_such_a_ring_that_is_told_to_end_ends_alone_unless_all_save_
 def test_such_a_ring_begins_anew_where_a_worker_that_came_later_cannot_join_and_is_needed() -> None:
     """As in `fit`, which takes nobody in: that ends with exit code 2."""
     supervisor = _shrinking(max_restarts=4)
-    supervisor.can_resume()
-    supervisor.complete()
+    supervisor.resumes = True
+    supervisor.was_complete = True
     for worker in (W0, W1):
         assert supervisor.exited(worker, -9, 1.0) == [Start(worker)]
     supervisor.exited(W0, 2, 2.0)
@@ -748,7 +748,7 @@ def test_such_a_ring_begins_anew_where_a_worker_that_came_later_cannot_join_and_
 
 def test_a_ring_with_too_few_left_or_not_complete_yet_has_failed() -> None:
     supervisor = _shrinking(2)
-    supervisor.complete()
+    supervisor.was_complete = True
     supervisor.exited(W1, -9, 1.0)
     assert supervisor.failure is not None
     assert supervisor.failure.reason.startswith("fewer than --min-workers 2 are left; start")
@@ -760,7 +760,7 @@ def test_a_ring_with_too_few_left_or_not_complete_yet_has_failed() -> None:
 
 def test_a_ring_that_the_chief_has_ended_starts_none_of_its_workers_again() -> None:
     supervisor = _shrinking(max_restarts=3)
-    supervisor.complete()
+    supervisor.was_complete = True
     assert supervisor.exited(W1, -9, 1.0) == [Start(W1)]
     supervisor.broken()
     supervisor.exited(W0, 1, 2.0)
@@ -775,8 +775,8 @@ def test_a_ring_that_the_chief_has_ended_starts_none_of_its_workers_again() -> N
 @pytest.mark.parametrize("first", [W1, CHIEF], ids=str)
 def test_such_a_ring_begins_anew_if_its_script_goes_on_where_it_was(first: TaskId) -> None:
     supervisor = _shrinking(max_restarts=3)
-    supervisor.can_resume()
-    supervisor.complete()
+    supervisor.resumes = True
+    supervisor.was_complete = True
     assert supervisor.exited(W1, -9, 1.0) == [Start(W1)]
     supervisor.broken()
     assert supervisor.exited(first, 1, 2.0)[:1] == ([Signal(W0, signal.SIGTERM)] if first == CHIEF else [])
@@ -790,7 +790,7 @@ def test_such_a_ring_begins_anew_if_its_script_goes_on_where_it_was(first: TaskI
 
 def test_a_worker_that_must_not_be_retried_ends_a_ring_whoever_is_left() -> None:
     supervisor = _shrinking()
-    supervisor.complete()
+    supervisor.was_complete = True
     supervisor.exited(W1, 2, 1.0)
     assert supervisor.failure is not None and supervisor.failure.code == 2
 
