@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine
 from benchmarks.runner import Case, Sample, Value
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.specs import GroupSpec, ShardSpec
@@ -46,7 +45,7 @@ def _case(optimizer: str, num_parameters: int) -> Case:
         "parameters": num_parameters,
         "threads": 1,
     }
-    return Case.of_one_row(identity, lambda: (_measure(optimizer, num_parameters), machine.library_versions()))
+    return Case.of_ours(identity, lambda: _measure(optimizer, num_parameters))
 
 
 def _measure(optimizer: str, num_parameters: int) -> Sample:

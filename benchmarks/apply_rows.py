@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import machine
 from benchmarks.apply import WrongUpdateError
 from benchmarks.runner import Case, Sample, Value
 from stratagem.cluster.initial_rows import InitialRows
@@ -43,7 +42,7 @@ def _case(optimizer: str) -> Case:
         "width": WIDTH,
         "threads": 1,
     }
-    return Case.of_one_row(identity, lambda: (_measure(optimizer), machine.library_versions()))
+    return Case.of_ours(identity, lambda: _measure(optimizer))
 
 
 def _measure(optimizer: str) -> Sample:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import machine
 from benchmarks.jobs import Task, python_module, run_job
 from benchmarks.runner import Case, Sample, Value
 
@@ -53,11 +51,11 @@ def _case(num_workers: int, rate: float, seconds: float) -> Case:
     }
     command = python_module("chief_job", str(num_workers), str(rate), str(seconds))
 
-    def measure() -> tuple[Sample, Mapping[str, str]]:
+    def measure() -> Sample:
         text = run_job([Task(command)], Path.read_text)
-        return to_sample(ChiefResult(**json.loads(text))), machine.library_versions()
+        return to_sample(ChiefResult(**json.loads(text)))
 
-    return Case.of_one_row(identity, measure)
+    return Case.of_ours(identity, measure)
 
 
 def to_sample(result: ChiefResult) -> Sample:

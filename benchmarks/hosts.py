@@ -98,11 +98,11 @@ def _namespace_names(count: int) -> list[str]:
 
 
 def _build(switch: str, hosts: Sequence[Host], rate_mbit: int) -> None:
-    _add_namespace(switch)
+    _run("ip", "netns", "add", switch)
     _run("ip", "-netns", switch, "link", "add", "switch", "type", "bridge")
     _run("ip", "-netns", switch, "link", "set", "switch", "up")
     for index, host in enumerate(hosts):
-        _add_namespace(host.namespace)
+        _run("ip", "netns", "add", host.namespace)
         port = f"port{index}"
         _run(
             *("ip", "-netns", switch, "link", "add", port, "type", "veth"),
@@ -114,10 +114,6 @@ def _build(switch: str, hosts: Sequence[Host], rate_mbit: int) -> None:
         _run("ip", "-netns", host.namespace, "link", "set", INTERFACE, "up")
         _shape(host.namespace, INTERFACE, rate_mbit)
         _shape(switch, port, rate_mbit)
-
-
-def _add_namespace(name: str) -> None:
-    _run("ip", "netns", "add", name)
 
 
 def _shape(namespace: str, interface: str, rate_mbit: int) -> None:

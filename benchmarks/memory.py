@@ -8,12 +8,12 @@ import functools
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import machine
-from benchmarks.runner import Case, Sample, Value
+from benchmarks.runner import Case, Sample
 from benchmarks.training import jobs
+from benchmarks.training.cases import identity_of
 from benchmarks.training.result import JobResult
 from benchmarks.training.workloads import Workload
 from benchmarks.window import ROLES, family_cpu_s, role_of
@@ -119,12 +119,7 @@ def memory_cases(workload: Workload, lanes: Sequence[str], num_workers: int) -> 
 def _case(
     workload: Workload, system: str, lane: str, num_workers: int, num_ps: int, run: Callable[[], JobResult]
 ) -> Case:
-    identity: dict[str, Value] = {
-        "benchmark": "memory", "system": system, "workload": workload.name, "lane": lane, "workers": num_workers,
-        "ps": num_ps,
-    }  # fmt: skip
-
-    def measure() -> tuple[Sample, Mapping[str, str]]:
+    def measure() -> Sample:
         # A process of DDP is no task of ours; the launcher and the fork server hold no tensors and are no role.
         watch = Watch(os.getpid(), _ddp_role if system.startswith("ddp") else role_of)
         with watch.running():
@@ -139,9 +134,9 @@ def _case(
             sample[f"{role}_formula_mib"] = (
                 None if peak is None or system.startswith("ddp") else formula_mib(workload, role, num_ps)
             )
-        return sample, machine.library_versions()
+        return sample
 
-    return Case.of_one_row(identity, measure)
+    return Case.of_ours(identity_of("memory", workload, system, lane, num_workers, num_ps), measure)
 
 
 def _ddp_role(pid: int) -> str:

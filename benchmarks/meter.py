@@ -6,12 +6,12 @@ import dataclasses
 import json
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import machine
 from benchmarks.jobs import Task, run_job, stratagem_run
-from benchmarks.runner import Case, Sample, Value
+from benchmarks.runner import Case, Sample
+from benchmarks.training.cases import identity_of
 from benchmarks.training.workloads import SEED, WORKLOADS, Workload
 
 BLOCK_STEPS = 5
@@ -75,20 +75,12 @@ def median_between(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _case(workload: Workload, num_workers: int, num_ps: int, num_pairs: int) -> Case:
-    identity: dict[str, Value] = {
-        "benchmark": "meter",
-        "system": "stratagem",
-        "workload": workload.name,
-        "lane": LANE,
-        "workers": num_workers,
-        "ps": num_ps,
-    }
     options = ["--workers", str(num_workers), "--transport", LANE]
     options += ["--ps", str(num_ps), "--strategy", "ps"] if num_ps else ["--strategy", "ring"]
     arguments = [workload.name, str(WARMUP_STEPS), str(num_pairs), *([] if num_ps else [LANE])]
 
-    def measure() -> tuple[Sample, Mapping[str, str]]:
+    def measure() -> Sample:
         text = run_job([Task(stratagem_run("meter_job.py", arguments, *options))], Path.read_text)
-        return to_sample(PairedResult(**json.loads(text)), num_pairs), machine.library_versions()
+        return to_sample(PairedResult(**json.loads(text)), num_pairs)
 
-    return Case.of_one_row(identity, measure)
+    return Case.of_ours(identity_of("meter", workload, "stratagem", LANE, num_workers, num_ps), measure)

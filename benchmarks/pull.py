@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import machine
 from benchmarks.jobs import Task, run_job, stratagem_run
-from benchmarks.runner import Case, Sample, Value
+from benchmarks.runner import Case, Sample
+from benchmarks.training.cases import identity_of
 from benchmarks.training.workloads import Workload
 
 NUM_PS = 2
@@ -38,22 +37,13 @@ class WrongPullError(Exception):
 
 def pull_cases(workload: Workload) -> list[Case]:
     """One case: both kinds of pull take turns inside the same job."""
-    identity: dict[str, Value] = {
-        "benchmark": "pull",
-        "system": "stratagem",
-        "workload": workload.name,
-        "lane": LANE,
-        "workers": 1,
-        "ps": NUM_PS,
-    }
-
     options = ["--workers", "1", "--ps", str(NUM_PS), "--strategy", "ps", "--transport", LANE]
 
-    def measure() -> tuple[Sample, Mapping[str, str]]:
+    def measure() -> Sample:
         text = run_job([Task(stratagem_run("pull_job.py", [workload.name], *options))], Path.read_text)
-        return to_sample(PullResult(**json.loads(text)), workload), machine.library_versions()
+        return to_sample(PullResult(**json.loads(text)), workload)
 
-    return [Case.of_one_row(identity, measure)]
+    return [Case.of_ours(identity_of("pull", workload, "stratagem", LANE, 1, NUM_PS), measure)]
 
 
 def to_sample(result: PullResult, workload: Workload) -> Sample:

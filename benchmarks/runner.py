@@ -6,6 +6,8 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.machine import library_versions
+
 Value = str | int | float | None
 Identity = Mapping[str, Value]
 """The columns that name a row: benchmark, system, workload, …"""
@@ -32,6 +34,11 @@ class Case:
             return [sample], versions
 
         return cls([identity], measure_all)
+
+    @classmethod
+    def of_ours(cls, identity: Identity, measure: Callable[[], Sample]) -> Case:
+        """A case of one row, whose versions are those of our own side."""
+        return cls.of_one_row(identity, lambda: (measure(), library_versions()))
 
 
 @dataclasses.dataclass(frozen=True)

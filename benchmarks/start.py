@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from benchmarks import machine
 from benchmarks.jobs import JOB_TIMEOUT_S, ROOT, THREADS, JobFailedError
 from benchmarks.runner import Case, Sample, Value
 from stratagem.rpc import heap
@@ -31,11 +31,7 @@ def start_cases() -> list[Case]:
 
 def _case(system: str, job: str, command: Sequence[str]) -> Case:
     identity: dict[str, Value] = {"benchmark": "start", "system": system, "job": job}
-
-    def measure() -> tuple[Sample, Mapping[str, str]]:
-        return run_to_end(command), machine.library_versions()
-
-    return Case.of_one_row(identity, measure)
+    return Case.of_ours(identity, functools.partial(run_to_end, command))
 
 
 def run_to_end(command: Sequence[str]) -> Sample:

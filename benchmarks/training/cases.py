@@ -95,7 +95,7 @@ def fit_cases(workload: Workload) -> list[Case]:
             result.check(workload.timed_steps)
         return [to_sample(result, workload) for result in results], machine.library_versions()
 
-    return [Case([_identity("fit", workload, system, None, 1, 0) for system in FIT_SYSTEMS], measure)]
+    return [Case([identity_of("fit", workload, system, None, 1, 0) for system in FIT_SYSTEMS], measure)]
 
 
 def to_sample(result: JobResult, workload: Workload) -> Sample:
@@ -142,12 +142,13 @@ def _case(
         own = {} if system == "tensorflow" else machine.library_versions()
         return sample(result) if sample else to_sample(result, workload), {**own, **result.versions}
 
-    return Case.of_one_row(_identity(benchmark, workload, system, lane, num_workers, num_ps), measure)
+    return Case.of_one_row(identity_of(benchmark, workload, system, lane, num_workers, num_ps), measure)
 
 
-def _identity(
+def identity_of(
     benchmark: str, workload: Workload, system: str, lane: str | None, num_workers: int, num_ps: int
 ) -> dict[str, Value]:
+    """The columns that name a row of training."""
     return {
         "benchmark": benchmark,
         "system": system,
