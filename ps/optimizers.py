@@ -3,6 +3,10 @@
 Elementwise means that a parameter cut anywhere gets the same values as the whole: that is what lets a ps keep many
 variables, or rows of them, in one flat tensor. The torch classes do the arithmetic; this module only knows
 which state each keeps.
+
+Of tables an optimizer changes the rows that have a gradient and no other, as torch does with sparse gradients. A row
+that a batch does not use keeps its weights and slots; the number of updates is the table's. Momentum and weight decay
+would have to change every row in every update: they are refused.
 """
 
 from __future__ import annotations
@@ -10,16 +14,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
-from stratagem.ps.row_updates import check_for_rows
 
 HyperParameters = Mapping[str, Any]
 """Arguments of a torch.optim class by name: numbers, booleans, None and tuples of numbers."""
+UpdateRows = Callable[[HyperParameters, int, torch.Tensor, Sequence[torch.Tensor], torch.Tensor], None]
+"""Changes weights and slots in place: hyper-parameters, number of this update (from 1), weights, slots, gradient."""
 
 _IMPLEMENTATION_CHOICES = ("foreach", "fused", "capturable")
 """Arguments that choose how torch computes, not what; here the ps chooses."""
@@ -48,6 +54,10 @@ class OptimizerRule:
     """Hyper-parameters of the first update that sees ``first_slot``, when its slot is still zero."""
     first_slot: str = ""
     """See ``first_overrides``."""
+    update_rows: UpdateRows | None = None
+    """How it changes rows of tables."""
+    must_be_off: tuple[str, ...] = ()
+    """Hyper-parameters that have to be 0 or False there, because they concern every row."""
 
     @property
     def name(self) -> str:
@@ -111,12 +121,51 @@ _RULES: dict[str, OptimizerRule] = {
     )
 }
 
+
+def _sgd_rows(
+    hyper: HyperParameters, step: int, weights: torch.Tensor, slots: Sequence[torch.Tensor], gradient: torch.Tensor
+) -> None:
+    weights.add_(gradient, alpha=-_rate(hyper))
+
+
+def _adagrad_rows(
+    hyper: HyperParameters, step: int, weights: torch.Tensor, slots: Sequence[torch.Tensor], gradient: torch.Tensor
+) -> None:
+    (total,) = slots
+    total.addcmul_(gradient, gradient)
+    rate = _rate(hyper) / (1 + (step - 1) * hyper["lr_decay"])
+    weights.addcdiv_(gradient, total.sqrt().add_(hyper["eps"]), value=-rate)
+
+
+def _sparse_adam_rows(
+    hyper: HyperParameters, step: int, weights: torch.Tensor, slots: Sequence[torch.Tensor], gradient: torch.Tensor
+) -> None:
+    mean, square = slots
+    beta1, beta2 = hyper["betas"]
+    mean.lerp_(gradient.neg() if hyper["maximize"] else gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    rate = float(hyper["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    weights.addcdiv_(mean, square.sqrt().add_(hyper["eps"]), value=-rate)
+
+
+def _rate(hyper: HyperParameters) -> float:
+    return -float(hyper["lr"]) if hyper["maximize"] else float(hyper["lr"])
+
+
 _ROW_RULES: dict[str, OptimizerRule] = {
-    "SGD": OptimizerRule(torch.optim.SGD, _constant(), counts_steps=False),
-    "Adagrad": _RULES["Adagrad"],
-    "SparseAdam": OptimizerRule(torch.optim.SparseAdam, _constant("exp_avg", "exp_avg_sq")),
+    "SGD": OptimizerRule(
+        torch.optim.SGD,
+        _constant(),
+        counts_steps=False,
+        update_rows=_sgd_rows,
+        must_be_off=("momentum", "weight_decay", "nesterov"),
+    ),
+    "Adagrad": dataclasses.replace(_RULES["Adagrad"], update_rows=_adagrad_rows, must_be_off=("weight_decay",)),
+    "SparseAdam": OptimizerRule(
+        torch.optim.SparseAdam, _constant("exp_avg", "exp_avg_sq"), update_rows=_sparse_adam_rows
+    ),
 }
-"""What the optimizers of tables keep; :mod:`stratagem.ps.row_updates` has their arithmetic."""
+"""Of tables."""
 
 _REFUSALS = {
     "Adafactor": "it scales by norms over whole rows, columns and tensors, and a ps holds pieces",
@@ -135,13 +184,34 @@ def rule_for(name: str, by_rows: bool = False) -> OptimizerRule:
         UnsupportedOptimizerError: with the reason.
     """
     if by_rows:
-        check_for_rows(name, {})
-        return _ROW_RULES[name]
+        return check_for_rows(name, {})
     rule = _RULES.get(name)
     if rule is None:
         reason = _REFUSALS.get(name, "it is not one of the elementwise optimizers that were tested here")
         raise UnsupportedOptimizerError(
             f"a parameter server cannot run {name}: {reason}. Use one of {', '.join(SUPPORTED)}"
+        )
+    return rule
+
+
+def check_for_rows(name: str, hyper_parameters: HyperParameters) -> OptimizerRule:
+    """The rule of a torch.optim class for tables; refuses what cannot be done for the rows of a batch alone.
+
+    Raises:
+        UnsupportedOptimizerError: another class, or momentum or weight decay.
+    """
+    rule = _ROW_RULES.get(name)
+    if rule is None:
+        raise UnsupportedOptimizerError(
+            f"the rows of a table cannot be changed by {name}: it changes every row in every update, also those "
+            f"that a batch does not use. Give the tables an optimizer of their own, of {', '.join(_ROW_RULES)}, or all "
+            "parameters one of the first two"
+        )
+    on = [other for other in rule.must_be_off if hyper_parameters.get(other)]
+    if on:
+        raise UnsupportedOptimizerError(
+            f"{name} with {on[0]}={hyper_parameters[on[0]]} changes every row of a table in every update, also "
+            f"those that a batch does not use. Set {on[0]}=0, or give the tables an optimizer of their own"
         )
     return rule
 

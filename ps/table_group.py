@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from stratagem.errors import FrameError, LimitError, ProtocolError, VariableError
+from stratagem.ps.optimizers import check_for_rows
 from stratagem.ps.row_counts import RowCounts
-from stratagem.ps.row_updates import ROW_RULES, check_for_rows
 from stratagem.ps.row_values import fill_rows
 from stratagem.ps.rows import Block, RowTable, unpack
 from stratagem.ps.shard_group import Parts, ShardGroup
@@ -126,9 +126,8 @@ class TableGroup(ShardGroup):
         self.num_updates += 1
 
     def _update(self, blocks: Sequence[Block], scale: float) -> None:
-        assert self._rule is not None
+        assert self._rule is not None and self._rule.update_rows is not None
         hyper = self._hyper[self.spec.shards[0].param_group]
-        update = ROW_RULES[self.spec.optimizer].update
         tables = [self._table(name) for name in ("", *self._rule.slots(hyper))]
         at_once = max(1, CHUNK_BYTES // (self.spec.row_elements * self.spec.dtype.itemsize))
         for numbers, gradient in blocks:
@@ -139,7 +138,7 @@ class TableGroup(ShardGroup):
                 if num_rows > at_once:
                     some, part = numbers[start : start + at_once], gradient[start : start + at_once]
                 rows = [table.take(some) for table in tables]
-                update(hyper, self.counts[0], rows[0], rows[1:], part if scale == 1.0 else part * scale)
+                self._rule.update_rows(hyper, self.counts[0], rows[0], rows[1:], part if scale == 1.0 else part * scale)
                 for table, changed in zip(tables, rows, strict=True):
                     table.put(some, changed)
 

@@ -15,7 +15,7 @@ from stratagem.cluster.sources import ENV_PREFIX
 from stratagem.cluster.spec import join_address, split_address
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.asking import asking
+from stratagem.rpc.channels import asking
 from stratagem.rpc.security import Security, security_of
 
 EXIT_HEALTHY, EXIT_UNHEALTHY = 0, 1

@@ -31,9 +31,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.rpc.binding import is_loopback
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.security import Security, make_security
+from stratagem.rpc.security import Security, Token, make_security
 from stratagem.rpc.server import add_servicer, serve
-from stratagem.rpc.token import Token
 from stratagem.worker.ring.lane_plan import PairLane, wants_nccl
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService

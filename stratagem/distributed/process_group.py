@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import datetime
 import functools
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from stratagem.distributed import open_groups
 from stratagem.distributed.comm_memory import CommMemory
-from stratagem.distributed.dynamo import keep_dynamo_out
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.monitored import MonitoredBarriers
 from stratagem.distributed.nccl import Nccl, or_nccl
@@ -354,7 +356,18 @@ class LaneProcessGroup(dist.ProcessGroup):
         )
 
 
-keep_dynamo_out(LaneProcessGroup)
+def _keep_dynamo_out(owner: type) -> None:
+    """Out of the methods of a class: ``torch.compile`` around a model of DDP looks into every Python function that runs
+    meanwhile, also if C++ calls it. ``torch.compiler.disable`` would keep it out, but loads all of the compiler, and
+    costs every call some time."""
+    skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for function in vars(owner).values():
+        if isinstance(function, types.FunctionType):
+            for each in (function, inspect.unwrap(function)):
+                set_code_exec_strategy(each.__code__, skipped)
+
+
+_keep_dynamo_out(LaneProcessGroup)
 
 
 def _without_gradients(run: Callable[[], None]) -> None:

@@ -18,8 +18,7 @@ from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, placement_from_environment
 from stratagem.errors import ClusterSpecError, ClusterTimeoutError, PeerUnavailableError
-from stratagem.rpc.asking import asking
-from stratagem.rpc.channels import connect
+from stratagem.rpc.channels import asking, connect
 from stratagem.rpc.chief_address import FILE_NAME, NOWHERE, ChiefAddress
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 from stratagem.rpc.security import OPEN, Security, security_of

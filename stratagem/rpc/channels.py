@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from stratagem.cluster.identity import server_name
+from stratagem.errors import IdentityError, PeerUnavailableError
 from stratagem.rpc.binding import check_token_path
-from stratagem.rpc.declaring import AioDeclaringInterceptor, DeclaringInterceptor
-from stratagem.rpc.security import OPEN, Security, channel_credentials
+from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.handshake import explain_refusal
+from stratagem.rpc.security import OPEN, Declaration, Security
 
 KEEPALIVE_TIME_MS = 2000
 KEEPALIVE_TIMEOUT_MS = 1000
@@ -58,24 +62,71 @@ def connect(address: str, peer: str = "", security: Security = OPEN) -> grpc.Cha
     else:
         channel = grpc.secure_channel(address, credentials, options=options)
     if security.token is not None:
-        channel = grpc.intercept_channel(channel, DeclaringInterceptor(security))
+        channel = grpc.intercept_channel(channel, _Declaring(security.declaration))
     return channel
 
 
 def connect_aio(address: str, peer: str = "", security: Security = OPEN) -> grpc.aio.Channel:
     """The same for ``grpc.aio``, for unary calls: streams would not show the token."""
     options, credentials = _prepared(address, peer, security)
-    declare: list[Any] = [] if security.token is None else [AioDeclaringInterceptor(security)]
+    declare: list[Any] = [] if security.token is None else [_AioDeclaring(security.declaration)]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=declare)
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=declare)
+
+
+@contextlib.contextmanager
+def asking(address: str, task: str, security: Security, words: str) -> Iterator[grpc.Channel]:
+    """A channel to ``task`` for the ``with`` block; what goes wrong in it is raised as an error of ours. ``address``:
+    host:port; ``words``: the task, in the error.
+
+    Raises:
+        IdentityError: TLS does not come about, or the task does not know us.
+        PeerUnavailableError: it does not answer.
+    """
+    channel = connect(address, task, security)
+    try:
+        yield channel
+    except grpc.RpcError as error:
+        found = error_from_rpc(error, words)
+        if isinstance(found, PeerUnavailableError) and (reason := explain_refusal(address, task, security)):
+            raise IdentityError(reason) from None
+        raise found from None
+    finally:
+        channel.close()
 
 
 def _prepared(address: str, peer: str, security: Security) -> tuple[list[_Option], grpc.ChannelCredentials | None]:
     """Options of a channel, and its credentials; None: it is in the clear."""
     options = channel_options()
     if security.tls is not None:
-        return [*options, ("grpc.ssl_target_name_override", server_name(peer))], channel_credentials(security.tls)
+        pems = security.tls.read_or_keep()
+        credentials = grpc.ssl_channel_credentials(pems.authority, pems.key, pems.certificate)
+        return [*options, ("grpc.ssl_target_name_override", server_name(peer))], credentials
     if security.token is not None:
         check_token_path(address, security.insecure)
     return options, None
+
+
+# The interceptors of gRPC are generic in the stubs only.
+class _Declaring(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[type-arg]
+    """Says with every call who makes it."""
+
+    def __init__(self, declaration: Declaration) -> None:
+        self._declaration = declaration
+
+    def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        return continuation(details._replace(metadata=(*(details.metadata or ()), *self._declaration)), request)
+
+    intercept_stream_stream = intercept_unary_unary  # type: ignore[assignment]  # requests pass as one does
+
+
+class _AioDeclaring(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    """Unary calls of ``grpc.aio`` channels, which make no others: each kind would want an interceptor of its own."""
+
+    def __init__(self, declaration: Declaration) -> None:
+        self._declaration = declaration
+
+    async def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._declaration)
+        return await continuation(details._replace(metadata=metadata), request)

@@ -10,8 +10,7 @@ from stratagem.cluster.identity import server_name
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.security import Security
-from stratagem.rpc.tls_files import TlsFiles, identity_of
-from stratagem.rpc.tls_reasons import is_no_tls, reason_of, refusal_of
+from stratagem.rpc.tls_files import TlsFiles, identity_of, is_no_tls, reason_of, refusal_of
 
 TIMEOUT_S = 1.0
 """For each answer."""

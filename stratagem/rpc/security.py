@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import logging
 import ssl
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,14 +16,54 @@ import grpc
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.identity import OPERATOR, check_identity, identity_from_uris
 from stratagem.errors import ClusterSpecError, ConfigurationError, IdentityError
-from stratagem.rpc.tls_files import Pems, Stamp, TlsFiles
-from stratagem.rpc.token import Token
+from stratagem.rpc.tls_files import Pems, Stamp, TlsFiles, warn_if_open
 
 logger = logging.getLogger(__name__)
 
 TOKEN_KEY = "authorization"
 CALLER_KEY = "stratagem-caller"
 """Metadata of a caller without TLS: the token, and who it says it is."""
+Declaration = tuple[tuple[str, str], ...]
+MIN_CHARACTERS = 16
+"""Of a token."""
+
+
+class Token:
+    """Proves that a caller belongs to the job; which task it is, it can only say itself. A secret that can be shown and
+    compared, and is in no log line, ``repr`` or error."""
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    @classmethod
+    def read(cls, path: str) -> Token:
+        """The token in a file; space around it does not count.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or holds no token.
+        """
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+            raise ConfigurationError(f"cannot read the token file {path}: {reason}") from None
+        if len(text) < MIN_CHARACTERS or not text.isprintable() or " " in text:
+            raise ConfigurationError(
+                f"expected one word of at least {MIN_CHARACTERS} characters in the token file {path}, got {len(text)} "
+                f"characters; make one with: (umask 077; openssl rand -hex 32 > {path})"
+            )
+        warn_if_open(Path(path), "token file")
+        return cls(text)
+
+    @property
+    def header(self) -> str:
+        """What a caller sends as ``authorization``."""
+        return f"Bearer {self._value}"
+
+    def matches(self, header: str | bytes) -> bool:
+        """Whether ``authorization`` shows this token; takes the same time wherever they differ."""
+        shown = header.encode(errors="surrogateescape") if isinstance(header, str) else header
+        return hmac.compare_digest(shown, self.header.encode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +92,11 @@ class Security:
     def allows_clear_text(self) -> bool:
         """Whether payload may travel by ways that know no TLS."""
         return self.tls is None or self.insecure
+
+    @property
+    def declaration(self) -> Declaration:
+        """The metadata that says who calls, and shows the token; empty without one."""
+        return () if self.token is None else ((TOKEN_KEY, self.token.header), (CALLER_KEY, self.identity))
 
     def certificates(self) -> Stamp:
         """Changes when this process's certificate is renewed; while the files are not complete it does not."""
@@ -115,16 +162,6 @@ def make_security(identity: str, tls: str, token_file: str, insecure: bool = Fal
 def operator_security(tls: str, token_file: str, insecure: bool = False) -> Security:
     """As :func:`make_security` for the person at the terminal."""
     return make_security(OPERATOR, tls, token_file, insecure)
-
-
-def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    """Client's side of gRPC.
-
-    Raises:
-        ConfigurationError: the files cannot be used.
-    """
-    pems = tls.read_or_keep()
-    return grpc.ssl_channel_credentials(pems.authority, pems.key, pems.certificate)
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:

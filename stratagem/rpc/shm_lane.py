@@ -20,7 +20,6 @@ import torch
 
 from stratagem.errors import LimitError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.codec import as_tensors, byte_view, dtype_of, to_wire_dtype
-from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import Corkable, Payload, nothing
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, Borrowed
@@ -28,7 +27,7 @@ from stratagem.rpc.segment import receive_descriptor_into
 from stratagem.rpc.shm_message import BORROWED, FRAME, INLINE, INLINE_BYTES, MESSAGE, RELEASE, SEGMENT, WANT
 from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool, slot_bytes
-from stratagem.rpc.socket_lane import MAX_VIEWS, TwoSocketLane, wake_reads
+from stratagem.rpc.socket_lane import MAX_VIEWS, TwoSocketLane, close_in_children, wake_reads
 
 _WORDS_BYTES = 4096
 _COUNT = struct.Struct("=i")

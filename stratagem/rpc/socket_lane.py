@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 
 from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame
-from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import Corkable, Place
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.spin import Spin
@@ -31,6 +31,27 @@ MAX_VIEWS = os.sysconf("SC_IOV_MAX")
 
 Receive = Callable[[memoryview, bool, int, float], int]
 """One read into memory: whether to wait until it is full, for which transfer, until when. Gives at least a byte."""
+
+
+_in_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Closes ``sock`` in every child that is forked from now on; the connection itself goes on here.
+
+    A forked child (a DataLoader's worker) has copies of all descriptors (docs/protocol.md 28): with them open a peer
+    would not notice that this process died, and an object that the child's garbage collector frees could speak in this
+    process's name.
+    """
+    _in_children.add(sock)
+
+
+def _close_all() -> None:
+    for sock in list(_in_children):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def wake_reads(sock: socket.socket) -> None:

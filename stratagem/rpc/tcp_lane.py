@@ -21,12 +21,11 @@ import torch
 
 from stratagem.errors import FrameError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, byte_view, dtype_of, frame_of, from_wire_dtype, to_wire_dtype
-from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.frame_memory import FrameMemory, fresh
 from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
 from stratagem.rpc.lane import Corkable, LentPiece, LentPieces, Payload, Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.socket_lane import MAX_VIEWS, POLL_S, SocketReceiver, TwoSocketLane, wake_reads
+from stratagem.rpc.socket_lane import MAX_VIEWS, POLL_S, SocketReceiver, TwoSocketLane, close_in_children, wake_reads
 from stratagem.rpc.spin import Spin
 
 _HEADER = struct.Struct("<4sBB2xIQQQ")  # magic, kind, dtype, group, transfer, offset, elements

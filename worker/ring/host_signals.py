@@ -24,8 +24,8 @@ from types import TracebackType
 import torch
 
 from stratagem.errors import CollectiveError, SegmentError
-from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.segment import Segment, receive_descriptor
+from stratagem.rpc.socket_lane import close_in_children
 from stratagem.rpc.spin import Spin
 from stratagem.worker.ring.group import OutOfStepError, Tag
 from stratagem.worker.ring.host_cells import IS_ORDERED, Cells

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError, StaleStoreError
-from stratagem.ps.row_updates import check_for_rows
+from stratagem.ps.optimizers import check_for_rows
 from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
 from stratagem.strategy.ps.checks import check_optimizer, grouped_parameters

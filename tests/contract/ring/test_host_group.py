@@ -23,7 +23,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, SegmentError
-from stratagem.rpc import forks
+from stratagem.rpc import socket_lane
 from stratagem.rpc.segment import Segment
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.compression import compression_named
@@ -820,4 +820,4 @@ def test_a_timeout_may_be_without_end() -> None:
 def test_open_links_are_forgotten_when_they_close() -> None:
     with connected(2) as groups:
         links = {link for group in groups for link in group._signals._links.values()}
-        assert links <= set(forks._sockets)
+        assert links <= set(socket_lane._in_children)

@@ -9,9 +9,8 @@ import pytest
 
 from stratagem.launch import certificates
 from stratagem.launch.certificates import LOCAL_HOSTS, Authority
-from stratagem.rpc.security import Security
+from stratagem.rpc.security import Security, Token
 from stratagem.rpc.tls_files import TlsFiles
-from stratagem.rpc.token import Token
 
 TOKEN = "a token of the tests"
 

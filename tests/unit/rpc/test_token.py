@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.token import MIN_CHARACTERS, Token
+from stratagem.rpc.security import MIN_CHARACTERS, Token
 
 SECRET = "0123456789abcdef"
 
