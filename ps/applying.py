@@ -62,7 +62,6 @@ class Applying:
         return parts
 
     def facts(self, gradient: Gradient, present: Present) -> Facts:
-        """What is in a gradient."""
         specs = {group: self._state.locked_group(group).spec for group in gradient}
         return join_facts([facts_of(specs[group], parts, present[group]) for group, parts in gradient.items()])
 

@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class StoreDescription:
-    """What this ps has applied."""
-
     units: AppliedUnits
     store_epoch: int
     step: int

@@ -37,8 +37,14 @@ class Commits(Applying):
         Raises:
             ProtocolError: frames did not come, or do not fit.
         """
-        with noted(self._state, request.sender, call):
-            return self._prepare(request, call)
+        state = self._state
+        with noted(state, request.sender, call):
+            if request.slice is not None:
+                return self.sync.prepare(request, request.slice, call)
+            with state.lock:
+                present = self.present(request.groups)
+                gradient = self.take_gradient(request.sender, request.gradients, present, call, keep=True)
+            return self.facts(gradient, present) if request.want_facts else Facts()
 
     def commit_update(self, request: CommitUpdate, call: Call) -> CommitResult:
         """Applies a staged update unless it is applied already, and sends the weights.
@@ -130,15 +136,6 @@ class Commits(Applying):
                     running.done(CommitResult(applies, ()))
                 state.num_unanswered += applies
         return applies
-
-    def _prepare(self, request: PrepareUpdate, call: Call) -> Facts:
-        if request.slice is not None:
-            return self.sync.prepare(request, request.slice, call)
-        state = self._state
-        with state.lock:
-            present = self.present(request.groups)
-            gradient = self.take_gradient(request.sender, request.gradients, present, call, keep=True)
-        return self.facts(gradient, present) if request.want_facts else Facts()
 
     def _repeat(self, request: CommitUpdate, recorded: CommitResult | None, call: Call) -> CommitResult:
         """A resend: applies nothing, and gets the weights as they are now."""

@@ -23,8 +23,6 @@ from stratagem.ps.waiting import wait
 
 @dataclasses.dataclass(frozen=True)
 class StoreImage:
-    """All that a store holds."""
-
     source: Sender
     """The process whose store it is."""
     content: Content

@@ -25,7 +25,6 @@ from stratagem.rpc.limits import check_ids
 
 
 def prepare_update(store: Store, request: ps_pb2.PrepareUpdateRequest, call: Call) -> ps_pb2.PrepareUpdateReply:
-    """First half of a two-phase update."""
     return to_message(ps_pb2.PrepareUpdateReply, store.commits.prepare_update(wire.prepare_from(request), call))
 
 

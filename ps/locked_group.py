@@ -18,8 +18,6 @@ from stratagem.ps.table_group import TableGroup
 
 
 class LockedGroup:
-    """A group on this ps."""
-
     def __init__(self, group: ShardGroup) -> None:
         self.group = group
         self.publisher = Publisher(group.spec.group)
@@ -45,7 +43,6 @@ class LockedGroup:
         return self._scratch
 
     def assign(self, parts: Parts, slot: str) -> None:
-        """Writes pieces into the weights, or into a slot."""
         with self.lock:
             flat = self.group.slot(slot) if slot else self.group.weights
             self.publisher.outdate()

@@ -20,8 +20,6 @@ _MAX_NAMES = 3
 
 @dataclasses.dataclass(frozen=True)
 class SliceGradient:
-    """One slice's gradient of one group."""
-
     coefficient: float
     parts: Parts
     present: Sequence[bool]
@@ -98,7 +96,6 @@ def _facts_of_rows(spec: GroupSpec, values: torch.Tensor) -> Facts:
 
 
 def join_facts(facts: Sequence[Facts]) -> Facts:
-    """Facts about several groups as one."""
     names = list(dict.fromkeys(name for fact in facts for name in fact.not_finite))
     squared = math.fsum(fact.squared_norm for fact in facts if fact.finite)
     finite = all(fact.finite for fact in facts)

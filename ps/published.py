@@ -64,7 +64,6 @@ class AnsweringLane(ReplyLane, Protocol):
 
 
 def num_frames(num_elements: int, dtype: torch.dtype) -> int:
-    """Frames that a flat tensor travels in."""
     return -(-num_elements // (FRAME_BYTES // dtype.itemsize))
 
 

@@ -112,7 +112,7 @@ class ParameterServerServicer:
 
     def SaveShards(self, request: ps_pb2.SaveShardsRequest, call: Call) -> ps_pb2.SaveShardsReply:
         files, step = self._store.checkpoints.save_shards(request.token, request.directory, request.nonce)
-        return wire.saved_to(files, step)
+        return ps_pb2.SaveShardsReply(files=[to_message(ps_pb2.SavedFile, file) for file in files], step=step)
 
     def ReleaseCommits(self, request: ps_pb2.ReleaseCommitsRequest, call: Call) -> ps_pb2.ReleaseCommitsReply:
         self._store.checkpoints.release_commits(request.token)

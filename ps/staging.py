@@ -32,8 +32,6 @@ class _Transfer:
 
 @dataclasses.dataclass
 class _SenderBuffers:
-    """Everything staged by one incarnation."""
-
     transfers: dict[int, _Transfer] = dataclasses.field(default_factory=dict)
     newest: dict[int, int] = dataclasses.field(default_factory=dict)
     """Newest gradient transfer of each group."""

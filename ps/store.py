@@ -30,8 +30,6 @@ FRAMES_TIMEOUT_S = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Greeting:
-    """Answer to a sender that introduces itself."""
-
     server: Sender
     store_epoch: int
     next_sequence: int

@@ -76,8 +76,6 @@ class _Closing:
 
 
 class SyncSteps:
-    """The synchronous steps under way on this ps."""
-
     def __init__(self) -> None:
         self._open: dict[StepKey, _Step] = {}
         self._closings: dict[int, _Closing] = {}

@@ -161,5 +161,4 @@ class TableGroup(ShardGroup):
 
 
 def new_group(spec: GroupSpec) -> ShardGroup:
-    """An empty group, of the kind that ``spec`` says."""
     return ShardGroup(spec) if spec.rows is None else TableGroup(spec)

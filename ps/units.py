@@ -144,7 +144,6 @@ class UnitLedger:
         return AppliedUnits(dict(self._closed), tuple(entries), dict(halves), self._accumulates)
 
     def to_json(self) -> dict[str, Any]:
-        """For a snapshot."""
         return {
             "closed": [[*epoch, bitmap.to_bytes().hex()] for epoch, bitmap in sorted(self._closed.items())],
             "open": [[*unit, sorted(ordinals.items())] for unit, ordinals in sorted(self._open.items())],

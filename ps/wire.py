@@ -10,32 +10,13 @@ from typing import Any
 
 from google.protobuf import struct_pb2
 
-from stratagem.checkpoint.manifest import SavedFile
 from stratagem.cluster.initial_rows import Distribution, InitialRows
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Update
 from stratagem.errors import FrameError, ProtocolError, VariableError
-from stratagem.ps import snapshot
+from stratagem.ps import requests, snapshot
 from stratagem.ps.checkpointing import StoreDescription
 from stratagem.ps.copies import StoreImage
-from stratagem.ps.requests import (
-    AssignValues,
-    CommitResult,
-    CommitUpdate,
-    Family,
-    GroupCommit,
-    GroupVersion,
-    Merge,
-    PrepareUpdate,
-    PullResult,
-    PullWeights,
-    Purpose,
-    RequestedSlice,
-    Sender,
-    TransferRef,
-    UpdateAction,
-    Version,
-)
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.units import UnitClose
 from stratagem.rpc.codec import from_wire_dtype
@@ -43,25 +24,25 @@ from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
 from stratagem.rpc.units import unit_from_proto, unit_sets_to_proto, update_from_proto, update_to_proto
 
-_FAMILIES: dict[int, Family] = {lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
+_FAMILIES: dict[int, requests.Family] = {lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
 _DISTRIBUTIONS: dict[int, Distribution] = {
     ps_pb2.InitialRows.NORMAL: "normal",
     ps_pb2.InitialRows.UNIFORM: "uniform",
     ps_pb2.InitialRows.CONSTANT: "constant",
     ps_pb2.InitialRows.ASSIGNED: "assigned",
 }
-_PURPOSES: dict[str, Purpose] = {"up": "up", "down": "down"}
-_ACTIONS = {ps_pb2.APPLY: UpdateAction.APPLY, ps_pb2.SKIP: UpdateAction.SKIP}
-_MERGES = {ps_pb2.MEAN: Merge.MEAN, ps_pb2.SUM: Merge.SUM}
+_PURPOSES: dict[str, requests.Purpose] = {"up": "up", "down": "down"}
+_ACTIONS = {ps_pb2.APPLY: requests.UpdateAction.APPLY, ps_pb2.SKIP: requests.UpdateAction.SKIP}
+_MERGES = {ps_pb2.MEAN: requests.Merge.MEAN, ps_pb2.SUM: requests.Merge.SUM}
 
 
-def sender_from(message: common_pb2.Sender) -> Sender:
+def sender_from(message: common_pb2.Sender) -> requests.Sender:
     if not message.task or not message.incarnation:
         raise ProtocolError("a request must name its sender: task id and incarnation")
-    return Sender(message.task, message.incarnation, message.sequence)
+    return requests.Sender(message.task, message.incarnation, message.sequence)
 
 
-def lane_from(message: lane_pb2.OpenLaneRequest) -> tuple[Family, Purpose]:
+def lane_from(message: lane_pb2.OpenLaneRequest) -> tuple[requests.Family, requests.Purpose]:
     """Which lane is asked for, and which direction of it."""
     family = _FAMILIES.get(message.kind)
     if family is None or message.purpose not in _PURPOSES:
@@ -69,13 +50,13 @@ def lane_from(message: lane_pb2.OpenLaneRequest) -> tuple[Family, Purpose]:
     return family, _PURPOSES[message.purpose]
 
 
-def sender_of_lane(metadata: Iterable[tuple[str, Any]]) -> Sender:
+def sender_of_lane(metadata: Iterable[tuple[str, Any]]) -> requests.Sender:
     """Who opens a Transfer stream, from its metadata."""
     named = dict(metadata)
     task, incarnation = named.get("stratagem-task", ""), named.get("stratagem-incarnation", "")
     if not task or not str(incarnation).isdecimal():
         raise ProtocolError("a Transfer stream must name its sender in stratagem-task and stratagem-incarnation")
-    return Sender(str(task), int(incarnation))
+    return requests.Sender(str(task), int(incarnation))
 
 
 def closes_from(messages: Iterable[ps_pb2.UnitClose]) -> tuple[UnitClose, ...]:
@@ -100,14 +81,14 @@ def _initial_rows(message: ps_pb2.InitialRows) -> InitialRows:
     return InitialRows(distribution, message.first, message.second, message.seed, zero_row)
 
 
-def assign_from(message: ps_pb2.AssignValuesRequest) -> AssignValues:
+def assign_from(message: ps_pb2.AssignValuesRequest) -> requests.AssignValues:
     sender, values = sender_from(message.sender), _transfer(message.values)
     scalars = {name: _numbers(name, numbers) for name, numbers in plain(message.scalars).items()}
-    return from_message(AssignValues, message, sender=sender, values=values, scalars=scalars)
+    return from_message(requests.AssignValues, message, sender=sender, values=values, scalars=scalars)
 
 
-def prepare_from(message: ps_pb2.PrepareUpdateRequest) -> PrepareUpdate:
-    return PrepareUpdate(
+def prepare_from(message: ps_pb2.PrepareUpdateRequest) -> requests.PrepareUpdate:
+    return requests.PrepareUpdate(
         sender_from(message.sender),
         update_from_proto(message.update),
         _transfer(message.gradients),
@@ -117,10 +98,10 @@ def prepare_from(message: ps_pb2.PrepareUpdateRequest) -> PrepareUpdate:
     )
 
 
-def commit_from(message: ps_pb2.CommitUpdateRequest) -> CommitUpdate:
+def commit_from(message: ps_pb2.CommitUpdateRequest) -> requests.CommitUpdate:
     if message.action not in _ACTIONS:
         raise ProtocolError(f"expected action APPLY or SKIP, got {message.action}")
-    return CommitUpdate(
+    return requests.CommitUpdate(
         sender_from(message.sender),
         update_from_proto(message.update),
         _transfer(message.gradients),
@@ -135,16 +116,20 @@ def commit_from(message: ps_pb2.CommitUpdateRequest) -> CommitUpdate:
     )
 
 
-def closing_from(message: ps_pb2.CloseUnitsRequest) -> CommitUpdate:
+def closing_from(message: ps_pb2.CloseUnitsRequest) -> requests.CommitUpdate:
     """An update of nothing that closes units."""
     sender, closes = sender_from(message.sender), closes_from(message.closes)
-    return CommitUpdate(sender, Update((), 0), TransferRef(0, 0), (), 0, action=UpdateAction.SKIP, closes=closes)
+    return requests.CommitUpdate(
+        sender, Update((), 0), requests.TransferRef(0, 0), (), 0, action=requests.UpdateAction.SKIP, closes=closes
+    )
 
 
-def pull_from(message: ps_pb2.PullWeightsRequest) -> PullWeights:
+def pull_from(message: ps_pb2.PullWeightsRequest) -> requests.PullWeights:
     """The groups that are wanted, each with the version that the worker has already."""
     wants = tuple((want.group, _version(want.have) if want.HasField("have") else None) for want in message.groups)
-    return PullWeights(sender_from(message.sender), wants, message.reply_transfer, message.slot, message.wait_s)
+    return requests.PullWeights(
+        sender_from(message.sender), wants, message.reply_transfer, message.slot, message.wait_s
+    )
 
 
 def plain(struct: struct_pb2.Struct) -> dict[str, Any]:
@@ -152,13 +137,13 @@ def plain(struct: struct_pb2.Struct) -> dict[str, Any]:
     return {name: _plain_value(value) for name, value in struct.fields.items()}
 
 
-def commit_to(result: CommitResult) -> ps_pb2.CommitUpdateReply:
+def commit_to(result: requests.CommitResult) -> ps_pb2.CommitUpdateReply:
     reply = ps_pb2.CommitUpdateReply(applied=result.applied, left_out=result.left_out)
     add_versions(reply.versions, result.versions)
     return reply
 
 
-def pull_to(result: PullResult) -> ps_pb2.PullWeightsReply:
+def pull_to(result: requests.PullResult) -> ps_pb2.PullWeightsReply:
     scalars = struct_pb2.Struct()
     scalars.update({name: list(values) for name, values in result.scalars.items()})
     reply = ps_pb2.PullWeightsReply(slots=result.slots, step_counts=result.step_counts, scalars=scalars)
@@ -166,7 +151,7 @@ def pull_to(result: PullResult) -> ps_pb2.PullWeightsReply:
     return reply
 
 
-def add_versions(target: Any, versions: Iterable[GroupVersion]) -> None:
+def add_versions(target: Any, versions: Iterable[requests.GroupVersion]) -> None:
     """Versions, and the frames that bring them, into a repeated field. Keyword arguments, and messages that are copied,
     cost twice as much."""
     for group, version, num_frames, num_updates in versions:
@@ -209,12 +194,8 @@ def image_from(message: ps_pb2.FollowReply) -> StoreImage:
         content = snapshot.without_values(json.loads(message.state))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ProtocolError(f"expected what {message.server.task} holds, got something else: {error!r}") from None
-    done = tuple(Sender(one.task, one.incarnation, one.sequence) for one in message.done)
+    done = tuple(requests.Sender(one.task, one.incarnation, one.sequence) for one in message.done)
     return StoreImage(sender_from(message.server), content, done, message.number)
-
-
-def saved_to(files: Iterable[SavedFile], step: int) -> ps_pb2.SaveShardsReply:
-    return ps_pb2.SaveShardsReply(files=[to_message(ps_pb2.SavedFile, file) for file in files], step=step)
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
@@ -223,18 +204,18 @@ def _numbers(name: str, values: Any) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def _transfer(message: ps_pb2.TransferRef) -> TransferRef:
-    return TransferRef(message.transfer, message.num_frames)
+def _transfer(message: ps_pb2.TransferRef) -> requests.TransferRef:
+    return requests.TransferRef(message.transfer, message.num_frames)
 
 
-def _version(message: ps_pb2.Version) -> Version:
-    return Version(message.epoch, message.counter)
+def _version(message: ps_pb2.Version) -> requests.Version:
+    return requests.Version(message.epoch, message.counter)
 
 
-def _group_commits(messages: Iterable[ps_pb2.GroupCommit]) -> tuple[GroupCommit, ...]:
+def _group_commits(messages: Iterable[ps_pb2.GroupCommit]) -> tuple[requests.GroupCommit, ...]:
     return tuple(
         [
-            GroupCommit(
+            requests.GroupCommit(
                 message.group,
                 message.present,
                 tuple([_known(hyper.SerializeToString()) for hyper in message.hyper_parameters]),
@@ -251,11 +232,11 @@ def _known(struct: bytes) -> Mapping[str, Any]:
     return MappingProxyType(plain(struct_pb2.Struct.FromString(struct)))
 
 
-def _slice(message: ps_pb2.StepSlice) -> RequestedSlice:
+def _slice(message: ps_pb2.StepSlice) -> requests.RequestedSlice:
     units = tuple(unit_from_proto(unit) for unit in message.units)
     if message.merge not in _MERGES:
         raise ProtocolError(f"expected merge MEAN or SUM, got {message.merge}")
-    return RequestedSlice(message.step, units, message.weight, _MERGES[message.merge], message.is_set)
+    return requests.RequestedSlice(message.step, units, message.weight, _MERGES[message.merge], message.is_set)
 
 
 def _plain_value(value: struct_pb2.Value) -> Any:

@@ -78,13 +78,11 @@ class Nccl:
         return self.is_taken
 
     def call(self, name: str, *arguments: Any, **named: Any) -> dist.Work:
-        """A method of the group."""
         given = {key: value for key, value in named.items() if value is not None}
         work: dist.Work = getattr(self._group, name)(*(each for each in arguments if each is not None), **given)
         return work
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Of later collectives."""
         if self._group is not None:
             self._group.set_timeout(datetime.timedelta(seconds=timeout_s))
 

@@ -10,14 +10,9 @@ from typing import Any
 from stratagem.errors import ConfigurationError
 
 _SPAWN = 'start it by torch.multiprocessing.get_context("spawn"), and make a group there'
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
+OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 _forked: set[int] = set()
 """This process, if it was forked from one in which a group stood."""
-
-
-def add(group: Any) -> None:
-    """A group is there."""
-    _open.add(group)
 
 
 def refuse_forked() -> None:
@@ -33,17 +28,17 @@ def refuse_forked() -> None:
 def _close_all() -> None:
     """A script has ended, well or not, and destroyed no group: a thread that waits for another rank would keep the
     process, and the other ranks would wait for it."""
-    for group in list(_open):
+    for group in list(OPEN):
         group.shutdown()
 
 
 def _forget_all() -> None:
     """In a forked child (a DataLoader's worker), which comes by :func:`_close_all` too: the groups are not its own."""
-    for group in list(_open):
+    for group in list(OPEN):
         group._ended = f"the process group is that of the process from which this one was forked: {_SPAWN}"
         group._close = lambda reason: None  # its threads are not here, and its server does not stand a fork
         _forked.add(os.getpid())
-    _open.clear()
+    OPEN.clear()
 
 
 # Before Python waits for its threads; atexit's functions come after that.

@@ -51,7 +51,6 @@ class Operations:
         self.size = size
 
     def barrier(self) -> Operation:
-        """Nothing but waiting."""
         return Operation("barrier", [], [("barrier", lambda group, tag: group.barrier(tag))])
 
     def broadcast(self, tensors: Tensors, root: int) -> Operation:

@@ -64,10 +64,9 @@ class LaneProcessGroup(dist.ProcessGroup):
         self._close = close
         self._ended = ""
         self._name = self._description = ""
-        open_groups.add(self)
+        open_groups.OPEN.add(self)
 
     def getBackendName(self) -> str:
-        """The name that ``init_process_group`` was given."""
         return "stratagem"
 
     def setGroupName(self, name: str) -> None:
@@ -75,15 +74,12 @@ class LaneProcessGroup(dist.ProcessGroup):
         self._name = name
 
     def getGroupName(self) -> str:
-        """By which torch finds the group; empty before it was given."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
-        """What the group is for."""
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """What the group is for."""
         return self._description
 
     _device_types = [torch.device("cpu")]  # noqa: RUF012
@@ -96,7 +92,6 @@ class LaneProcessGroup(dist.ProcessGroup):
     supports_coalescing = supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """On CPUs."""
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -146,7 +141,6 @@ class LaneProcessGroup(dist.ProcessGroup):
         """Called by ``torch.distributed.split_group``: collectives are counted from 1 on in every group."""
 
     def get_group_store(self) -> Store:
-        """Where the ranks met."""
         return self._store
 
     # -- collectives: torch's names and arguments ---------------------------------------------------------------

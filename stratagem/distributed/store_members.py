@@ -139,7 +139,6 @@ class StoreMembers:
         """Nothing ever changes."""
 
     def wait_ready(self, timeout_s: float) -> Membership:
-        """Everybody is there."""
         return self.membership
 
     def wait_membership(self, accept: Callable[[Membership], bool], timeout_s: float) -> bool:
@@ -150,6 +149,5 @@ class StoreMembers:
         """Nobody stops a process group from outside."""
 
     def wait_stopped(self, timeout_s: float) -> StratagemError | None:
-        """Waits."""
         time.sleep(timeout_s)
         return None

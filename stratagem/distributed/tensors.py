@@ -13,7 +13,6 @@ from stratagem.worker.ring.communicator import name_of
 
 
 def listed(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
-    """One tensor as a list of one."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 

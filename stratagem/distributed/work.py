@@ -57,15 +57,12 @@ class LaneWork(dist.Work):
         return self._done.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
         return self._done.done() and self._done.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Why it failed."""
         return self._done.exception() if self._done.done() else None
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:

@@ -137,7 +137,6 @@ def warn_of_loopback(bind: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a loopback address or localhost."""
     if host == "localhost":
         return True
     try:

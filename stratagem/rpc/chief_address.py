@@ -48,7 +48,6 @@ class ChiefAddress:
 
     @property
     def current(self) -> str:
-        """The one to try now."""
         candidates = self.candidates
         return candidates[self._next % len(candidates)]
 

@@ -46,19 +46,11 @@ _RETRY_S = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class LaneTicket:
-    """How a peer gets in."""
-
     token: bytes
     port: int = 0
     """TCP port; 0: a Unix socket."""
     socket_name: str = ""
     """Name in the abstract namespace, without its leading zero byte."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _PendingPeer:
-    who: Hashable
-    task: str
 
 
 class LaneListener:
@@ -75,7 +67,8 @@ class LaneListener:
         self._security = security
         self._max_lanes_per_peer = max_lanes_per_peer
         self._changed = threading.Condition()
-        self._tokens: dict[bytes, _PendingPeer] = {}
+        self._tokens: dict[bytes, tuple[Hashable, str]] = {}
+        """Of each: who may come in by it, and the task."""
         self._arrived: dict[Hashable, tuple[str, socket.socket]] = {}
         """Task and socket of those who have come in."""
         self._pending_peers: dict[threading.Thread, socket.socket] = {}
@@ -104,7 +97,7 @@ class LaneListener:
             self._withdraw(lambda other: other == who)
             self._check_room(task)
             listener = self._listeners.get(kind) or self._listen(kind)
-            self._tokens[token] = _PendingPeer(who, task)
+            self._tokens[token] = who, task
         if kind == "shm":
             return LaneTicket(token, socket_name=listener.getsockname()[1:].decode())
         return LaneTicket(token, port=listener.getsockname()[1])
@@ -120,7 +113,7 @@ class LaneListener:
                 lambda: who in self._arrived or self._closed.is_set(), max(0.0, deadline - time.monotonic())
             )
             if who not in self._arrived:
-                task = next((pending.task for pending in self._tokens.values() if pending.who == who), "the peer")
+                task = next((task for other, task in self._tokens.values() if other == who), "the peer")
                 raise PeerUnavailableError(f"{task} did not connect in time")
             return self._arrived.pop(who)[1]
 
@@ -130,7 +123,7 @@ class LaneListener:
             self._withdraw(is_meant)
 
     def _withdraw(self, is_meant: Callable[[Any], bool]) -> None:
-        self._tokens = {token: pending for token, pending in self._tokens.items() if not is_meant(pending.who)}
+        self._tokens = {token: (who, task) for token, (who, task) in self._tokens.items() if not is_meant(who)}
         for who in filter(is_meant, [*self._arrived]):
             self._arrived.pop(who)[1].close()
 
@@ -155,7 +148,7 @@ class LaneListener:
             thread.join(TOKEN_TIMEOUT_S)
 
     def _check_room(self, task: str) -> None:
-        num_lanes = sum(pending.task == task for pending in self._tokens.values())
+        num_lanes = sum(owner == task for _, owner in self._tokens.values())
         num_lanes += sum(owner == task for owner, _ in self._arrived.values())
         if num_lanes >= self._max_lanes_per_peer:
             raise LimitError(f"{task} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer")
@@ -222,8 +215,8 @@ class LaneListener:
                     with self._changed:  # wrapping has moved it: who sends it away must find it
                         self._pending_peers[threading.current_thread()] = peer
                     peer.do_handshake()
-            pending = self._identify(_read_exactly(peer, TOKEN_BYTES, deadline))
-            if isinstance(peer, ssl.SSLSocket) and identity_of(peer.getpeercert()) != pending.task:
+            who, task = self._identify(_read_exactly(peer, TOKEN_BYTES, deadline))
+            if isinstance(peer, ssl.SSLSocket) and identity_of(peer.getpeercert()) != task:
                 raise PermissionError("another task's certificate")
             with self._changed:  # from now on nobody sends it away: it is in before this thread has ended
                 self._pending_peers.pop(threading.current_thread(), None)
@@ -236,7 +229,7 @@ class LaneListener:
             if self._closed.is_set():
                 peer.close()
             else:
-                self._arrived[pending.who] = (pending.task, peer)
+                self._arrived[who] = (task, peer)
             self._changed.notify_all()
 
     def _server_context(self) -> ssl.SSLContext | None:
@@ -246,12 +239,11 @@ class LaneListener:
             self._context = stamp, self._security.server_context()
         return self._context[1]
 
-    def _identify(self, shown: bytes) -> _PendingPeer:
+    def _identify(self, shown: bytes) -> tuple[Hashable, str]:
         with self._changed:
-            for token, pending in self._tokens.items():
+            for token in self._tokens:
                 if hmac.compare_digest(token, shown):
-                    del self._tokens[token]
-                    return pending
+                    return self._tokens.pop(token)
         raise PermissionError("unknown token")
 
 

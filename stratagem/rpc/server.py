@@ -36,8 +36,6 @@ STOP_S = 5.0
 
 @dataclasses.dataclass
 class RunningServer:
-    """A sync server that listens."""
-
     server: grpc.Server
     address: str
     """host:port really bound."""
@@ -60,8 +58,6 @@ class RunningServer:
 
 @dataclasses.dataclass
 class RunningAioServer:
-    """A ``grpc.aio`` server that listens."""
-
     server: grpc.aio.Server
     address: str
     """host:port really bound."""
@@ -69,12 +65,10 @@ class RunningAioServer:
     services: Sequence[str]
 
     async def set_serving(self, serving: bool) -> None:
-        """As :meth:`RunningServer.set_serving`."""
         for service in self.services:
             await self.health.set(service, _SERVING if serving else _NOT_SERVING)
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """As :meth:`RunningServer.stop`."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
         # Calls that it has broken off end in turns of the loop to come; one without them prints what it cuts short.

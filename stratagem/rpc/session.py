@@ -357,7 +357,9 @@ class SessionClient:
                 (PACKAGE.addHandler if event.welcome.wants_log else PACKAGE.removeHandler)(self._log)
                 self._welcomed = self._connected = True
             elif kind == "membership":
-                self.membership = _membership(event.membership)
+                said = event.membership
+                members = tuple(from_message(Member, info) for info in said.tasks)
+                self.membership = from_message(Membership, said, members=members)
             elif kind == "fenced":
                 self.stopped = self.stopped or FencedError(event.fenced.reason)
             elif kind == "stop":
@@ -394,7 +396,3 @@ class SessionClient:
                     f"{error}"
                 )
             self._changed.notify_all()
-
-
-def _membership(said: chief_pb2.Membership) -> Membership:
-    return from_message(Membership, said, members=tuple(from_message(Member, info) for info in said.tasks))

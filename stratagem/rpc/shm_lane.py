@@ -103,7 +103,13 @@ class ShmSender(Corkable):
         dtype = dtype_of(parts[0]) if parts else torch.uint8
         num_bytes = num_elements * dtype.itemsize
         if parts and num_bytes <= INLINE_BYTES and self._takes_inline():
-            self._send_inline((kind, to_wire_dtype(dtype), group, transfer, offset, num_elements), parts, num_bytes)
+            wire = to_wire_dtype(dtype)
+            views = [memoryview(MESSAGE.pack(INLINE, kind, wire, group, transfer, offset, num_elements, 0, 0, 0))]
+            views += map(byte_view, parts)
+            with self._turn, self._breaking:
+                self._write(views, MESSAGE.size + num_bytes)
+                self._meter.sent_frames += 1
+                self._meter.sent_bytes += num_bytes
         else:
             self.send_slot(kind, transfer, group, offset, *self.fill(as_tensors(parts)))
 
@@ -115,16 +121,6 @@ class ShmSender(Corkable):
         except (OSError, ValueError):  # closed by another thread: the write will say so
             return True
         return bool(unread <= MAX_INLINE_UNREAD_BYTES)
-
-    def _send_inline(
-        self, what: tuple[int, int, int, int, int, int], parts: Sequence[torch.Tensor | bytes], num_bytes: int
-    ) -> None:
-        views = [memoryview(MESSAGE.pack(INLINE, *what, 0, 0, 0))]
-        views += map(byte_view, parts)
-        with self._turn, self._breaking:
-            self._write(views, MESSAGE.size + num_bytes)
-            self._meter.sent_frames += 1
-            self._meter.sent_bytes += num_bytes
 
     def cork(self) -> None:
         self._cork, self._corked_bytes = [], 0

@@ -14,8 +14,6 @@ SLOW_PHI = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class TaskState:
-    """One task, as the chief sees it."""
-
     task: str
     state: str
     """"waiting", "live", "lost" or "done"."""
