@@ -76,14 +76,8 @@ class Backup:
     def begin(
         self, asker: Sender, number: int, lane: AnsweringLane, transfer: int, begin: Callable[[int], None]
     ) -> None:
-        """A backup is told everything from here on. Nobody changes anything meanwhile.
-
-        Args:
-            asker: the backup.
-            number: of its following.
-            lane: to it.
-            transfer: of its request.
-            begin: sends all that is held; given the changes told so far.
+        """The backup ``asker`` is told everything from here on, in answer to its request ``transfer`` for its following
+        ``number``. ``begin`` sends all that is held, given the changes told so far; nobody changes anything meanwhile.
         """
         with self._changed:
             before, self._lane = self._lane, lane

@@ -217,17 +217,12 @@ def check_for_rows(name: str, hyper_parameters: HyperParameters) -> OptimizerRul
 
 
 def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that decide the update.
+    """The hyper-parameters that decide the update: every argument of the class, defaults included. ``came``: as in a
+    ``param_group`` without ``params``; tuples may have become lists.
 
     Entries that are not arguments of the class (``initial_lr`` and other marks of schedulers) do not take part in
     torch's ``step()`` either; ``foreach``, ``fused`` and ``capturable`` choose an implementation, and the ps
     chooses its own.
-
-    Args:
-        came: as in a ``param_group`` without ``params``; tuples may have become lists.
-
-    Returns:
-        Every argument of the class, defaults included.
 
     Raises:
         ConfigurationError: torch refuses the values. A rate of 0 or less, to which a schedule may come, is fine: torch

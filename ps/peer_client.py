@@ -33,14 +33,8 @@ Change = tuple[CommitUpdate, Mapping[int, Parts]]
 
 
 class PeerStore:
-    """A context: the lane is open inside.
-
-    Args:
-        asker: this ps.
-        task: the other one.
-        address: host:port where it serves.
-        goes_on: asked now and then while a read waits: whether there is still a reason to.
-        transport: the lane asked for.
+    """A context: the lane is open inside. ``asker`` is this ps, ``task`` the other one, which serves at ``address``;
+    ``goes_on`` is asked now and then while a read waits: whether there is still a reason to.
 
     Raises:
         PeerUnavailableError: it does not answer.
@@ -84,13 +78,9 @@ class PeerStore:
     def follow(
         self, whose: str, incarnation: int = 0, number: int = 0, begun: Callable[[], object] = bool
     ) -> StoreImage:
-        """Asks for a store, and reads all that it holds.
-
-        Args:
-            whose: whose store.
-            incarnation: of a copy: the process that it must be of.
-            number: the how manieth following this is; 0: whoever asks takes over.
-            begun: called when the answer begins to come.
+        """Asks for a store, and reads all that it holds. ``incarnation``: of a copy, the process that it must be of;
+        ``number``: the how manieth following this is, 0: whoever asks takes over; ``begun`` is called when the answer
+        begins to come.
 
         Raises:
             CheckpointError: there is no such copy.

@@ -83,12 +83,9 @@ class ShardGroup:
     def apply(self, parts: Parts, present: Sequence[bool], scale: float = 1.0) -> None:
         """One optimizer update, in place, which was prepared: all groups of an update prepare before any applies.
 
-        Shards without a gradient keep their weights, slots and step counts.
-
-        Args:
-            parts: the gradient, 1-D pieces of the group's dtype; read where they are, neither copied nor written.
-            present: whether each shard has a gradient.
-            scale: factor for the gradient; anything but 1 costs a pass.
+        The gradient is ``parts``, 1-D pieces of the group's dtype, read where they are, neither copied nor written,
+        times ``scale``: anything but 1 costs a pass. Shards without one (``present``) keep their weights, slots and
+        step counts.
         """
         plan = self._plan
         assert plan is not None and self._rule is not None

@@ -171,16 +171,9 @@ def checked(data: Any) -> Any:
 
 
 def check(directory: pathlib.Path, index: int, num_ps: int = 0, is_fresh: bool = False) -> bool:
-    """Whether the files that one ps needs are those that the manifest of a checkpoint tells of.
-
-    Args:
-        directory: the checkpoint.
-        index: of the ps.
-        num_ps: of how many it is one; 0: of as many as made the checkpoint.
-        is_fresh: the files were made a moment ago: that they are there is enough.
-
-    Returns:
-        Whether these are its own files. If another number of ps made the checkpoint, it needs those of all.
+    """Makes sure that the files that one of ``num_ps`` needs (0: of as many as made the checkpoint) are those that its
+    manifest tells of; where it ``is_fresh``, made a moment ago, that they are there is enough. Returns whether these
+    are the ps's own: if another number of ps made the checkpoint, it needs those of all.
 
     Raises:
         CheckpointError: the checkpoint is not complete, was made without this ps, or a file is missing or was altered.

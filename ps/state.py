@@ -39,10 +39,8 @@ def new_epoch(previous: int) -> int:
 class StoreState:
     """Control state of a store. ``changed`` guards everything here; a group's own lock guards its tensors.
 
-    Lock order: ``changed`` is never taken while a group's lock is held.
-
-    Args:
-        frames_timeout_s: seconds that a control message waits for its frames, and for the sender's lane.
+    Lock order: ``changed`` is never taken while a group's lock is held. ``frames_timeout_s``: seconds that a control
+    message waits for its frames, and for the sender's lane.
     """
 
     def __init__(self, limits: Limits, store_epoch: int, frames_timeout_s: float) -> None:

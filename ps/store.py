@@ -41,11 +41,8 @@ class Store:
     """A parameter server without its wire.
 
     Requests of one kind live together: ``variables`` (create, assign, pull, stage), ``commits`` (prepare, commit,
-    close), ``checkpoints`` (hold, save, restore).
-
-    Args:
-        frames_timeout_s: seconds a control message waits for its frames.
-        folders: where requests may write and read checkpoints; None: everywhere.
+    close), ``checkpoints`` (hold, save, restore). ``frames_timeout_s``: see :class:`StoreState`; ``folders``: where
+    requests may write and read checkpoints, None: everywhere.
     """
 
     def __init__(

@@ -109,13 +109,8 @@ class TableGroup(ShardGroup):
         self._checked = unpack(self.spec, parts)
 
     def apply(self, parts: Parts, present: Sequence[bool], scale: float = 1.0) -> None:
-        """One optimizer update of the rows that have a gradient, in place, which was prepared.
-
-        Args:
-            parts: the gradient, pieces of :mod:`stratagem.ps.rows`.
-            present: whether the table has a gradient, which may be one of no row here; the same for each shard.
-            scale: factor for the gradient.
-        """
+        """One optimizer update of the rows that have a gradient (pieces of :mod:`stratagem.ps.rows`), in place, which
+        was prepared. ``present``: whether the table has one, which may be of no row here; the same for each shard."""
         blocks, self._checked = self._checked, ()
         if any(present):
             if not all(self.counts):

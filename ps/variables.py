@@ -30,13 +30,8 @@ class Variables:
     def create_variables(
         self, sender: Sender, groups: Sequence[GroupSpec], can_initialize: bool, call: Call, num_ps: int = 0
     ) -> tuple[list[int], list[int]]:
-        """Creates groups, or attaches to those that exist.
-
-        Args:
-            groups: all shards that this ps is to hold for the sender's model.
-            can_initialize: the sender can supply initial values.
-            call: the remote call.
-            num_ps: of how many ps the sender takes this one to be one; 0: it does not say.
+        """Creates groups, or attaches to those that exist: all shards that this ps is to hold for the sender's model.
+        ``num_ps``: of how many ps the sender takes this one to be one; 0: it does not say.
 
         Returns:
             Groups whose initial values the sender must assign (it holds the init-once token), and groups that

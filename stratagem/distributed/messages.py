@@ -34,13 +34,8 @@ _NO_DEADLINE = math.inf
 
 
 class Messages:
-    """Messages of one rank.
-
-    Args:
-        opener: opens lanes within so many seconds.
-        lane: what is tried first; shm gives way to tcp where there is no memory to share.
-        timeout_s: seconds a message may take to leave, or to come.
-    """
+    """Messages of one rank. ``opener`` opens lanes within so many seconds; ``lane`` is tried first: shm gives way to
+    tcp where there is no memory to share. ``timeout_s``: seconds a message may take to leave, or to come."""
 
     def __init__(
         self,

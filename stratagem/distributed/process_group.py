@@ -96,11 +96,8 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory in which collectives copy less: see :class:`CommMemory`. All ranks ask for the same sizes in the same
-        order, as FSDP2 does after ``module.set_allocate_memory_from_process_group_for_comm(True)``.
-
-        Args:
-            size: elements of the flat tensor.
-        """
+        order, as FSDP2 does after ``module.set_allocate_memory_from_process_group_for_comm(True)``. ``size``: elements
+        of the flat tensor."""
         return self._memory.allocate(size, dtype)
 
     def split_group(

@@ -105,12 +105,7 @@ class LaneWork(dist.Work):
 
 
 class ReceiveWork(LaneWork):
-    """A receive: fails where no message comes.
-
-    Args:
-        receive: what waits in the mailbox.
-        finish: puts what came into ``output``.
-    """
+    """A receive: fails where no message comes. ``finish`` puts what came into ``output``."""
 
     def __init__(
         self,

@@ -23,12 +23,8 @@ def nothing() -> None:
 
 class LentPiece:
     """A piece of a tensor that is sent from where it lies, although its owner may change it first: he says :meth:`keep`
-    before he does, and what has not left by then is copied.
-
-    Args:
-        tensor: the elements.
-        memory: keeps count, and has room for copies.
-        from_malloc: copies take their room from malloc, as what comes over this lane does: none lies idle beside that.
+    before he does, and what has not left by then is copied. ``memory`` keeps count, and has room for copies;
+    ``from_malloc``: they take it from malloc, as what comes over this lane does: none lies idle beside that.
     """
 
     def __init__(self, tensor: torch.Tensor, memory: FrameMemory, *, from_malloc: bool = False) -> None:

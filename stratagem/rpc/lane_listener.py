@@ -250,13 +250,8 @@ class LaneListener:
 def connect_lane(
     ticket: LaneTicket, host: str, deadline: float, peer: str = "", security: Security = OPEN
 ) -> socket.socket:
-    """Goes in at somebody's listener.
-
-    Args:
-        ticket: what the owner of the listener answered over gRPC.
-        host: where it is; not used for a Unix socket.
-        deadline: ``time.monotonic()`` seconds.
-        peer: task id of its owner; over TLS nobody else is accepted.
+    """Goes in at the listener of ``peer``, by the ticket that it gave over gRPC; over TLS nobody else is accepted.
+    ``host``: not used for a Unix socket; ``deadline``: ``time.monotonic()`` seconds.
 
     Raises:
         PeerUnavailableError: nobody is there, or it does not let us in.

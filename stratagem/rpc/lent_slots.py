@@ -23,12 +23,8 @@ Said = tuple[bytes, Segment | None]
 
 
 class Lender:
-    """Of one receiver.
-
-    Args:
-        keeps: whether a sender gets a slot again, rather than the pool, when its frame is done with.
-        max_bytes: that one sender may have; asked when it matters.
-    """
+    """Of one receiver. ``keeps``: whether a sender, rather than the pool, gets a slot when its frame is done with;
+    ``max_bytes``: that one sender may have; asked when it matters."""
 
     def __init__(self, pool: SlotPool, keeps: Callable[[], bool], max_bytes: Callable[[], int]) -> None:
         self._pool = pool

@@ -117,12 +117,8 @@ class ReadAhead:
 
 class SocketReceiver(abc.ABC):
     """Implements :class:`stratagem.rpc.lane.ReceivingLane`; reads in the caller's thread. What a frame looks like is
-    left to :meth:`_next`.
-
-    Args:
-        sock: connected; the lane owns it.
-        on_wait: called now and then while a read waits; what it raises ends the wait.
-    """
+    left to :meth:`_next`. It owns the connected socket; ``on_wait`` is called now and then while a read waits: what it
+    raises ends the wait."""
 
     name: str
     _spin: Spin | None = None

@@ -231,14 +231,9 @@ def _encode(item: _Unread) -> tuple[list[memoryview], int]:
 
 
 class TcpReceiver(SocketReceiver):
-    """Reads straight into ``into``.
-
-    Args:
-        sock, peer, meter, on_wait: see :class:`stratagem.rpc.socket_lane.SocketReceiver`.
-        max_inbox_bytes: frames that came before they were asked for may not take more.
-        memory: where frames lie that are received into nothing else; None: malloc's.
-        spins: looks for a moment before a wait for a frame sleeps; see :mod:`stratagem.rpc.spin`.
-    """
+    """Reads straight into ``into``. Frames that came before they were asked for may not take more than
+    ``max_inbox_bytes``; those that are received into nothing else lie in ``memory``, None: malloc's. ``spins``: looks
+    for a moment before a wait for a frame sleeps; see :mod:`stratagem.rpc.spin`."""
 
     name = "tcp"
 
