@@ -127,11 +127,7 @@ class Backup:
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Waits until everything told so far may be acknowledged.
-
-        Raises:
-            PeerUnavailableError: this ps ends.
-        """
+        """Waits until everything told so far may be acknowledged; ``PeerUnavailableError`` where this ps ends."""
         with self._changed:
             told = self._told
 

@@ -50,21 +50,14 @@ class CommitGate:
         return self._hold is not None
 
     def admit(self, token: int, updates: Iterable[Update], now: float) -> None:
-        """Lets updates through a hold: those that contain one of the named (unit, ordinal) pairs.
-
-        Raises:
-            ProtocolError: the hold is not on.
-        """
+        """Lets updates through the hold: those that contain one of the named (unit, ordinal) pairs. Errors as
+        :meth:`check_token`."""
         self.check_token(token, now)
         assert self._hold is not None
         self._hold.admitted |= {(unit, update.ordinal) for update in updates for unit in update.units}
 
     def check_token(self, token: int, now: float) -> None:
-        """Makes sure that the hold is on.
-
-        Raises:
-            ProtocolError: it is not, or has another token.
-        """
+        """Raises ``ProtocolError`` unless the hold is on, under this token."""
         if not self.is_held(now) or self._hold is None or self._hold.token != token:
             came = self._hold.token if self._hold is not None else "none"
             raise ProtocolError(f"expected a hold on commits under token {token}, found {came}; it may have run out")

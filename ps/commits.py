@@ -21,8 +21,6 @@ from stratagem.ps.sync_commits import SyncCommits
 from stratagem.ps.units import UnitClose
 from stratagem.ps.waiting import Call, wait_lane
 
-NOT_SYNCHRONOUS = "copies of what a ps holds (ps_replicas 2) are for a staleness above 0"
-
 
 class Commits(Applying):
     def __init__(self, state: StoreState) -> None:
@@ -89,7 +87,7 @@ class Commits(Applying):
                 state.changed.notify_all()
         if request.slice is not None:
             if state.backup is not None:
-                raise ConfigurationError(NOT_SYNCHRONOUS)
+                raise ConfigurationError("copies of what a ps holds (ps_replicas 2) are for a staleness above 0")
             result = self.sync.commit(request, request.slice, store_epoch, call)
             if running is not None:
                 running.done(result)

@@ -68,11 +68,7 @@ class StoreCopy:
         state.senders.inherit(image.done)
 
     def commit(self, request: CommitUpdate, gradient: Mapping[int, Parts]) -> None:
-        """Does what the ps did.
-
-        Raises:
-            PeerUnavailableError: the copy was taken over.
-        """
+        """Does what the ps did; ``PeerUnavailableError`` once the copy was taken over."""
         state, sender = self.state, request.sender
         with self._entered(sender):
             with state.changed:

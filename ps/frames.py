@@ -19,11 +19,7 @@ _KINDS = {
 
 
 def kind_of(frame: Frame) -> FrameKind:
-    """What a frame from a worker is for.
-
-    Raises:
-        FrameError: of a kind that workers do not send.
-    """
+    """What a frame from a worker is for; ``FrameError`` where workers send none of its kind."""
     kind = _KINDS.get(frame.kind)
     if kind is None:
         raise FrameError(f"expected a frame that workers send (a gradient, values, row numbers), got kind {frame.kind}")

@@ -17,16 +17,7 @@ from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
 from stratagem.ps.waiting import Call
-from stratagem.rpc.codec import (
-    TOGETHER_BYTES,
-    TOGETHER_OVERHEAD_BYTES,
-    Parts,
-    decode_frame,
-    decode_frames,
-    encode_frame,
-    encode_together,
-    frame_parts,
-)
+from stratagem.rpc import codec
 from stratagem.rpc.frame_memory import FrameMemory
 from stratagem.rpc.lane import Corkable, LentPiece, LentPieces
 from stratagem.rpc.throttle import THROTTLE
@@ -49,7 +40,7 @@ class _Reply:
 
     __slots__ = ("_frame", "_lent", "_transfer", "num_bytes", "pinned_bytes")
 
-    def __init__(self, transfer: int, frame: HeldFrame | Parts) -> None:
+    def __init__(self, transfer: int, frame: HeldFrame | codec.Parts) -> None:
         self._transfer, self._frame = transfer, frame
         self._lent: LentPieces | None = None
         self.pinned_bytes = 0
@@ -59,26 +50,26 @@ class _Reply:
                 self._lent = LentPieces(frame.origin)
         else:
             num_bytes = sum(map(len, frame))
-        self.num_bytes = num_bytes + TOGETHER_OVERHEAD_BYTES
+        self.num_bytes = num_bytes + codec.TOGETHER_OVERHEAD_BYTES
 
-    def parts(self) -> Parts:
+    def parts(self) -> codec.Parts:
         """The frame as bytes. One that was held for the transfer it is sent under is not copied again."""
         frame = self._frame
         if not isinstance(frame, HeldFrame):
             return frame
         if self._lent is not None:
             with self._lent.piece.guard:
-                return [encode_frame(WEIGHTS, self._transfer, frame.group, frame.offset, self._lent.piece.tensor)]
+                return [codec.encode_frame(WEIGHTS, self._transfer, frame.group, frame.offset, self._lent.piece.tensor)]
         if isinstance(frame.origin, tuple) and frame.origin[0] == self._transfer:
             return [frame.origin[1]]
         shape = tuple(frame.tensor.shape)
-        return frame_parts(WEIGHTS, self._transfer, frame.group, frame.offset, [frame.tensor], shape)
+        return codec.frame_parts(WEIGHTS, self._transfer, frame.group, frame.offset, [frame.tensor], shape)
 
 
 def _message(replies: list[_Reply]) -> bytes:
     frames = [reply.parts() for reply in replies]
     if len(frames) > 1:
-        return encode_together(frames)
+        return codec.encode_together(frames)
     (parts,) = frames
     return parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else b"".join(parts)
 
@@ -109,8 +100,8 @@ class QueueLane(Corkable):
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
         if piece.numel() > LENT_ELEMENTS:
             return HeldFrame(group, offset, piece, LentPiece(piece, self._memory, from_malloc=True))
-        message = encode_frame(WEIGHTS, transfer, group, offset, piece)
-        return HeldFrame(group, offset, decode_frame(message).tensor, (transfer, message))
+        message = codec.encode_frame(WEIGHTS, transfer, group, offset, piece)
+        return HeldFrame(group, offset, codec.decode_frame(message).tensor, (transfer, message))
 
     def send(self, transfer: int, frame: HeldFrame) -> None:
         with self._changed:
@@ -127,7 +118,7 @@ class QueueLane(Corkable):
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
         with self._changed:
             if not self._closed:
-                self._queue(_Reply(transfer, frame_parts(kind, transfer, 0, 0, [message], (len(message),))))
+                self._queue(_Reply(transfer, codec.frame_parts(kind, transfer, 0, 0, [message], (len(message),))))
 
     def cork(self) -> None:
         self._cork, self._corked_bytes = [], 0
@@ -143,7 +134,7 @@ class QueueLane(Corkable):
         """With ``changed`` held."""
         if self._cork is not None:
             self._corked_bytes += reply.num_bytes
-            if self._corked_bytes <= TOGETHER_BYTES:
+            if self._corked_bytes <= codec.TOGETHER_BYTES:
                 self._cork.append(reply)
                 return
             self.uncork()
@@ -213,7 +204,7 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
 def _read(requests: LaneRequests, sender: Sender, messages: Iterator[bytes], lane: QueueLane) -> None:
     try:
         for message in messages:
-            frames = decode_frames(message)
+            frames = codec.decode_frames(message)
             del message  # staging holds what is needed; nothing else keeps the last message alive
             while frames:
                 requests.take(frames.pop(0))

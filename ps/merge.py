@@ -39,15 +39,9 @@ def coefficients(merge: Merge, weights: Sequence[float]) -> list[float]:
 
 
 def merge_slices(spec: GroupSpec, slices: Sequence[SliceGradient], out: torch.Tensor) -> tuple[bool, ...]:
-    """Sums slices into ``out``, in slice order.
-
-    Args:
-        slices: gradients of the slices; those with coefficient 0 are left out, and are zeros where all are.
-        out: flat tensor of the group; elements of shards without a gradient are undefined afterwards.
-
-    Returns:
-        For each shard, whether any slice has a gradient for it.
-    """
+    """Sums slices into ``out``, the flat tensor of the group, in slice order; those with coefficient 0 are left out,
+    and are zeros where all are. Returns for each shard whether any slice has a gradient for it: elements of the others
+    are undefined afterwards."""
     used = [piece for piece in slices if piece.coefficient]
     union = any_present(used or slices) or (False,) * len(spec.shards)
     fresh = bool(used) and tuple(used[0].present) == union

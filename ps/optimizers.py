@@ -178,11 +178,7 @@ SUPPORTED = tuple(_RULES)
 
 
 def rule_for(name: str, by_rows: bool = False) -> OptimizerRule:
-    """The rule of a torch.optim class; ``by_rows``: for a table.
-
-    Raises:
-        UnsupportedOptimizerError: with the reason.
-    """
+    """The rule of a torch.optim class; ``by_rows``: for a table. ``UnsupportedOptimizerError``: there is none."""
     if by_rows:
         return check_for_rows(name, {})
     rule = _RULES.get(name)

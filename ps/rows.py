@@ -30,11 +30,7 @@ def max_bytes(spec: GroupSpec) -> int:
 
 
 def check_piece(spec: GroupSpec, offset: int, piece: torch.Tensor) -> None:
-    """Refuses a frame that cannot be a part of a table's gradient.
-
-    Raises:
-        FrameError: not whole rows, or more than there are.
-    """
+    """Raises ``FrameError`` for what is no part of a table's gradient: not whole rows, or more than there are."""
     size = _row_bytes(spec)
     if piece.dtype != torch.uint8 or piece.dim() != 1 or piece.numel() % size:
         raise FrameError(
@@ -96,11 +92,8 @@ class RowTable:
         self._elements = _as_elements(self._rows)
 
     def take(self, numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of some rows, ``(len(numbers), width)``; ``out``: flat memory for them.
-
-        Raises:
-            IndexError: there is no such row.
-        """
+        """A copy of some rows, ``(len(numbers), width)``; ``out``: flat memory for them. ``IndexError``: one is not
+        there."""
         if out is None:
             return self._rows.index_select(0, numbers)
         return torch.index_select(self._rows, 0, numbers, out=out.view(-1, self._rows.shape[1]))

@@ -28,13 +28,8 @@ class Run:
 def cut_runs(
     extents: Sequence[Extent], shards: Sequence[ShardSpec], present: Sequence[bool], likeness: Sequence[Hashable]
 ) -> tuple[Run, ...]:
-    """The runs of a gradient.
-
-    Args:
-        extents: where the pieces lie, in any order; they may cover several shards or a part of one.
-        shards: the shards, in the order of the flat tensor.
-        present: whether each shard has a gradient; elements of the others are skipped.
-        likeness: neighbours with equal values may share a run.
+    """The runs of a gradient. Its pieces lie at ``extents``, in any order; they may cover several shards or a part of
+    one. Shards that are not ``present`` are skipped; neighbours of equal ``likeness`` may share a run.
 
     Raises:
         ProtocolError: pieces overlap, or do not cover a shard that has a gradient; names the variable.

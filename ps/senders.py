@@ -33,11 +33,7 @@ class Senders:
         """Requests done for senders that have not introduced themselves here."""
 
     def check(self, sender: Sender) -> None:
-        """Refuses the dead.
-
-        Raises:
-            FencedError: the incarnation was declared dead.
-        """
+        """Raises ``FencedError`` for an incarnation that was declared dead."""
         if sender.task in self._fenced and sender.incarnation <= self._fenced[sender.task]:
             raise FencedError(
                 f"{sender} has been declared dead by the chief (fenced up to incarnation {self._fenced[sender.task]}); "

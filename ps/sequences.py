@@ -31,11 +31,7 @@ class SequenceDecision:
     result: Any = None
 
     def result_as(self, kind: type[Result]) -> Result:
-        """The recorded result of a request of the kind that asks.
-
-        Raises:
-            SequenceError: the number belongs to a request of another kind.
-        """
+        """The recorded result; ``SequenceError`` where the number belongs to a request of another kind."""
         if not isinstance(self.result, kind):
             raise SequenceError("expected a resend of the same request; this number belongs to another one")
         return self.result

@@ -101,11 +101,7 @@ class ShardGroup:
         self._advance(plan, present)
 
     def check_first_values(self, parts: Parts) -> None:
-        """Refuses values that the group cannot begin with.
-
-        Raises:
-            ProtocolError: they overlap, or do not cover it.
-        """
+        """Raises ``ProtocolError`` for values that the group cannot begin with: they overlap, or do not cover it."""
         shards = self.spec.shards
         cut_runs([(offset, piece.numel()) for offset, piece in parts], shards, [True] * len(shards), [0] * len(shards))
 

@@ -44,11 +44,8 @@ CANNOT_BE_READ = (
 
 @contextlib.contextmanager
 def reading(what: object, passes: type[StratagemError] | tuple[()] = ()) -> Iterator[None]:
-    """Inside, ``what`` is read; errors of the kind ``passes`` are about something else.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Inside, ``what`` is read: what goes wrong is a ``CheckpointError``, unless it is of the kind ``passes``, about
+    something else."""
     try:
         yield
     except passes:
@@ -160,11 +157,7 @@ def without_values(data: Mapping[str, Any]) -> Content:
 
 
 def checked(data: Any) -> Any:
-    """The content of ``ps-<i>.json``, if it is of this format.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """The content of ``ps-<i>.json``; ``ValueError`` where it is not of this format."""
     if data["format"] != FORMAT:
         raise ValueError(f"expected format {FORMAT}, got {data['format']!r}")
     return data

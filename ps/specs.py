@@ -223,11 +223,7 @@ def check_new_groups(
 
 
 def check_same(held: GroupSpec, came: GroupSpec) -> None:
-    """Refuses to attach to a group as anything else than what it is.
-
-    Raises:
-        VariableError: names the variable, what is held and what came.
-    """
+    """Raises ``VariableError``, which names the variable, what is held and what came, where these are not the same."""
     if held == came and held.is_table == came.is_table:
         return
     for attribute in ("optimizer", "dtype", "is_table"):

@@ -127,11 +127,7 @@ class Staging:
         return entry.num_frames if entry is not None else 0
 
     def check_current(self, sender: Sender, ref: TransferRef, groups: list[int]) -> None:
-        """Refuses to wait for frames that were replaced.
-
-        Raises:
-            ProtocolError: a newer transfer replaced this one.
-        """
+        """Raises ``ProtocolError`` where a newer transfer replaced the frames to wait for."""
         buffers = self._buffers[sender.key]
         for group in groups:
             newest = buffers.newest.get(group, 0)

@@ -133,11 +133,7 @@ class StoreState:
         self.changed.notify_all()
 
     def locked_group(self, group: int) -> LockedGroup:
-        """The group with its lock.
-
-        Raises:
-            VariableError: the group is unknown.
-        """
+        """The group with its lock; ``VariableError`` where there is none."""
         locked = self.locked_groups.get(group)
         if locked is None:
             known = ", ".join(map(str, sorted(self.locked_groups))) or "none"

@@ -180,11 +180,9 @@ class SyncSteps:
         committed: Iterable[Update],
         is_applied: Callable[[Unit, int], bool],
     ) -> list[StepKey]:
-        """The chief closes a step. Returns the keys of it that are open here.
-
-        Args:
-            is_applied: whether an update of a unit was here before: of one that is computed again for the rest of its
-                updates, say. Such a one counts as committed, and need not have come again.
+        """The chief closes a step. Returns the keys of it that are open here. ``is_applied``: whether an update of a
+        unit was here before: of one that is computed again for the rest of its updates, say. Such a one counts as
+        committed, and need not have come again.
 
         Raises:
             ProtocolError: an included slice that counts as committed is not here.

@@ -38,11 +38,7 @@ class TableGroup(ShardGroup):
         self._row_counts = RowCounts()
 
     def check_first_values(self, parts: Parts) -> None:
-        """Refuses rows that are not the next ones, or the first.
-
-        Raises:
-            ProtocolError: they are others, or none.
-        """
+        """Raises ``ProtocolError`` for rows that are not the next ones, or the first."""
         expected = self.num_first_values if parts and parts[0][0] else 0
         for offset, piece in parts or [(-1, torch.empty(0))]:
             if offset != expected:

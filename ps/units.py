@@ -155,11 +155,7 @@ class UnitLedger:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> UnitLedger:
-        """The reverse of :meth:`to_json`.
-
-        Raises:
-            LimitError: as :meth:`mark_lost`.
-        """
+        """The reverse of :meth:`to_json`. Errors as :meth:`mark_lost`."""
         ledger = cls()
         ledger.mark_lost({(dataset, epoch): UnitBitmap(bytes.fromhex(bits)) for dataset, epoch, bits in data["closed"]})
         for *unit, ordinals in data["open"]:
@@ -174,12 +170,8 @@ class UnitLedger:
     def joined(cls, ledgers: Sequence[UnitLedger]) -> tuple[UnitLedger, int]:
         """What several ps have applied together, which are at one cut: what one of them has, all have that take part.
 
-        Returns:
-            the ledger of each of any number of ps that go on from there; and how many updates some of their ps lack
-            nevertheless.
-
-        Raises:
-            LimitError: as :meth:`mark_lost`.
+        Returns the ledger of each of any number of ps that go on from there, and how many updates some of their ps
+        lack nevertheless. Errors as :meth:`mark_lost`.
         """
         ledger = cls()
         for each in ledgers:

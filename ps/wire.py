@@ -185,11 +185,7 @@ def image_to(image: StoreImage) -> ps_pb2.FollowReply:
 
 
 def image_from(message: ps_pb2.FollowReply) -> StoreImage:
-    """The same; the elements of its tensors are yet to be read.
-
-    Raises:
-        ProtocolError: it is none.
-    """
+    """The same; the elements of its tensors are yet to be read. ``ProtocolError``: it is none."""
     try:
         content = snapshot.without_values(json.loads(message.state))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

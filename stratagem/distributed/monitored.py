@@ -24,11 +24,8 @@ class MonitoredBarriers:
         self._tags = itertools.count(_FIRST_TAG)
 
     def pass_next(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Returns when every rank has called it.
-
-        Args:
-            timeout_s: seconds that rank 0 waits for the others.
-            wait_all_ranks: rank 0 names everybody who did not come, not only the first.
+        """Returns when every rank has called it. Rank 0 waits ``timeout_s`` seconds for the others, and names the first
+        who did not come, or with ``wait_all_ranks`` everybody.
 
         Raises:
             CollectiveError: somebody did not come, in torch's words.

@@ -16,11 +16,8 @@ _forked: set[int] = set()
 
 
 def refuse_forked() -> None:
-    """Refuses a group in a process that was forked while one stood.
-
-    Raises:
-        ConfigurationError: gRPC, which the parent uses, would wait here for ever.
-    """
+    """Raises ``ConfigurationError`` in a process that was forked while a group stood: gRPC, which the parent uses,
+    would wait here for ever."""
     if os.getpid() in _forked:
         raise ConfigurationError(f"this process was forked from one that has a process group: {_SPAWN}")
 

@@ -31,6 +31,11 @@ class Operation:
     values: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """The flat elements of ``outputs``."""
 
+    def add(self, values: torch.Tensor, what: str, run: Run) -> None:
+        """A step that makes the values of the next output."""
+        self.values.append(values)
+        self.steps.append((what, run))
+
     def run(self, communicator: Communicator, is_inference: bool) -> None:
         """Takes all steps, puts the values where they belong. ``is_inference``: outputs can be written in that mode."""
         for what, step in self.steps:
@@ -58,8 +63,7 @@ class Operations:
         made = Operation("broadcast", list(tensors))
         for tensor in tensors:
             values = flat(tensor)
-            made.values.append(values)
-            made.steps.append((told(tensor, "broadcast of ", f" from rank {root}"), _broadcasting(values, root)))
+            made.add(values, told(tensor, "broadcast of ", f" from rank {root}"), _broadcasting(values, root))
         return made
 
     def all_reduce(self, tensors: Tensors, op: Any) -> Operation:
@@ -70,9 +74,7 @@ class Operations:
                 self._all_reduce_rows(made, tensor, op)
                 continue
             reduction, values = reducing(op, tensor.dtype), flat(tensor)
-            made.values.append(values)
-            what = told(tensor, f"all_reduce {reduction.name} of ")
-            made.steps.append((what, reduction.all_reduce(values, values)))
+            made.add(values, told(tensor, f"all_reduce {reduction.name} of "), reduction.all_reduce(values, values))
         return made
 
     def _all_reduce_rows(self, made: Operation, tensor: torch.Tensor, op: Any) -> None:
@@ -106,9 +108,8 @@ class Operations:
         for tensor in tensors:
             reduction, values = reducing(op, tensor.dtype), flat(tensor)
             out = values if self.rank == root else torch.empty_like(values)
-            made.values.append(values)
             what = told(tensor, f"reduce {reduction.name} of ", f" to rank {root}")
-            made.steps.append((what, reduction.all_reduce(values, out)))
+            made.add(values, what, reduction.all_reduce(values, out))
         return made
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], op: Any) -> Operation:
@@ -122,9 +123,8 @@ class Operations:
             for row, tensor in zip(joined, tensors, strict=True):
                 row[: tensor.numel()].copy_(flat(tensor))
             reduction, reduced = reducing(op, out.dtype), torch.empty(max(lengths), dtype=out.dtype)
-            made.values.append(reduced[: out.numel()])
             what = f"reduce_scatter {reduction.name} of {lengths} {name_of(out.dtype)}"
-            made.steps.append((what, reduction.reduce_scatter(joined.view(-1), reduced)))
+            made.add(reduced[: out.numel()], what, reduction.reduce_scatter(joined.view(-1), reduced))
         return made
 
     def reduce_scatter_single(self, outputs: Tensors, inputs: Tensors, op: Any) -> Operation:
@@ -133,9 +133,8 @@ class Operations:
         for out, tensor in zip(outputs, inputs, strict=True):
             self._check_parts(tensor, out, "reduce_scatter")
             reduction, room = reducing(op, out.dtype), room_for(out)
-            made.values.append(room)
             what = told(out, f"reduce_scatter {reduction.name} of {self.size} × ")
-            made.steps.append((what, reduction.reduce_scatter(flat(tensor), room)))
+            made.add(room, what, reduction.reduce_scatter(flat(tensor), room))
         return made
 
     def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors) -> Operation:
@@ -155,9 +154,8 @@ class Operations:
         for out, tensor in zip(outputs, inputs, strict=True):
             self._check_parts(out, tensor, "all_gather")
             room = room_for(out)
-            made.values.append(room)
-            what = told(tensor, f"all_gather of {self.size} × ")
-            made.steps.append((what, _gathering(flat(tensor), room.view(self.size, -1).unbind())))
+            step = _gathering(flat(tensor), room.view(self.size, -1).unbind())
+            made.add(room, told(tensor, f"all_gather of {self.size} × "), step)
         return made
 
     def gather(self, outputs: Sequence[Tensors], tensor: torch.Tensor, root: int) -> Operation:

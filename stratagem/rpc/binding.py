@@ -111,11 +111,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_token_path(address: str, insecure: bool) -> None:
-    """Refuses to send a token beyond loopback in the clear.
-
-    Raises:
-        ConfigurationError: with the ways out.
-    """
+    """Raises ``ConfigurationError``, with the ways out, where the token would be sent beyond loopback in the clear."""
     if not insecure and not is_loopback(address.rpartition(":")[0]):
         raise ConfigurationError(
             f"refusing to send the token to {address} in the clear: anybody on the way could read it. "

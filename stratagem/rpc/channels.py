@@ -16,8 +16,6 @@ from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.handshake import explain_refusal
 from stratagem.rpc.security import OPEN, Declaration, Security
 
-KEEPALIVE_TIME_MS = 2000
-KEEPALIVE_TIMEOUT_MS = 1000
 LOOKAHEAD_BYTES = 4 << 20
 """Of a stream that nobody reads, at each end. More costs memory for each lane, 1 MiB costs a worker 5 % more CPU."""
 
@@ -30,8 +28,8 @@ def channel_options(max_message_bytes: int = -1) -> list[_Option]:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_time_ms", 2000),
+        ("grpc.keepalive_timeout_ms", 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_frame_size", (1 << 24) - 1),

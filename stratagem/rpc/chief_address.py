@@ -57,11 +57,7 @@ class ChiefAddress:
 
 
 def write_chief_address(directory: str, address: str) -> None:
-    """Says in ``directory`` that the chief serves at ``address``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Says in ``directory`` that the chief serves at ``address``."""
     path = pathlib.Path(directory) / FILE_NAME
     temporary = path.with_suffix(".tmp")
     temporary.write_text(address + "\n")

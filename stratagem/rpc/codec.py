@@ -65,11 +65,7 @@ def can_travel(dtype: torch.dtype) -> bool:
 
 
 def to_wire_dtype(dtype: torch.dtype) -> int:
-    """The ``DType`` number of a torch dtype.
-
-    Raises:
-        FrameError: the dtype cannot travel.
-    """
+    """The ``DType`` number of a torch dtype; ``FrameError`` where it cannot travel."""
     try:
         return _TO_WIRE[dtype]
     except KeyError:
@@ -77,11 +73,7 @@ def to_wire_dtype(dtype: torch.dtype) -> int:
 
 
 def from_wire_dtype(wire: int) -> torch.dtype:
-    """The torch dtype of a ``DType`` number.
-
-    Raises:
-        FrameError: no such number.
-    """
+    """The torch dtype of a ``DType`` number; ``FrameError`` where there is none."""
     try:
         return _FROM_WIRE[wire]
     except KeyError:

@@ -12,15 +12,7 @@ import grpc
 import torch
 
 from stratagem.errors import FencedError, PeerUnavailableError, StratagemError
-from stratagem.rpc.codec import (
-    TOGETHER_OVERHEAD_BYTES,
-    Frame,
-    Parts,
-    decode_frame,
-    decode_frames,
-    encode_together,
-    frame_parts,
-)
+from stratagem.rpc import codec
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.inbox import INBOX_BYTES, Inbox
 from stratagem.rpc.lane import Corkable, Payload, Place, nothing
@@ -99,7 +91,7 @@ class GrpcLane(Corkable):
         if items:
             self._outbox.put(items)
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> codec.Frame:
         if self._cork is not None:
             self.uncork()
         return self._inbox.take(transfer, deadline)
@@ -124,11 +116,11 @@ class GrpcLane(Corkable):
 
     def _outgoing(self) -> Iterator[bytes]:
         while (items := self._outbox.get()) is not None:
-            together: list[Parts] = []
+            together: list[codec.Parts] = []
             num_bytes = 0
             for kind, transfer, group, offset, pieces, num_elements in items:
-                parts = frame_parts(kind, transfer, group, offset, pieces(), (num_elements,))
-                size = sum(map(len, parts)) + TOGETHER_OVERHEAD_BYTES
+                parts = codec.frame_parts(kind, transfer, group, offset, pieces(), (num_elements,))
+                size = sum(map(len, parts)) + codec.TOGETHER_OVERHEAD_BYTES
                 if together and num_bytes + size > self._together_bytes:
                     yield self._message(together)
                     together, num_bytes = [], 0
@@ -138,10 +130,10 @@ class GrpcLane(Corkable):
             del items
             yield self._message(together)
 
-    def _message(self, together: list[Parts]) -> bytes:
+    def _message(self, together: list[codec.Parts]) -> bytes:
         """Frames as one message, a copy: the tensors they were are free."""
         num_frames = len(together)
-        message = encode_together(together) if num_frames > 1 else b"".join(together[0])
+        message = codec.encode_together(together) if num_frames > 1 else b"".join(together[0])
         together.clear()
         self._meter.sent_frames += num_frames
         self._meter.sent_bytes += len(message)
@@ -153,7 +145,7 @@ class GrpcLane(Corkable):
     def _read(self) -> None:
         try:
             for message in self._call:
-                frames = decode_frames(message)
+                frames = codec.decode_frames(message)
                 self._meter.received_frames += len(frames)
                 self._meter.received_bytes += len(message)
                 self._inbox.put(*frames)
@@ -201,7 +193,7 @@ class ServedGrpcLane:
             for message in messages:
                 self._meter.received_frames += 1
                 self._meter.received_bytes += len(message)
-                if not self._inbox.put(decode_frame(message)):
+                if not self._inbox.put(codec.decode_frame(message)):
                     break
             self._inbox.fail(PeerUnavailableError(f"{self._peer} closed the lane"))
         except StratagemError as error:
@@ -210,7 +202,7 @@ class ServedGrpcLane:
             error.__traceback__ = None  # grpc keeps it with the call, whose frames would keep the call
             self._inbox.fail(PeerUnavailableError(f"the lane from {self._peer} broke"))
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> codec.Frame:
         return self._inbox.take(transfer, deadline)
 
     def forget(self, transfer: int) -> None:

@@ -19,13 +19,9 @@ POLL_S = 0.5
 
 
 class Inbox:
-    """Filled by a lane's reader thread, emptied by the caller of ``receive``.
-
-    Args:
-        max_frames: the reader waits while so many frames lie here; 0: no bound.
-        max_bytes: more than that may not lie here.
-        on_wait: called now and then while :meth:`take` waits; what it raises ends the wait.
-    """
+    """Filled by a lane's reader thread, which waits while ``max_frames`` lie here (0: no bound), emptied by the caller
+    of ``receive``. More than ``max_bytes`` may not lie here. ``on_wait`` is called now and then while :meth:`take`
+    waits: what it raises ends the wait."""
 
     def __init__(
         self,
@@ -104,11 +100,7 @@ class Inbox:
 
 
 def check_inbox(peer: str, num_bytes: int, max_bytes: int) -> None:
-    """Refuses frames that nobody asked for.
-
-    Raises:
-        LimitError: names the limit.
-    """
+    """Raises ``LimitError``, which names the limit, where too much lies here that nobody has asked for."""
     if num_bytes > max_bytes:
         raise LimitError(
             f"{num_bytes:,} bytes of frames from {peer} wait for somebody who asks for them, over max_inbox_bytes of "

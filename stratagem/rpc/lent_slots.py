@@ -53,11 +53,7 @@ class Lender:
         return [*said, self._hand_out(slot)]
 
     def take_back(self, number: int) -> ShmBlock:
-        """A frame has come in a slot.
-
-        Raises:
-            FrameError: the slot is not lent.
-        """
+        """A frame has come in a slot; ``FrameError`` where that is not lent."""
         slot = self._lent.pop(number, None)
         if slot is None:
             raise FrameError(f"a frame came in slot {number}, which is not lent")
@@ -91,11 +87,7 @@ class Borrowed:
         """Sizes that one was asked for and has not come."""
 
     def share(self, descriptor: int, number: int, num_bytes: int) -> None:
-        """A segment came.
-
-        Raises:
-            SegmentError: it cannot be used.
-        """
+        """A segment came; ``SegmentError`` where it cannot be used."""
         segment = Segment.attach(descriptor, num_bytes)
         if number != len(self._segments):
             raise ConnectionError(f"the peer shares segment {number} after {len(self._segments)}")

@@ -47,11 +47,7 @@ class CallCounter:
 
     @contextlib.contextmanager
     def counted(self, peer: str, cancel: Callable[[], object], identity: str = "") -> Iterator[CountedCall]:
-        """Around a call.
-
-        Raises:
-            LimitError: one too many; names the limit.
-        """
+        """Around a call; ``LimitError``, which names the limit, where it is one too many."""
         call = CountedCall(peer, cancel, identity)
         with self._guard:
             late = self._late(peer)

@@ -138,11 +138,7 @@ OPEN = Security()
 
 
 def security_of(config: RoleConfig) -> Security:
-    """What a role's configuration says.
-
-    Raises:
-        ConfigurationError: certificates or token cannot be used; says why.
-    """
+    """What a role's configuration says. Errors as :func:`make_security`."""
     return make_security(config.task, config.tls, config.token_file, config.insecure)
 
 

@@ -29,12 +29,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Segment:
-    """One piece of shared memory, mapped here.
-
-    Attributes:
-        tensor: flat uint8, the whole segment. The mapping lives as long as this tensor or any view of it: a segment
-            whose views are still held after :meth:`close` is unmapped when the last of them goes.
-    """
+    """One piece of shared memory, mapped here as ``tensor``, flat uint8. The mapping lives as long as this tensor or
+    any view of it: a segment whose views are still held after :meth:`close` is unmapped when the last of them goes."""
 
     def __init__(self, tensor: torch.Tensor, descriptor: int | None) -> None:
         self.tensor = tensor

@@ -101,12 +101,7 @@ def serve(
     """
     check_binding(config.bind, config.insecure, security.tls is not None)
     pool = futures.ThreadPoolExecutor(config.max_calls + SPARE_CALLS, thread_name_prefix="rpc")
-    server = grpc.server(
-        pool,
-        interceptors=[Interceptor(config, security)],
-        options=_server_options(config),
-        maximum_concurrent_rpcs=config.max_calls + SPARE_CALLS,
-    )
+    server = grpc.server(pool, **_arguments(config, Interceptor(config, security)))
     register(server)
     servicer = health.HealthServicer()
     address = _listen(server, servicer, config.bind, services, security)
@@ -125,11 +120,7 @@ async def serve_aio(
 ) -> RunningAioServer:
     """Starts a ``grpc.aio`` server; arguments and errors as :func:`serve`."""
     check_binding(config.bind, config.insecure, security.tls is not None)
-    server = grpc.aio.server(
-        interceptors=[AioInterceptor(config, security)],
-        options=_server_options(config),
-        maximum_concurrent_rpcs=config.max_calls + SPARE_CALLS,
-    )
+    server = grpc.aio.server(**_arguments(config, AioInterceptor(config, security)))
     register(server)
     servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     address = _listen(server, servicer, config.bind, services, security)
@@ -159,8 +150,8 @@ def _listen(
     return f"{bind.rpartition(':')[0]}:{port}"
 
 
-def _server_options(config: ServerConfig) -> list[tuple[str, int | str]]:
-    return [
+def _arguments(config: ServerConfig, interceptor: object) -> dict[str, Any]:
+    options = [
         *channels.channel_options(config.max_message_bytes),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         # Replies that nobody reads are kept for as long as their stream is open. Twice the number of calls that are
@@ -172,6 +163,11 @@ def _server_options(config: ServerConfig) -> list[tuple[str, int | str]]:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
+    return {
+        "interceptors": [interceptor],
+        "options": options,
+        "maximum_concurrent_rpcs": config.max_calls + SPARE_CALLS,
+    }
 
 
 def add_servicer(service: ServiceDescriptor, servicer: object, server: grpc.Server) -> None:

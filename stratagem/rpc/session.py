@@ -120,10 +120,8 @@ class SessionClient:
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
 
     def start(self, timeout_s: float = 60.0, look: Callable[[], StratagemError | None] = lambda: None) -> int:
-        """Joins; returns the incarnation.
-
-        Args:
-            look: asked every :data:`LOOK_S` seconds without an answer for a reason to give up.
+        """Joins; returns the incarnation. ``look`` is asked every :data:`LOOK_S` seconds without an answer for a reason
+        to give up.
 
         Raises:
             PeerUnavailableError: no chief answers at the address within ``timeout_s`` seconds.

@@ -7,15 +7,13 @@ import threading
 import time
 from typing import Any
 
-BURST = 10
-PERIOD_S = 10.0
 _MAX_KINDS = 1024
 
 
 class Throttle:
     """Lets ``burst`` lines of a kind through every ``period_s`` seconds. Thread-safe."""
 
-    def __init__(self, burst: int = BURST, period_s: float = PERIOD_S) -> None:
+    def __init__(self, burst: int = 10, period_s: float = 10.0) -> None:
         self._burst = burst
         self._period_s = period_s
         self._guard = threading.Lock()

@@ -67,11 +67,7 @@ class TlsFiles:
         self._last: Pems | None = None
 
     def stamp(self) -> Stamp:
-        """Changes when a file is replaced.
-
-        Raises:
-            ConfigurationError: a file is missing.
-        """
+        """Changes when a file is replaced; ``ConfigurationError`` where one is missing."""
         try:
             facts = [path.stat() for path in (self._authority, self._certificate, self._key)]
         except OSError as error:
@@ -134,21 +130,15 @@ class TlsFiles:
         warn_if_open(self._key, "key")
 
     def server_context(self) -> ssl.SSLContext:
-        """For the server's side of a socket; asks for a certificate of the same authority.
-
-        Raises:
-            ConfigurationError: the files cannot be used.
-        """
+        """For the server's side of a socket; asks for a certificate of the same authority. ``ConfigurationError``: the
+        files cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return self._load(context)
 
     def client_context(self) -> ssl.SSLContext:
         """For the client's side of a socket; ``server_hostname`` is :func:`stratagem.cluster.identity.server_name`.
-
-        Raises:
-            ConfigurationError: the files cannot be used.
-        """
+        Errors as :meth:`server_context`."""
         return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -176,11 +166,7 @@ class TlsFiles:
 
 
 def check_authority(file: Path) -> None:
-    """Whether certificates of the authority in a file can still be used: one that has expired takes them all along.
-
-    Raises:
-        ConfigurationError: it has expired.
-    """
+    """Raises ``ConfigurationError`` where the authority in a file has expired, which takes its certificates along."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(file)
     ends = [authority["notAfter"] for authority in context.get_ca_certs()]
