@@ -29,8 +29,8 @@ from stratagem.rpc.security import security_of
 from stratagem.rpc.server import RunningServer, serve
 from stratagem.rpc.session import PREEMPTED, SessionClient
 from stratagem.worker.chief_client import ChiefClient
+from stratagem.worker.interrupts import preemption
 from stratagem.worker.leases import LeaseClient
-from stratagem.worker.preemption_request import preemption
 from stratagem.worker.push.ps_client import PsClient, Rerouted
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService

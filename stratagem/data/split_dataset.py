@@ -21,8 +21,8 @@ from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
 from stratagem.measuring import measures
 from stratagem.tensorflow_names import WithWaysOut
+from stratagem.worker.ring.agreement import gather_json
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.state_broadcast import gather_json
 from stratagem.worker.step_meter import timed_phase
 
 logger = logging.getLogger(__name__)

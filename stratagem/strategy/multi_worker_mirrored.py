@@ -20,9 +20,8 @@ from stratagem.strategy.devices import named_devices, parse_devices
 from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.synchronous import SynchronousStrategy
-from stratagem.worker.reduction.buckets import BUCKET_BYTES
-from stratagem.worker.reduction.compress_interface import GradientCompression
-from stratagem.worker.reduction.compression import compression_named
+from stratagem.worker.reduction.compression import GradientCompression, compression_named
+from stratagem.worker.reduction.gradient_layout import BUCKET_BYTES
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.step_meter import StepMeter

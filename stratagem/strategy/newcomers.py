@@ -19,9 +19,9 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.random_states import random_states, set_random_states
 from stratagem.strategy.replicas.variable import Variable, VariableSynchronization
 from stratagem.strategy.step_shares import StepShares
+from stratagem.worker.ring.agreement import broadcast_json, broadcast_tensors
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.healing import Healing
-from stratagem.worker.ring.state_broadcast import broadcast_json, broadcast_tensors
 from stratagem.worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)

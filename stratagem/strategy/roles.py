@@ -21,8 +21,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError, JobStoppedError
 from stratagem.rpc.logs import configure_logging, show_until_configured
-from stratagem.worker.interrupts import EXIT_TERMINATED
-from stratagem.worker.preemption_request import preemption
+from stratagem.worker.interrupts import EXIT_TERMINATED, preemption
 from stratagem.worker.runtime import WorkerRuntime, active_runtime
 from stratagem.worker.script_exit import before_sudden_exit, watch_exit
 from stratagem.worker.script_runner import follows

@@ -31,8 +31,8 @@ from stratagem.strategy.synchronous_input import SynchronousInput
 from stratagem.worker.gradient_guard import guard
 from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch, follow
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
-from stratagem.worker.reduction.buckets import BUCKET_BYTES
-from stratagem.worker.reduction.compress_interface import GradientCompression
+from stratagem.worker.reduction.compression import GradientCompression
+from stratagem.worker.reduction.gradient_layout import BUCKET_BYTES
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.reduction.same_bits import SameBits

@@ -19,7 +19,7 @@ from stratagem.data.nested import tensors
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.model_parts import sparse_embeddings
 from stratagem.strategy.synchronous import SynchronousStrategy
-from stratagem.worker.preemption_request import preemption
+from stratagem.worker.interrupts import preemption
 from stratagem.worker.reduction.backward import Backward, BackwardReducer
 from stratagem.worker.reduction.backward_status import BackwardStatus
 from stratagem.worker.reduction.gradient_slot import OwnSlot

@@ -14,7 +14,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
 from stratagem.worker import interrupts
-from stratagem.worker.preemption_request import preemption
+from stratagem.worker.interrupts import preemption
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from stratagem.worker.push.row_placement import Numbers, RowPlacement
+from stratagem.worker.push.layout import Numbers, RowPlacement
 from stratagem.worker.push.table_handle import TableGradient
 
 NUMBER_BYTES = 8

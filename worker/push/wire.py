@@ -14,9 +14,8 @@ from stratagem.rpc.codec import to_wire_dtype
 from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import common_pb2, ps_pb2
 from stratagem.rpc.units import unit_to_proto, update_to_proto
-from stratagem.worker.push.layout import Shard
+from stratagem.worker.push.layout import RowShard, Shard
 from stratagem.worker.push.ps_client import PendingCall, PsClient
-from stratagem.worker.push.row_placement import RowShard
 
 Version = ps_pb2.Version
 """Of a shard group on one ps, as that ps tells it."""

@@ -18,12 +18,17 @@ from typing import Any
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.preemption_request import PreemptionRequest, preemption
+from stratagem.worker.interrupts import PreemptionRequest, preemption
 from stratagem.worker.reduction.backward import Backward, BackwardReducer
 from stratagem.worker.reduction.backward_status import BackwardStatus, MergedStatus
-from stratagem.worker.reduction.buckets import BUCKET_BYTES, FIRST_BYTES
-from stratagem.worker.reduction.compress_interface import FullBucket, GradientCompression
-from stratagem.worker.reduction.gradient_layout import GradientLayout, PlacedBucket, check_reducible
+from stratagem.worker.reduction.compression import FullBucket, GradientCompression
+from stratagem.worker.reduction.gradient_layout import (
+    BUCKET_BYTES,
+    FIRST_BYTES,
+    GradientLayout,
+    PlacedBucket,
+    check_reducible,
+)
 from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.reduction.same_bits import SameBits

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.agreement import without_addresses
+from stratagem.worker.ring.agreement import gather_json, without_addresses
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.state_broadcast import gather_json
 
 WINDOW = 16384
 """Elements that are looked at in one backward, round and round: about 20 µs on one core."""

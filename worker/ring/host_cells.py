@@ -3,7 +3,7 @@
 Every rank has three cache lines that the others read: two *cells*, used in turn, and a word that says for whom it
 *sleeps*. A cell holds a message, and before it the number of the exchange, written last: who sees the number sees the
 message and whatever its writer wrote to memory before. Two cells suffice for the reason that two slots do
-(:mod:`stratagem.worker.ring.host_scratch`).
+(:mod:`stratagem.worker.ring.host_memory`).
 
 Who goes to sleep says so, looks once more, and sleeps; who signals writes its cell, looks who sleeps for it, and wakes
 those. Each has to see the other's word if the other did not see its own, so between its two steps each takes a lock: on

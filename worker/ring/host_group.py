@@ -20,7 +20,7 @@ disjoint, and no source changes. Two exchanges suffice, *ready* before and *done
 With ``out`` equal to ``source`` an owner writes what only it reads. A reduce-scatter whose source, and an all-gather or
 a broadcast whose result lies in an arena read what they need there, between the same two exchanges.
 
-*Anything else* passes through the scratch memory in pieces (:mod:`stratagem.worker.ring.host_scratch` argues why
+*Anything else* passes through the scratch memory in pieces (:mod:`stratagem.worker.ring.host_memory` argues why
 one exchange a piece suffices). Round k of an all-reduce carries piece k of the sources and the sums of piece k-1.
 """
 
@@ -36,10 +36,8 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.worker.ring import host_cells
-from stratagem.worker.ring.group import HOST, Arena, Tag
-from stratagem.worker.ring.host_arenas import ArenaStep, HostArenas
-from stratagem.worker.ring.host_reduction import Reduction, empty
-from stratagem.worker.ring.host_scratch import Scratch
+from stratagem.worker.ring.group import HOST, Arena, Reduction, Tag, empty
+from stratagem.worker.ring.host_memory import ArenaStep, HostArenas, Scratch
 from stratagem.worker.ring.host_signals import LONGEST_WAIT_S, Signals
 from stratagem.worker.ring.schedule import cut
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.errors import CollectiveError
+from stratagem.errors import CollectiveError, StratagemError
+from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import ReceivingLane, SendingLane
-from stratagem.worker.ring.group import HOST, REDUCE, Arena, Tag
-from stratagem.worker.ring.neighbours import Neighbours
+from stratagem.worker.ring.group import HOST, REDUCE, Arena, Breakable, OutOfStepError, Tag
 from stratagem.worker.ring.schedule import (
     ChunkAction,
     Schedule,
@@ -26,19 +28,21 @@ SMALL_BYTES = 64 << 10
 """Where all ranks' tensors together are at most this long, everybody gets all of them: half the hops, more bytes."""
 
 
-class RingGroup(Neighbours):
+class RingGroup(Breakable):
     """Implements :class:`stratagem.worker.ring.group.Group` over a lane to the right and one from the left.
 
     All-reduce is reduce-scatter and all-gather, 2(N-1) hops in chunks; small tensors go around whole, N-1 hops. Every
-    message carries the collective's tag and the place of its elements, and a message that is not exactly the
-    expected one breaks the group. Scratch memory is reused, and grows to the longest tensor: in wire elements with a
-    ``wire_dtype``, in the tensor's own for :meth:`reduce_scatter` and :meth:`all_to_all`, one chunk otherwise.
+    message carries the collective's tag and the place of its elements. A message that is not exactly the expected one,
+    a neighbour that is gone or one that stands still breaks both lanes for good, so that the others notice too. Scratch
+    memory is reused, and grows to the longest tensor: in wire elements with a ``wire_dtype``, in the tensor's own for
+    :meth:`reduce_scatter` and :meth:`all_to_all`, one chunk otherwise.
 
     Args:
-        right: see :class:`Neighbours`, as for ``left`` and ``timeout_s``. The group owns the lanes.
+        right: to rank + 1, and ``left`` from rank - 1; None only if ``size`` is 1. The group owns the lanes.
         chunk_bytes: largest payload of a message; the same on every rank.
         wire_dtype: float32 tensors travel as bfloat16 or float16, except small ones; partial sums are formed in float32
             and rounded once for each hop. None or float32: as they are.
+        timeout_s: seconds that a neighbour may neither send nor take anything while this rank waits for it.
     """
 
     device = HOST
@@ -54,12 +58,17 @@ class RingGroup(Neighbours):
         wire_dtype: torch.dtype | None,
         timeout_s: float,
     ) -> None:
-        super().__init__(rank, size, right, left, timeout_s)
+        super().__init__()
         self.name = f"ring over {right.name}" if right is not None else "ring of one"
         self.rank = rank
         self.size = size
         self.chunk_bytes = chunk_bytes
         """Every rank may change it, between the same two collectives."""
+        self.timeout_s = timeout_s
+        self._right, self._left = (rank + 1) % size, (rank - 1) % size
+        self._right_lane, self._left_lane = right, left
+        self._awaits: int | None = None
+        """The neighbour that this rank waits for at this moment."""
         self._wire_dtype = wire_dtype
         self._memory: dict[str, torch.Tensor] = {}
         self._scratches: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -116,7 +125,7 @@ class RingGroup(Neighbours):
             part = buffer[start:stop]
             if self.rank != root:
                 self.receive_into(part, start, tag)
-            if self.right != root:
+            if self._right != root:
                 self.send(part, start, tag)
         self.flush(tag)
 
@@ -151,10 +160,84 @@ class RingGroup(Neighbours):
         self.flush(tag)
 
     def waiting_on(self) -> int | None:
-        return self.awaits
+        return self._awaits
 
     def close(self, reason: str) -> None:
         self.break_off(CollectiveError(reason))
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def send(self, part: torch.Tensor, offset: int, tag: Tag) -> None:
+        """Queues ``part``, whose first element is the ``offset``-th; its memory has to stay until :meth:`flush`."""
+        assert self._right_lane is not None
+        try:
+            self._right_lane.send(
+                FrameKind.COLLECTIVE, tag.ordinal, tag.fingerprint, offset, lambda: (part,), part.numel()
+            )
+        except StratagemError as error:
+            raise self._blame(self._right, tag, error) from None
+
+    def receive(self, into: torch.Tensor, offset: int, tag: Tag) -> torch.Tensor:
+        """Waits for the next message, which has to be the elements from ``offset`` on that fill ``into``. They are
+        there, or in memory of the lane, which must not be written to."""
+        assert self._left_lane is not None
+        self._awaits = self._left
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            frame = self._left_lane.receive(0, deadline, into)
+        except StratagemError as error:
+            raise self._blame(self._left, tag, error, deadline) from None
+        finally:
+            self._awaits = None
+        tensor = frame.tensor
+        num_elements = into.numel()
+        if (
+            frame.transfer != tag.ordinal
+            or frame.group != tag.fingerprint
+            or frame.offset != offset
+            or tensor.numel() != num_elements
+            or (num_elements and tensor.dtype != into.dtype)
+            or frame.kind != FrameKind.COLLECTIVE
+        ):
+            expected = _told(tag.ordinal, tag.fingerprint, offset, into)
+            got = _told(frame.transfer, frame.group, frame.offset, tensor)
+            raise self.break_off(
+                OutOfStepError(
+                    f"expected from rank {self._left} {expected}, got {got}: the ranks are not in the same collective",
+                    self._left,
+                )
+            )
+        return tensor
+
+    def receive_into(self, part: torch.Tensor, offset: int, tag: Tag) -> None:
+        """Waits for the next message, which has to be the elements from ``offset`` on; they are in ``part`` then."""
+        received = self.receive(part, offset, tag)
+        if received.data_ptr() != part.data_ptr():
+            part.copy_(received)
+
+    def flush(self, tag: Tag) -> None:
+        """Waits until everything that was sent may be changed."""
+        if self._right_lane is None:
+            return
+        self._awaits = self._right
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            self._right_lane.flush(deadline)
+        except StratagemError as error:
+            raise self._blame(self._right, tag, error, deadline) from None
+        finally:
+            self._awaits = None
+
+    def _end(self, error: CollectiveError) -> None:
+        for lane in (self._right_lane, self._left_lane):
+            if lane is not None:
+                lane.close(str(error))
+
+    def _blame(self, rank: int, tag: Tag, error: StratagemError, deadline: float = math.inf) -> CollectiveError:
+        kind = CollectiveError if time.monotonic() < deadline else OutOfStepError
+        return self.break_off(kind(f"collective {tag.ordinal} failed at rank {rank}: {error}", rank))
+
+    # -- collectives -------------------------------------------------------------------------------------------
 
     def _all_reduce_small(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         """Everybody gets all tensors and reduces them in the order of ranks."""
@@ -242,3 +325,8 @@ class RingGroup(Neighbours):
                     memory = self._memory[purpose] = torch.empty(-(-num_bytes // 64) * 64, dtype=torch.uint8)
                 typed = self._scratches[purpose, dtype] = memory.view(dtype)
         return typed[:num_elements]
+
+
+def _told(ordinal: int, fingerprint: int, offset: int, tensor: torch.Tensor) -> str:
+    what = f"{tensor.numel():,} elements of {str(tensor.dtype).removeprefix('torch.')} at {offset:,}"
+    return f"{what} of collective {ordinal} (fingerprint {fingerprint:08x})"

@@ -21,8 +21,16 @@ from stratagem.errors import (
 )
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.worker.ring.building import DEFAULT_TIMEOUT_S, Formed, LaneFailedError, better, build, check_agreement
-from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES, choose_chunk_bytes
+from stratagem.worker.ring.building import (
+    DEFAULT_BYTES,
+    DEFAULT_TIMEOUT_S,
+    Formed,
+    LaneFailedError,
+    better,
+    build,
+    check_agreement,
+    choose_chunk_bytes,
+)
 from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.group import Group, OutOfStepError

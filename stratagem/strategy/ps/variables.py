@@ -19,13 +19,11 @@ from stratagem.strategy.ps.checks import check_optimizer, grouped_parameters
 from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
-from stratagem.worker.push.layout import Layout, VariableSpec
+from stratagem.worker.push.layout import Layout, RowPlacement, VariableSpec
 from stratagem.worker.push.optimizer_state import OptimizerState, TableState
 from stratagem.worker.push.ps_client import PsClient, Rerouted
 from stratagem.worker.push.remote_table import RemoteTable, TableLink
-from stratagem.worker.push.row_placement import RowPlacement
-from stratagem.worker.push.trained_copies import ALONE, TrainedCopies
-from stratagem.worker.push.variables import RemoteVariables, attach, create_or_attach
+from stratagem.worker.push.variables import ALONE, RemoteVariables, TrainedCopies, attach, create_or_attach
 from stratagem.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)

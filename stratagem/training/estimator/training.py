@@ -28,7 +28,7 @@ from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
 from stratagem.worker import interrupts
-from stratagem.worker.preemption_request import preemption
+from stratagem.worker.interrupts import preemption
 from stratagem.worker.ring.communicator import Communicator
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from stratagem.checkpoint.tree import EncodedState, Json
 from stratagem.errors import CheckpointError, CollectiveError
+from stratagem.worker.ring.agreement import broadcast_json, broadcast_tensors
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.state_broadcast import broadcast_json, broadcast_tensors
 
 BEAT_S = 1.0
 """While rank 0 is busy it says so this often: the others wait in a collective, which has a time-out."""

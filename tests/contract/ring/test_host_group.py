@@ -25,15 +25,13 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, SegmentError
 from stratagem.rpc import socket_lane
 from stratagem.rpc.segment import Segment
-from stratagem.worker.reduction.compress_interface import GradientCompression
-from stratagem.worker.reduction.compression import compression_named
+from stratagem.worker.reduction.compression import GradientCompression, compression_named
 from stratagem.worker.ring import host_group, host_signals
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.group import Arena, Reduction, Tag
 from stratagem.worker.ring.host_cells import NUM_BYTES, Cells
 from stratagem.worker.ring.host_group import HostGroup
-from stratagem.worker.ring.host_reduction import Reduction
-from stratagem.worker.ring.host_scratch import Scratch
+from stratagem.worker.ring.host_memory import Scratch
 from stratagem.worker.ring.host_signals import Signals
 from stratagem.worker.ring.schedule import cut
 from tests.contract.ring.groups import Outcome, host_groups, in_threads, outcomes_of

@@ -24,9 +24,8 @@ import torch
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
 from stratagem.worker.ring import host_group
-from stratagem.worker.ring.group import Tag
+from stratagem.worker.ring.group import Reduction, Tag
 from stratagem.worker.ring.host_group import HostGroup
-from stratagem.worker.ring.host_reduction import Reduction
 from stratagem.worker.ring.schedule import cut
 
 ROOT = Path(__file__).parents[3]

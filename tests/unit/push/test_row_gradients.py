@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.worker.push.layout import RowPlacement
 from stratagem.worker.push.row_gradients import PendingRows, RowGradient
-from stratagem.worker.push.row_placement import RowPlacement
 
 WIDTH = 3
 

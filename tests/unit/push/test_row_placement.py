@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.strategy.partitioners import FixedShardsPartitioner, place
-from stratagem.worker.push.row_placement import RowPlacement
+from stratagem.worker.push.layout import RowPlacement
 
 
 @settings(max_examples=150, deadline=None)

@@ -11,8 +11,7 @@ import torch
 
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.worker.push.layout import Layout, VariableSpec
-from stratagem.worker.push.trained_copies import NUM_EXACT, TrainedCopies
-from stratagem.worker.push.variables import RemoteVariables
+from stratagem.worker.push.variables import NUM_EXACT, RemoteVariables, TrainedCopies
 
 Change = Callable[[torch.nn.Linear], object]
 CHANGES: dict[str, Change] = {

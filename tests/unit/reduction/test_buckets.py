@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.worker.reduction.buckets import ALIGNMENT, aligned, cut_buckets
+from stratagem.worker.reduction.gradient_layout import ALIGNMENT, aligned, cut_buckets
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,17 @@ from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.compress_int8 import Int8Compression
-from stratagem.worker.reduction.compress_interface import BucketPart, ErrorFeedback, FullBucket, GradientCompression
-from stratagem.worker.reduction.compress_powersgd import PowerSGDCompression, orthogonal
-from stratagem.worker.reduction.compression import TopKCompression, compression_named
+from stratagem.worker.reduction.compression import (
+    BucketPart,
+    ErrorFeedback,
+    FullBucket,
+    GradientCompression,
+    Int8Compression,
+    PowerSGDCompression,
+    TopKCompression,
+    compression_named,
+    orthogonal,
+)
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import assert_bit_identical, batch, build, mean_loss, reducing, share_of, weight_of
 from tests.unit.ring.thread_group import run_ranks
@@ -55,7 +62,7 @@ def reduce(compression: GradientCompression, source: torch.Tensor, communicator:
 
 def owed(compression: GradientCompression) -> torch.Tensor:
     assert isinstance(compression, ErrorFeedback)
-    return compression.residuals.get(0, True, lambda: torch.zeros(LENGTH))
+    return next(iter(compression.kept(0, True)), torch.zeros(LENGTH))
 
 
 # -- training -------------------------------------------------------------------------------------------------------

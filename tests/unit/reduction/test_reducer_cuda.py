@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stratagem.worker.reduction.compress_int8 import Int8Compression
+from stratagem.worker.reduction.compression import Int8Compression
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Group
 from stratagem.worker.ring.torch_group import TorchGroup, free_store_address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stratagem.worker.preemption_request import PreemptionRequest
+from stratagem.worker.interrupts import PreemptionRequest
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import batch, build, mean_loss, reducing, share_of, weight_of
 from tests.unit.ring.thread_group import run_ranks

@@ -10,7 +10,7 @@ from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane import Pieces
 from stratagem.worker.ring.group import Tag
-from stratagem.worker.ring.neighbours import Neighbours
+from stratagem.worker.ring.ring_group import RingGroup
 
 TAG = Tag(5, 0xABCD)
 GOOD = Frame(frame_pb2.COLLECTIVE, 5, 0xABCD, 100, torch.arange(3.0))
@@ -27,7 +27,7 @@ class ScriptedLane:
         self.sent: list[tuple[int, int, int, int, torch.Tensor, int]] = []
         self.closed: list[str] = []
         self.seen_waiting_on: int | None = None
-        self.neighbours: Neighbours | None = None
+        self.neighbours: RingGroup | None = None
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
         self._raise()
@@ -51,16 +51,16 @@ class ScriptedLane:
 
     def _note(self) -> None:
         if self.neighbours is not None:
-            self.seen_waiting_on = self.neighbours.awaits
+            self.seen_waiting_on = self.neighbours.waiting_on()
 
     def _raise(self) -> None:
         if isinstance(self.outcome, StratagemError):
             raise self.outcome
 
 
-def between(right: ScriptedLane, left: ScriptedLane) -> Neighbours:
+def between(right: ScriptedLane, left: ScriptedLane) -> RingGroup:
     """Rank 1 of three."""
-    neighbours = Neighbours(1, 3, right, left, timeout_s=9.0)
+    neighbours = RingGroup(1, 3, right, left, chunk_bytes=1024, wire_dtype=None, timeout_s=9.0)
     right.neighbours = left.neighbours = neighbours
     return neighbours
 
@@ -77,7 +77,7 @@ def test_the_expected_message() -> None:
     kind, transfer, group, offset, tensor, num_elements = right.sent[0]
     assert (kind, transfer, group, offset, num_elements) == (frame_pb2.COLLECTIVE, 5, 0xABCD, 7, 3)
     assert torch.equal(tensor, into)
-    assert (left.seen_waiting_on, right.seen_waiting_on, neighbours.awaits) == (0, 2, None)
+    assert (left.seen_waiting_on, right.seen_waiting_on, neighbours.waiting_on()) == (0, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_errors_of_lanes_name_the_neighbour(error: StratagemError) -> None:
             with pytest.raises(CollectiveError, match=f"collective 5 failed at rank {rank}: {error}") as raised:
                 neighbours.flush(TAG) if call == "flush" else getattr(neighbours, call)(torch.zeros(3), 0, TAG)
             assert raised.value.rank == rank
-            assert neighbours.awaits is None
+            assert neighbours.waiting_on() is None
 
 
 def test_the_first_error_stays() -> None:

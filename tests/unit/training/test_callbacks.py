@@ -39,7 +39,7 @@ from stratagem.training.fit.position import FitPosition
 from stratagem.training.metrics import Mean
 from stratagem.training.model import Model
 from stratagem.worker import interrupts
-from stratagem.worker.preemption_request import preemption
+from stratagem.worker.interrupts import preemption
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)

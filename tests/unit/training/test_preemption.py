@@ -18,8 +18,7 @@ import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks import BackupAndRestore, Callback
 from stratagem.training.preemption import RESUME_VARIABLE
-from stratagem.worker.interrupts import Preempted
-from stratagem.worker.preemption_request import preemption
+from stratagem.worker.interrupts import Preempted, preemption
 
 EPOCHS = 3
 STEPS = 5  # of an epoch
