@@ -26,8 +26,14 @@ from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
 from stratagem.worker import background_writes, interrupts, job_script
 from stratagem.worker.runtime import active_runtime
-from stratagem.worker.script_exit import before_sudden_exit, leave
-from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
+from stratagem.worker.script_runner import (
+    EXIT_SCRIPT_FAILED,
+    EXIT_USAGE,
+    Outcome,
+    before_sudden_exit,
+    leave,
+    run_script,
+)
 from stratagem.worker.step_meter import active_meter
 
 REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"

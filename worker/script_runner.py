@@ -1,14 +1,18 @@
-"""Runs a user's training script in this process and turns its end into an exit code and words a person can use."""
+"""Runs a user's training script in this process and turns its end, also by ``os._exit`` or by ``sys.exit``, of whose
+code Python tells nobody, into an exit code and words a person can use."""
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import os
 import runpy
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import ClassVar, NoReturn
 
 from stratagem.errors import CollectiveError, ConfigurationError, ForbiddenError, JobStoppedError, StratagemError
 from stratagem.worker.interrupts import EXIT_TERMINATED, Preempted
@@ -17,6 +21,10 @@ from stratagem.worker.job_script import uses_torch_distributed
 EXIT_DONE = 0
 EXIT_SCRIPT_FAILED = 1
 EXIT_USAGE = 2
+leave = os._exit
+"""As it is without :func:`before_sudden_exit`."""
+PATIENCE_S = 10.0
+"""Seconds for what is to be done first: who calls ``os._exit`` may do so because something hangs."""
 
 _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -74,32 +82,24 @@ def _of(error: BaseException) -> Outcome:
     match error:
         case Preempted():
             return Outcome(EXIT_TERMINATED, error.message)
+        case SystemExit(code=None):
+            return Outcome(EXIT_DONE)
+        case SystemExit(code=int(code)):
+            return Outcome(code, f"the script exited with code {code}" if code else "")
         case SystemExit():
-            return _of_exit(error)
+            return Outcome(EXIT_SCRIPT_FAILED, str(error.code))
         case KeyboardInterrupt():
             return Outcome(130, "interrupted")
+        case JobStoppedError():
+            return Outcome(error.exit_code, str(error))
         case StratagemError():
-            return _of_ours(error)
+            code = EXIT_USAGE if isinstance(error, ConfigurationError | ForbiddenError) else EXIT_SCRIPT_FAILED
+            return Outcome(code, f"{type(error).__name__}: {error}{_place(error.__traceback__)}")
     if uses_torch_distributed():
         _kept.append(error)
     frames = _script_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, frames))
     return Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}", text)
-
-
-def _of_exit(error: SystemExit) -> Outcome:
-    if error.code is None:
-        return Outcome(EXIT_DONE)
-    if isinstance(error.code, int):
-        return Outcome(error.code, "" if error.code == 0 else f"the script exited with code {error.code}")
-    return Outcome(EXIT_SCRIPT_FAILED, str(error.code))
-
-
-def _of_ours(error: StratagemError) -> Outcome:
-    if isinstance(error, JobStoppedError):
-        return Outcome(error.exit_code, str(error))
-    code = EXIT_USAGE if isinstance(error, ConfigurationError | ForbiddenError) else EXIT_SCRIPT_FAILED
-    return Outcome(code, f"{type(error).__name__}: {error}{_place(error.__traceback__)}")
 
 
 def _place(frames: TracebackType | None) -> str:
@@ -114,11 +114,8 @@ def _place(frames: TracebackType | None) -> str:
 
 def _is_library(file: str) -> bool:
     ours = (os.path.join(_OUR_FOLDER, name) + os.sep for name in ("stratagem", "worker", "ps", "chief"))
-    return (
-        any(map(file.startswith, ours))
-        or os.path.realpath(os.__file__).rpartition(os.sep)[0] in file
-        or ("site-packages" in file)
-    )
+    libraries = (os.path.dirname(os.path.realpath(os.__file__)), "site-packages")
+    return any(map(file.startswith, ours)) or any(place in file for place in libraries)
 
 
 def _script_frames(frames: TracebackType | None) -> TracebackType | None:
@@ -127,3 +124,56 @@ def _script_frames(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename in runners:
         frames = frames.tb_next
     return frames
+
+
+def before_sudden_exit(work: Callable[[int, str], object]) -> None:
+    """Runs ``work`` when this process, not a forked child of it, ends by ``os._exit``, unless another was told before.
+    ``work`` takes the exit code, and words for one that is not 0."""
+    if os._exit is not leave:
+        return
+    process = os.getpid()
+
+    def exit_now(status: int) -> NoReturn:
+        os._exit = leave
+        if os.getpid() == process:
+            told = f"the script left by os._exit({status})" if status else ""
+            thread = threading.Thread(target=work, args=(status, told), name="sudden-exit", daemon=True)
+            thread.start()
+            thread.join(PATIENCE_S)
+        leave(status)
+
+    os._exit = exit_now
+
+
+class _Exit(SystemExit):
+    """Of ``sys.exit``. One that nobody has caught is let go by Python itself, when no function runs any more."""
+
+    uncaught: ClassVar[list[object]] = []
+    """The code of that one."""
+
+    def __del__(self) -> None:
+        if sys._getframe().f_back is None:
+            self.uncaught.append(self.code)
+
+
+def watch_exit() -> Callable[[], tuple[int, str]]:
+    """Returns a function for the end of this process: the exit code by which it ends, and words for one that is not 0.
+
+    It sees ``sys.exit``, and ``exit`` and ``quit`` of a script. Of a ``raise SystemExit(3)`` Python tells nobody.
+    """
+
+    def leave_by(status: object = None, /) -> NoReturn:
+        is_main = threading.current_thread() is threading.main_thread()
+        raise (_Exit if is_main else SystemExit)(status)  # of a thread's end threading is silent for that class alone
+
+    sys.exit = leave_by
+    if not hasattr(sys, "ps1"):  # where one types, they say how to leave
+        for name in ("exit", "quit"):
+            setattr(builtins, name, leave_by)
+
+    def told() -> tuple[int, str]:
+        status = _Exit.uncaught[-1] if _Exit.uncaught else None
+        code = status & 0xFF if isinstance(status, int) else int(status is not None)
+        return code, f"the script left by sys.exit({status!r})" if code else ""
+
+    return told

@@ -23,8 +23,7 @@ from stratagem.errors import ConfigurationError, JobStoppedError
 from stratagem.rpc.logs import configure_logging, show_until_configured
 from stratagem.worker.interrupts import EXIT_TERMINATED, preemption
 from stratagem.worker.runtime import WorkerRuntime, active_runtime
-from stratagem.worker.script_exit import before_sudden_exit, watch_exit
-from stratagem.worker.script_runner import follows
+from stratagem.worker.script_runner import before_sudden_exit, follows, watch_exit
 
 logger = logging.getLogger(__name__)
 

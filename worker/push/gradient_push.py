@@ -7,12 +7,11 @@ nothing to do (docs/protocol.md 7).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +26,8 @@ from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
 from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
 from stratagem.worker.push.remote_table import RemoteTable
-from stratagem.worker.push.row_gradients import RowGradient
 from stratagem.worker.push.staging import GradientStaging
+from stratagem.worker.push.table_handle import RowGradient
 from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.step_meter import StepMeter
 
@@ -37,8 +36,7 @@ logger = logging.getLogger(__name__)
 _NOT_SENT = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
-@dataclasses.dataclass(frozen=True)
-class StepSlice:
+class StepSlice(NamedTuple):
     """Staleness 0: the step of the job that an update belongs to."""
 
     step: int
@@ -152,8 +150,7 @@ class GradientPush:
             return False
         self._slice, self._is_part = None, step_slice is not None and len(step_slice.units) > 1
         if step_slice is not None:
-            told = step_slice.step, step_slice.units, step_slice.weight, step_slice.is_set
-            self._slice = wire.step_slice(*told, self._policy.gradients)
+            self._slice = wire.step_slice(*step_slice, self._policy.gradients)
         while True:
             self._is_rerouted, self._num_answered = False, 0
             try:
@@ -275,16 +272,14 @@ class GradientPush:
             reply = self._variables.take(self._clients[ps], call)
             if reply.left_out:
                 raise RolledBack
-            self._count(ps, max([version.num_updates for version in reply.versions], default=0))
+            num_updates = max([version.num_updates for version in reply.versions], default=0)
+            before, forgotten = self._applied.get(ps, (0, 0))
+            self._applied[ps] = num_updates, forgotten + max(0, before - num_updates)
             self._closes.acknowledged(ps, num_closes[ps])
             self._num_answered += 1
 
         self._on_all("CommitUpdate", request, finish)
         self._variables.finish()
-
-    def _count(self, ps: int, num_updates: int) -> None:
-        before, forgotten = self._applied.get(ps, (0, 0))
-        self._applied[ps] = num_updates, forgotten + max(0, before - num_updates)
 
     def _on_all(self, method: str, build: Callable[[int], Any], finish: Callable[[int, PendingCall], None]) -> None:
         """One sequenced call on every ps at once; a ps that goes away is waited for and asked again."""

@@ -70,12 +70,8 @@ class Chunk:
 
 
 class Layout:
-    """Shards and chunks of a set of variables.
-
-    Args:
-        rows: for each variable, ``(ps, first_row, num_rows)`` of each of its shards.
-        chunk_bytes: payload bytes of a gradient frame, at most.
-    """
+    """Shards and chunks of a set of variables. ``rows``: for each variable, ``(ps, first_row, num_rows)`` of each of
+    its shards; ``chunk_bytes``: payload bytes of a gradient frame, at most."""
 
     def __init__(
         self, variables: Sequence[VariableSpec], rows: Sequence[Sequence[tuple[int, int, int]]], chunk_bytes: int
@@ -122,11 +118,8 @@ class Layout:
                 index += 1
 
     def spans_between(self, group: int, ps: int, offset: int, num_elements: int) -> Iterator[tuple[Span, int]]:
-        """The parts of variables that elements ``[offset, offset + num_elements)`` of a flat tensor hold.
-
-        Yields:
-            a span, and its first element's position counted from ``offset``.
-        """
+        """The parts of variables that elements ``[offset, offset + num_elements)`` of a flat tensor hold: spans, each
+        with its first element's position counted from ``offset``."""
         stop = offset + num_elements
         shards = self.shards[group, ps]
         for shard in shards[max(0, bisect.bisect_right(shards, offset, key=lambda shard: shard.offset) - 1) :]:
@@ -176,12 +169,9 @@ class RowPlacement:
         return tuple(shard for shard in self.shards if shard.ps == ps)
 
     def cut(self, numbers: Numbers, max_rows: int) -> Sequence[tuple[int, int, int, Numbers]]:
-        """Cuts row numbers by shard, and into pieces of at most ``max_rows``.
-
-        Returns:
-            ps, first and last position (exclusive) in ``numbers``, and those rows' numbers within the ps's part; kept
-            for the next call, which is mostly about the same numbers.
-        """
+        """Cuts row numbers by shard, and into pieces of at most ``max_rows``: ps, first and last position (exclusive)
+        in ``numbers``, and those rows' numbers within the ps's part. Kept for the next call, which is mostly about the
+        same numbers."""
         if self._newest[0] is not numbers or self._newest[1] != max_rows:
             self._newest = numbers, max_rows, list(self._cut(numbers, max_rows))
         return self._newest[2]

@@ -69,14 +69,10 @@ class OptimizerState:
         self._may_assign = may_assign
         self._reconnect = reconnect
         self._elsewhere = _Elsewhere()
-        optimizer.register_state_dict_pre_hook(lambda _: self._fill())
+        optimizer.register_state_dict_pre_hook(lambda _: self._insist(self._fetch))
         optimizer.register_state_dict_post_hook(lambda _, state: self._empty())
         optimizer.register_load_state_dict_post_hook(lambda _: self._load())
         optimizer.register_step_pre_hook(lambda *_: self._check())
-
-    def _fill(self) -> None:
-        """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
-        self._insist(self._fetch)
 
     def _insist(self, call: Callable[[], None]) -> None:
         """Again with ps that went away and came back."""
@@ -87,6 +83,7 @@ class OptimizerState:
                 self._reconnect()
 
     def _fetch(self) -> None:
+        """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
         self._empty()
         for (group, ps), shards in sorted(self._layout.shards.items()):
             client = self._clients[ps]

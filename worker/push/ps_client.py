@@ -65,12 +65,9 @@ class PendingCall:
         return self._reply is not None or self._lane.readable
 
     def result(self, write: Write | None = None, place: Place | None = None) -> Any:
-        """The reply, waited for as long as there is a ps.
-
-        Args:
-            write: takes the frames of weights that the reply brings, as they come; None: they are kept for whoever
-                asks for the result again.
-            place: where a lane may receive them, before ``write`` takes them.
+        """The reply, waited for as long as there is a ps. ``write`` takes the frames of weights that the reply brings,
+        as they come (None: they are kept for whoever asks for the result again); ``place``: where a lane may receive
+        them before.
 
         Raises:
             PeerUnavailableError: the ps is gone; see :meth:`PsClient.connect`.

@@ -18,8 +18,7 @@ from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import Pieces
 from stratagem.worker.push.layout import Numbers, RowPlacement
 from stratagem.worker.push.ps_client import RETRY_S, PsClient
-from stratagem.worker.push.row_gradients import PendingRows, RowGradient, rows_in
-from stratagem.worker.push.table_handle import LOAD, TableHandle
+from stratagem.worker.push.table_handle import LOAD, PendingRows, RowGradient, TableHandle, rows_in
 from stratagem.worker.push.variables import INITIAL_WAIT_S
 from stratagem.worker.push.wire import GroupSpec, Transfer, assign_values, group_spec, pull_weights, shard_spec
 from stratagem.worker.runtime import WorkerRuntime

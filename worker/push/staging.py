@@ -14,8 +14,8 @@ from stratagem.rpc.codec import FrameKind
 from stratagem.worker.push.host_tensors import GradientSource
 from stratagem.worker.push.layout import Chunk
 from stratagem.worker.push.remote_table import RemoteTable
-from stratagem.worker.push.row_gradients import RowGradient
-from stratagem.worker.push.variables import RemoteVariables
+from stratagem.worker.push.table_handle import RowGradient
+from stratagem.worker.push.variables import EXACT_EVERY, NUM_EXACT, RemoteVariables
 from stratagem.worker.push.wire import Transfer
 from stratagem.worker.reduction.backward import current_backward
 from stratagem.worker.reduction.same_bits import sum_of_bits
@@ -26,9 +26,6 @@ MIN_EARLY_BYTES = 64 << 10
 """Smaller frames leave with the commit, in one write: alone each would only wake the ps."""
 MAX_RESTAGED_COMMITS = 3  # after so many commits that had to send again, eager staging does not pay
 
-NUM_EXACT, EXACT_EVERY = 3, 256
-"""So often at first, and now and then later, all values are looked at: ``grad.data`` hides changes from torch's
-counters. Who makes them does so in every step, and then nothing is sent early any more."""
 
 GRADIENT = int(FrameKind.GRADIENT)
 _Signature = tuple[int, int, int] | None
@@ -236,6 +233,7 @@ class GradientStaging:
                 f"a gradient of layout {gradient.layout} cannot travel to parameter servers: leave sparse=True out of "
                 "functional.embedding, or use sg.nn.Embedding, whose rows live there"
             )
+        # Who hides changes does so in every step, and then nothing is sent early any more.
         is_exact = self._num_steps <= NUM_EXACT or not self._num_steps % EXACT_EVERY
         return gradient.data_ptr(), gradient._version, sum_of_bits(gradient.reshape(-1)) if is_exact else 0
 

@@ -26,8 +26,8 @@ WEIGHTS = int(FrameKind.WEIGHTS)
 
 INITIAL_WAIT_S = 2.0  # one wait for the lead's initial values; then look again who the lead is
 NUM_EXACT, EXACT_EVERY = 3, 256
-"""So often at first, and now and then later, all values are looked at: ``tensor.data`` hides changes from torch's
-counters."""
+"""So often at first, and now and then later, all values are looked at: ``tensor.data`` and ``grad.data`` hide changes
+from torch's counters."""
 NUM_SAMPLED_BYTES = 1024
 """The first bytes of one tensor, another one each time, are looked at in every other step: whoever loads a model
 changes all of it."""
@@ -113,12 +113,8 @@ def create_or_attach(
 
 
 class RemoteVariables:
-    """Variables that live on the parameter servers, and their copies in this process.
-
-    Args:
-        tensors: the copies in this process, in the order of ``layout.variables``.
-        optimizer: name of its torch.optim class; "" for values that no optimizer changes.
-    """
+    """Variables that live on the parameter servers, and their copies in this process: ``tensors``, in the order of
+    ``layout.variables``. ``optimizer``: name of its torch.optim class; "" for values that no optimizer changes."""
 
     def __init__(
         self, clients: Sequence[PsClient], layout: Layout, tensors: Sequence[torch.Tensor], optimizer: str

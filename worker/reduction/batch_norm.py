@@ -103,9 +103,7 @@ _CONVERTED: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
 
 def convert_batch_norm(module: nn.Module, communicator: Communicator, weight: Callable[[], Weight]) -> None:
     """Makes every BatchNorm in ``module`` take its statistics from all ranks; the layers stay the same objects.
-
-    Args:
-        weight: how much this rank's gradient counts, as the reducer is told; asked in each backward.
+    ``weight``: how much this rank's gradient counts, as the reducer is told; asked in each backward.
 
     Raises:
         ConfigurationError: a BatchNorm of a class of its own, whose forward cannot be known.

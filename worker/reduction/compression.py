@@ -131,10 +131,8 @@ class CastCompression(GradientCompression):
 class TopKCompression(ErrorFeedback):
     """Indices and values of the elements of largest magnitude; all ranks add up all of them in rank order.
 
-    Source: Stich, Cordonnier, Jaggi: "Sparsified SGD with Memory", 2018.
-
-    Args:
-        ratio: part of a bucket that is sent, above 0, at most 1. Each element sent costs 8 bytes to every other rank.
+    Source: Stich, Cordonnier, Jaggi: "Sparsified SGD with Memory", 2018. ``ratio``: part of a bucket that is sent,
+    above 0, at most 1. Each element sent costs 8 bytes to every other rank.
     """
 
     name = "topk"
@@ -167,10 +165,7 @@ class PowerSGDCompression(ErrorFeedback):
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization", 2019. There each rank's residual is its gradient minus the mean of all; here it is what this rank's
     own gradient lost. The sum over ranks is the same, so are all results, and a rank without examples owes nothing.
-
-    Args:
-        rank: columns of the factors.
-        seed: of their first values, equal on all ranks.
+    ``rank``: columns of the factors; ``seed``: of their first values, equal on all ranks.
     """
 
     name = "powersgd"
@@ -268,10 +263,7 @@ class Int8Compression(ErrorFeedback):
 
     Each rank owns a slice: it gets that slice of everybody, sums in rank order, quantises the sum and gives it to all.
     All decode the same bytes, so bits are identical. The sender owes what the first rounding lost, the owner what the
-    second did.
-
-    Args:
-        chunk_elements: elements that share a scale (4 bytes).
+    second did. ``chunk_elements``: elements that share a scale (4 bytes).
     """
 
     name = "int8"

@@ -22,10 +22,7 @@ def agree(
     optimizers: Sequence[torch.optim.Optimizer],
     asked: str = "",
 ) -> None:
-    """Gives every rank the parameters and buffers of rank 0.
-
-    Args:
-        asked: what the script asked of ``prepare``.
+    """Gives every rank the parameters and buffers of rank 0. ``asked``: what the script asked of ``prepare``.
 
     Raises:
         ConfigurationError: a rank has other parameters, other hyper-parameters of an optimizer, or asked otherwise.

@@ -14,9 +14,10 @@ with it, compare counts as after a loss, and make one more atomic collective, wh
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -195,11 +196,9 @@ class Healing:
 
         self._takes_in = True
         if not (self.newcomers or self._has_met):  # else this rank has met them when it went on after a loss
-            self._inside.here, self._is_training = True, False
-            try:
+            self._is_training = False
+            with self._within():
                 self._recover(ranks, None)
-            finally:
-                self._inside.here = False
         self.run(ranks, work, lambda _: Kept([], torch.empty(0, dtype=torch.uint8)), lambda _: None, False)
         self.is_due, self.newcomers = False, frozenset()
         self._takes_in = self._has_met = False
@@ -215,36 +214,38 @@ class Healing:
         """Runs collectives of ``ranks`` as one; arguments and errors as of :meth:`Communicator.atomic`."""
         if getattr(self._inside, "here", False):
             return work()
-        self._inside.here, self._is_training = True, is_training
-        try:
-            return self._run(ranks, work, pack, unpack)
-        finally:
-            self._inside.here = False
-
-    def _run(
-        self, ranks: Ranks, work: Callable[[], T], pack: Callable[[T], Kept | None], unpack: Callable[[Kept], T]
-    ) -> T:
+        self._is_training = is_training
         results: list[T] = []
         kept: Kept | None = None
-        while True:
-            try:
-                if not results:
-                    results.append(work())
-                    kept = pack(results[0])
-                    if kept is not None:  # the caller may change what it gets
-                        kept = kept._replace(data=kept.data.clone()) if kept.data.numel() <= KEPT_BYTES else None
-                if kept is None:
-                    ranks.confirm()
-                self._done(ranks, kept)
-                return results[0]
-            except CollectiveError as error:
-                if not ranks.is_broken:
-                    raise
-                is_done, kept = self._recover(ranks, error)
-                if is_done:
+        with self._within():
+            while True:
+                try:
+                    if not results:
+                        results.append(work())
+                        kept = pack(results[0])
+                        if kept is not None:  # the caller may change what it gets
+                            kept = kept._replace(data=kept.data.clone()) if kept.data.numel() <= KEPT_BYTES else None
+                    if kept is None:
+                        ranks.confirm()
                     self._done(ranks, kept)
-                    return results[0] if results or kept is None else unpack(kept)
-                results.clear()
+                    return results[0]
+                except CollectiveError as error:
+                    if not ranks.is_broken:
+                        raise
+                    is_done, kept = self._recover(ranks, error)
+                    if is_done:
+                        self._done(ranks, kept)
+                        return results[0] if results or kept is None else unpack(kept)
+                    results.clear()
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        """Collectives that this thread makes inside are part of what is run."""
+        self._inside.here = True
+        try:
+            yield
+        finally:
+            self._inside.here = False
 
     def _done(self, ranks: Ranks, kept: Kept | None) -> None:
         self._num_done, self._num_again, self._kept = self._num_done + 1, 0, kept
@@ -257,39 +258,34 @@ class Healing:
         Raises:
             CollectiveError: it cannot be healed.
         """
-        self._inside.here = True
-        try:
-            self._bring_together(ranks, self.members)
-        except CollectiveError as error:
-            if not ranks.is_broken:
-                FLIGHT.tell(logger)
-                raise
-            self._recover(ranks, error)
-        finally:
-            self._inside.here = False
+        with self._within():
+            try:
+                self._bring_together(ranks, self.members)
+            except CollectiveError as error:
+                if not ranks.is_broken:
+                    FLIGHT.tell(logger)
+                    raise
+                self._recover(ranks, error)
 
     def _recover(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
         """Goes on in the next group. Whether others have completed what this rank has not, and its result."""
         try:
-            return self._go_on(ranks, error)
+            while True:
+                if error is not None and self._num_again == MOST_AGAIN:
+                    raise CollectiveError(f"{error}; that was the {MOST_AGAIN}th time in a row", error.rank)
+                group, members = self._heal(error)
+                self._num_again = self._num_again + 1 if members == self.members else 0
+                ranks.renew(group)
+                try:
+                    return self._bring_together(ranks, members)
+                except CollectiveError as another:
+                    if not ranks.is_broken:
+                        raise
+                    error = another
         except CollectiveError:
             if not self.is_leaving:
                 FLIGHT.tell(logger)
             raise
-
-    def _go_on(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
-        while True:
-            if error is not None and self._num_again == MOST_AGAIN:
-                raise CollectiveError(f"{error}; that was the {MOST_AGAIN}th time in a row", error.rank)
-            group, members = self._heal(error)
-            self._num_again = self._num_again + 1 if members == self.members else 0
-            ranks.renew(group)
-            try:
-                return self._bring_together(ranks, members)
-            except CollectiveError as another:
-                if not ranks.is_broken:
-                    raise
-                error = another
 
     def _bring_together(self, ranks: Ranks, members: tuple[str, ...]) -> tuple[bool, Kept | None]:
         """Compares counts in a group that has formed; returns as :meth:`_recover`."""

@@ -45,12 +45,8 @@ LONGEST_WAIT_S = 2_000_000.0
 
 
 class Signals:
-    """The sockets of one rank.
-
-    Args:
-        links: a connected AF_UNIX stream socket to every other rank. They belong to this object from now on.
-        timeout_s: seconds to wait for one signal of a peer before it is said to stand still.
-    """
+    """The sockets of one rank: ``links``, a connected AF_UNIX stream socket to every other rank, which belong to this
+    object from now on. ``timeout_s``: seconds to wait for one signal of a peer before it is said to stand still."""
 
     def __init__(self, rank: int, links: Mapping[int, socket.socket], timeout_s: float) -> None:
         self.rank = rank
@@ -122,14 +118,10 @@ class Signals:
             self._turn.release()
 
     def exchange(self, more: bool, first: int = 0, second: int = 0, third: int = 0) -> bool:
-        """Signals every peer and waits for the signal of each. Writes to memory made before it are seen after it.
+        """Signals every peer, with three numbers of at least 0, and waits for the signal of each. Writes to memory made
+        before it are seen after it. ``more``: another exchange follows in this collective.
 
-        Args:
-            more: another exchange follows in this collective.
-            first: tells the peers three numbers of at least 0, with ``second`` and ``third``.
-
-        Returns:
-            Whether all ranks told the same numbers; if not, :attr:`told` has those that differ.
+        Whether all ranks told the same numbers; if not, :attr:`told` has those that differ.
         """
         tag = self._tag
         message = _SIGNAL.pack(tag.ordinal, tag.fingerprint, self._round, first, second, third)

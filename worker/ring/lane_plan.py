@@ -95,10 +95,8 @@ def why_not_nccl(gpus: Mapping[str, str]) -> str:
 def plan_lanes(
     members: Sequence[RankInfo], options: CommunicationOptions, failures: Mapping[str, str] | None = None
 ) -> LanePlan:
-    """Decides.
-
-    Args:
-        failures: lanes that could not be opened ("nccl", "shm", "tcp"), with the reason: ``auto`` does without them.
+    """Decides. ``failures``: lanes that could not be opened ("nccl", "shm", "tcp"), with the reason: ``auto`` does
+    without them.
 
     Raises:
         ConfigurationError: what was asked for cannot be had; says why.

@@ -106,11 +106,8 @@ def _relay(
     The slices follow each other as waves: at beat ``c + place`` a rank sends chunk c of the slice that is its place-th
     to send, and then it receives what its left neighbour sent at that beat: a chunk departs to the next rank at the
     beat after its arrival. So every rank has about as much under way as the next one takes, and the bytes are still in
-    the caches when they are read.
-
-    Args:
-        first: how and which slice is sent first.
-        received: (action, slice, hop) in the order in which they begin to come.
+    the caches when they are read. ``first``: how and which slice is sent first; ``received``: (action, slice, hop) in
+    the order in which they begin to come.
     """
     parts = [chunks(*bounds, chunk_elements) for bounds in slices]
     events: list[tuple[int, int, int, RingStep]] = []

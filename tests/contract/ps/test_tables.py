@@ -53,7 +53,7 @@ from stratagem.worker.push import gradient_push, remote_table
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.ps_client import PsClient
-from stratagem.worker.push.row_gradients import rows_in
+from stratagem.worker.push.table_handle import rows_in
 from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.step_meter import StepMeter
 from tests.unit.ps.driver import CALL, CHIEF, complete, poll

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.worker.push.layout import RowPlacement
-from stratagem.worker.push.row_gradients import PendingRows, RowGradient
+from stratagem.worker.push.table_handle import PendingRows, RowGradient
 
 WIDTH = 3
 

@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import sys, threading
-from stratagem.worker.script_exit import watch_exit
+from stratagem.worker.script_runner import watch_exit
 told = watch_exit()
 threading._register_atexit(lambda: print(*told()))
 """
