@@ -24,16 +24,9 @@ from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
-from stratagem.worker import background_writes, interrupts, job_script
+from stratagem.worker import background_writes, interrupts, script_runner
 from stratagem.worker.runtime import active_runtime
-from stratagem.worker.script_runner import (
-    EXIT_SCRIPT_FAILED,
-    EXIT_USAGE,
-    Outcome,
-    before_sudden_exit,
-    leave,
-    run_script,
-)
+from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome
 from stratagem.worker.step_meter import active_meter
 
 REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
@@ -60,15 +53,15 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
         placement = placement_from_environment(os.environ)
         num_workers = 1 if placement is None else placement.cluster.num_workers
         num_replicas = _num_replicas(config, num_workers)
-        job_script.begin(num_replicas, num_workers)
+        script_runner.begin_task(num_replicas, num_workers)
     process = os.getpid()
-    before_sudden_exit(lambda code, words: _leave(config, Outcome(code, words)))
-    outcome = run_script(script, arguments, is_module)
+    script_runner.before_sudden_exit(lambda code, words: _leave(config, Outcome(code, words)))
+    outcome = script_runner.run_script(script, arguments, is_module)
     if os.getpid() != process:
         _end_child(outcome)
-    alone = not job_script.uses_torch_distributed()
-    if outcome.exit_code == 0 and num_replicas > 1 and alone and job_script.awaits_strategy():
-        outcome = Outcome(EXIT_USAGE, job_script.trains_alone(num_replicas, "and has ended"))
+    alone = not script_runner.uses_torch_distributed()
+    if outcome.exit_code == 0 and num_replicas > 1 and alone and script_runner.awaits_strategy():
+        outcome = Outcome(EXIT_USAGE, script_runner.trains_alone(num_replicas, "and has ended"))
     if outcome.exit_code == 0 and (error := background_writes.failure()) is not None:
         outcome = Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}")
     runtime = active_runtime()
@@ -84,7 +77,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     sys.stderr.flush()
     # It ends with a code of its own. A pod deleted now has done its work; the job that a failure ends stops everybody.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os._exit = leave
+    os._exit = script_runner.leave
     if runtime is not None and outcome.exit_code == 0:
         note_leaving(config.checkpoint_dir, config.task, "its script is done")
     _leave(config, outcome)
@@ -139,7 +132,7 @@ def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> None:
 
 def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:
     """Tells the chief, if there is one: the script has never joined its cluster, which would wait for it."""
-    if outcome.exit_code == 0 and not job_script.uses_torch_distributed():
+    if outcome.exit_code == 0 and not script_runner.uses_torch_distributed():
         print(
             f"{config.task}: the script has ended without making its cluster's strategy: it took no part in the work. "
             "`strategy = sg.strategy_from_environment()` makes the one that the cluster was started for",
@@ -172,7 +165,7 @@ def _write_report(outcome: Outcome) -> None:
     end: dict[str, Any] = {}
     if outcome.exit_code:
         was_fenced = runtime is not None and isinstance(runtime.session.stopped, FencedError)
-        end = {"follows": outcome.follows, "has_stepped": job_script.has_stepped(), "was_fenced": was_fenced}
+        end = {"follows": outcome.follows, "has_stepped": script_runner.has_stepped(), "was_fenced": was_fenced}
     if path and (meter is not None or end):
         counts = meter.report() | ({"flight": FLIGHT.lines()} if end else {}) if meter is not None else {}
         Path(path).write_text(json.dumps(counts | end))

@@ -12,8 +12,8 @@ from stratagem.strategy.current import current_strategy, has_current_strategy, p
 from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.replicas.context import run_alone
 from stratagem.worker.gradient_guard import guard
-from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.runtime import active_runtime
+from stratagem.worker.script_runner import awaits_strategy
 
 
 class DefaultStrategy(Strategy):

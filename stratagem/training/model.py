@@ -32,8 +32,8 @@ from stratagem.training.metrics import Metrics, metrics_of
 from stratagem.training.model_state import ModelState, as_asked, layer_table
 from stratagem.training.optimizers import OptimizerFactory, optimizer_of
 from stratagem.training.progress import Pace, Verbose, display, numbers
-from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.runtime import active_runtime
+from stratagem.worker.script_runner import awaits_strategy
 
 
 @known_arguments
