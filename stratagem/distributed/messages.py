@@ -16,9 +16,9 @@ from stratagem.distributed.tensors import writable_anywhere
 from stratagem.errors import CollectiveError, ConfigurationError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane import ReceivingLane, SendingLane
+from stratagem.worker.ring.building import Opener
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.lane_plan import PairLane
-from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.schedule import chunks
 
 _PURPOSE = "messages"

@@ -26,6 +26,7 @@ from stratagem.worker.ring.building import (
     DEFAULT_TIMEOUT_S,
     Formed,
     LaneFailedError,
+    Opener,
     better,
     build,
     check_agreement,
@@ -38,7 +39,6 @@ from stratagem.worker.ring.healing import Healing
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.lane_plan import RankInfo, alike, plan_lanes, wants_nccl
 from stratagem.worker.ring.members import Members, MembershipSource, members_of
-from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_group import RingGroup
 from stratagem.worker.ring.ring_service import RingService

@@ -27,9 +27,9 @@ from stratagem.rpc.tcp_lane import TcpSender
 from stratagem.worker.ring import peers as peers_module
 from stratagem.worker.ring import ring_member
 from stratagem.worker.ring import ring_service as ring_service_module
+from stratagem.worker.ring.building import Opener
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.lane_plan import RankInfo
-from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
