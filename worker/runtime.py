@@ -16,6 +16,7 @@ from stratagem.cluster.membership import Membership
 from stratagem.cluster.sources import Layer, environment_layer, resolve
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
+from stratagem.cluster.units import Lease
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.measuring import measures
 from stratagem.measuring.flight import FLIGHT
@@ -143,7 +144,7 @@ class WorkerRuntime:
             advertised_address(config.advertise, self._server.address),
             progress=self.meter.progress,
             measures=self._measures,
-            held=lambda: [held for lease in self.leases for held in lease.held()],
+            held=self._held,
             chief_timeout_s=config.peer_timeout_s,
             security=security,
         )
@@ -273,6 +274,9 @@ class WorkerRuntime:
     def _measures(self) -> dict[str, Any]:
         values = self.meter.values() | self.bytes.values() | self._process.values()
         return {"values": measures.bounded(values), "notes": {**self.bytes.notes, "host": own_host_id()}}
+
+    def _held(self) -> list[Lease]:
+        return [held for lease in self.leases for held in lease.held()]
 
     def _spawn_chief(self) -> ChiefProcess | None:
         if self.cluster.chief or self.task != TaskId("worker", 0):
