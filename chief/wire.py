@@ -12,31 +12,18 @@ from stratagem.chief.leasing.lease_book import Leases
 from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, TrainingPass
 from stratagem.chief.monitoring.recent import Measures
 from stratagem.chief.monitoring.status import JobStatus
-from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.units import Plan, Topic, Unit
 from stratagem.errors import LimitError, ProtocolError
 from stratagem.rpc.fields import from_message, to_message
-from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
+from stratagem.rpc.generated import chief_pb2, common_pb2
 from stratagem.rpc.logs import MAX_LINES_AT_ONCE
-from stratagem.rpc.units import (
-    incarnation_from_proto,
-    lease_from_proto,
-    lease_to_proto,
-    unit_sets_from_proto,
-    update_from_proto,
-)
+from stratagem.rpc.units import incarnation_from_proto, lease_from_proto, lease_to_proto
 
 MAX_UNITS = 1 << 26
 """In an epoch: every ps keeps a bit for each."""
 MAX_WANT = 1024
 """Units that one answer leases; who wants more asks again."""
-
-
-def description_from_proto(reply: ps_pb2.DescribeUnitsReply) -> ServerDescription:
-    opened = {update_from_proto(each.update): each.num_servers for each in reply.open}
-    units = {"closed": unit_sets_from_proto(reply.closed), "halves": unit_sets_from_proto(reply.halves)}
-    return from_message(ServerDescription, reply, open=opened, **units)
 
 
 def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:

@@ -17,7 +17,7 @@ import pytest
 
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.leasing.positions import plus, positions_of
-from stratagem.chief.servers.ps_clients import ChiefPsClient
+from stratagem.chief.servers.servers import Server
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.chief.web.page_watch import PageWatch
 from stratagem.cluster.config import ChiefConfig, ServerConfig
@@ -80,7 +80,7 @@ async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief
     settings = ChiefConfig(bind=bind, **{**defaults, **config})
     job = ChiefJob(
         settings,
-        lambda epoch: lambda life, address: ChiefPsClient(life, address, chief="chief:0", chief_epoch=epoch),
+        lambda epoch: lambda life, address: Server(life, address, chief="chief:0", chief_epoch=epoch),
     )
     server = await serve_aio(
         settings,

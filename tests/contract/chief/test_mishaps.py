@@ -20,8 +20,7 @@ from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import applied_units
 from stratagem.chief.journal import journal as journal_file
-from stratagem.chief.servers.ps_clients import ChiefPsClient
-from stratagem.chief.servers.servers import ServerDescription
+from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ForbiddenError, PeerUnavailableError, StaleStoreError
@@ -214,7 +213,7 @@ async def test_a_chief_that_stumbles_while_it_ends_ends(tmp_path: Path) -> None:
 
 
 async def test_a_hold_is_let_go_though_one_ps_is_gone() -> None:
-    client = ChiefPsClient(Incarnation("ps:0", 3), "127.0.0.1:1", chief="chief:0", chief_epoch=1)
+    client = Server(Incarnation("ps:0", 3), "127.0.0.1:1", chief="chief:0", chief_epoch=1)
     await client.close()
     with pytest.raises(PeerUnavailableError, match=r"ps:0 \(incarnation 3\) is gone"):
         await client.release_commits(1)
@@ -286,7 +285,7 @@ async def test_a_call_that_is_under_way_to_a_ps_that_is_gone_fails() -> None:
         assert server.session is not None
         server.fence_gate.clear()
         at = server.session.address
-        client = ChiefPsClient(Incarnation("ps:0", 3), at, chief="chief:0", chief_epoch=1)
+        client = Server(Incarnation("ps:0", 3), at, chief="chief:0", chief_epoch=1)
         calls = [asyncio.create_task(client.fence(Incarnation("worker:0", number))) for number in (1, 2)]
         await until(lambda: server.num_fencing == 2)
         calls[0].cancel()

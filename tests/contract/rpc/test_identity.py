@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from stratagem.chief.servers.ps_clients import ChiefPsClient
+from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, JobStoppedError, StratagemError
@@ -395,9 +395,7 @@ def test_the_chief_comes_back_to_a_ps_with_a_renewed_certificate(folder: Path, t
     async def check() -> None:
         server = describing(with_tls(folder, "ps:0"))
         life = Incarnation("ps:0", 1)
-        client = ChiefPsClient(
-            life, server.address, chief="chief:0", chief_epoch=1, security=with_tls(folder, "chief:0")
-        )
+        client = Server(life, server.address, chief="chief:0", chief_epoch=1, security=with_tls(folder, "chief:0"))
         assert (await client.describe_units()).step == 5
         server.stop(0)
         for path in make_certificates(tmp_path / "strangers", *TASKS).iterdir():
