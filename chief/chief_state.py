@@ -1,10 +1,13 @@
-"""What the parts of the chief share: its books, the connections to the ps, and who may speak."""
+"""What the parts of the chief share: its books, the connections to the ps, work beside requests, and who may speak."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
+from typing import Any
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.commit_hold import CommitHold
@@ -16,7 +19,11 @@ from stratagem.chief.monitoring.waits import Waits
 from stratagem.chief.servers.ps_pool import Connect, PsPool
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.errors import JobStoppedError
+from stratagem.errors import JobStoppedError, JournalLostError
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[..., Coroutine[Any, Any, None]]
 
 
 class ChangeEvent:
@@ -37,7 +44,35 @@ class ChangeEvent:
         return self._happened.wait()
 
 
-class ChiefState:
+class Background:
+    """Tasks that nobody waits for. One that fails unexpectedly ends the job (``stop``): nothing may hang as the chief
+    stumbled."""
+
+    def __init__(self, stop: Callable[[int, str], None]) -> None:
+        self._stop = stop
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Work, *arguments: Any) -> None:
+        task = asyncio.create_task(self._guard(work, *arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Work, *arguments: Any) -> None:
+        try:
+            await work(*arguments)
+        except JournalLostError:
+            pass  # the job is another chief's now; this one leaves
+        except Exception as error:
+            logger.exception("The chief cannot go on")
+            self._stop(1, f"the chief failed: {error}")
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class ChiefState(abc.ABC):
     """The books of a job, as an earlier chief has left them. Given the chief's epoch, ``connect`` makes what connects
     to a ps: (incarnation, address)."""
 
@@ -70,6 +105,11 @@ class ChiefState:
         self.commit_hold = CommitHold(self.ps_pool, chief_epoch=self.epoch, nobody_sends=self._everybody_waits)
         self.is_open = False
         """Units may be leased: nothing is unknown any more about who holds what."""
+        self.background = Background(self.stop)
+
+    @abc.abstractmethod
+    def stop(self, exit_code: int, reason: str) -> None:
+        """Ends the job; the first reason counts."""
 
     def _everybody_waits(self) -> bool:
         """There are workers, and each waits for something of the chief: none has an update under way."""
@@ -108,3 +148,5 @@ class ChiefPart:
         self._commit_hold = state.commit_hold
         self._waits = state.waits
         self._admit = state.admit
+        self._spawn = state.background.spawn
+        self._stop = state.stop

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from stratagem.checkpoint.draft import remove_unfinished
 from stratagem.checkpoint.ended import forget_ends, note_leaving
-from stratagem.chief.background import Background
 from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving
 from stratagem.chief.chief_state import ChiefState
 from stratagem.chief.counting.metric_store import MetricStore
@@ -45,17 +44,14 @@ class ChiefJob(ChiefState):
 
     def __init__(self, config: ChiefConfig, connect: Callable[[int], Connect]) -> None:
         super().__init__(config, connect)
-        self.saving = Saving(self, self._committed, lambda: self.recovery.count_lost())
-        self.recovery = Recovery(self, self.saving, give_up=self.stop, begin_anew=self._begin_anew)
+        self.saving = Saving(self, lambda: self.recovery.count_lost())
+        self.recovery = Recovery(self, self.saving, begin_anew=self._begin_anew)
         self.streams = SessionStreams(self, carry=self._carry, resume=self.recovery.resume)
-        self._background = Background(self.stop)
-        self._maintenance = Maintenance(self, self.recovery, self.saving, spawn=self._background.spawn, stop=self.stop)
-        self.scaling = Scaling(
-            self, self.streams, saving=self.saving, recovery=self.recovery, saved=self._maintenance.saved
-        )
+        self._maintenance = Maintenance(self, self.recovery, self.saving)
+        self.scaling = Scaling(self, self.streams, self.recovery, self._maintenance)
         self.metric_store = MetricStore(self)
         self.evaluation = EvaluationUnits(self, self.metric_store.write)
-        self.training = TrainingUnits(self, self.recovery, self._maintenance.first_checkpoint, self.metric_store)
+        self.training = TrainingUnits(self, self.recovery, self._maintenance, self.metric_store)
         self._end = JobEnd(self, self.streams, self._maintenance)
         self._standstill = Standstill(self, self.streams)
         self._finishing = self._is_leaving = False
@@ -140,7 +136,7 @@ class ChiefJob(ChiefState):
                 if self.sessions.stopping is None and (why := self._standstill.found()):
                     self.stop(2, why)
                 if self.scaling.tick() and self._maintenance.newest is not None:
-                    self._background.spawn(self.scaling.move)
+                    self.background.spawn(self.scaling.move)
                 await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))
             return self.finished.result()
         except JournalLostError as error:
@@ -149,7 +145,7 @@ class ChiefJob(ChiefState):
         finally:
             self.streams.close()
             self.commit_hold.close()
-            await self._background.close()
+            await self.background.close()
             await self.ps_pool.close()
 
     def close(self) -> None:
@@ -173,7 +169,7 @@ class ChiefJob(ChiefState):
             self.stop(exit_code, reason)
         elif not self._finishing:
             self._finishing = self._is_leaving = True
-            self._background.spawn(self._leave, exit_code, reason)
+            self.background.spawn(self._leave, exit_code, reason)
         elif self._is_leaving and not self.finished.done():
             self.finished.set_result(exit_code)
 
@@ -186,15 +182,15 @@ class ChiefJob(ChiefState):
 
     def _carry(self, action: Prepare | Fence | Release | StopJob) -> None:
         if isinstance(action, Prepare):
-            self._background.spawn(self._prepare, action.incarnation)
+            self.background.spawn(self._prepare, action.incarnation)
         elif isinstance(action, Fence):
             for server in action.servers:
-                self._background.spawn(self._fence, action.incarnation, server)
+                self.background.spawn(self._fence, action.incarnation, server)
         elif isinstance(action, Release):
-            self._background.spawn(self._release, action.incarnation)
+            self.background.spawn(self._release, action.incarnation)
         elif self._is_leaving or not self._finishing:  # the end of the job is more than that of its chief
             self._finishing, self._is_leaving = True, False
-            self._background.spawn(self._finish, action)
+            self.background.spawn(self._finish, action)
 
     async def _prepare(self, incarnation: Incarnation) -> None:
         await self.recovery.prepare(incarnation, self.sessions.tasks[incarnation.task].address)
@@ -234,10 +230,3 @@ class ChiefJob(ChiefState):
     def _begin_anew(self) -> None:
         self.metric_store.begin_anew()
         self.evaluation.evaluations.clear()
-
-    def _committed(self, committed: CommittedCheckpoint) -> None:
-        folder, of_script, draft = committed.path.partition("/.draft-")
-        place = f"part of what the script saves in {folder}" if of_script else committed.path
-        shown = f"{place}: {draft.rpartition('/')[2]}" if of_script else place  # the script gives it its own name
-        self.journal.write("checkpoint", path=shown)
-        logger.info("Checkpoint of step %d: %s", committed.step, place)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from stratagem.chief.background import Work
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, content_of, untaken
-from stratagem.chief.chief_state import ChiefPart, ChiefState
+from stratagem.chief.chief_state import ChiefPart, ChiefState, Work
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
@@ -22,23 +21,12 @@ RETRY_S = 0.25
 
 
 class Maintenance(ChiefPart):
-    """The chief's own initiative. It begins when ``recovery`` is concluded; ``stop`` ends the job with an exit code,
-    for a reason."""
+    """The chief's own initiative. It begins when ``recovery`` is concluded."""
 
-    def __init__(
-        self,
-        state: ChiefState,
-        recovery: Recovery,
-        saving: Saving,
-        *,
-        spawn: Callable[[Work], None],
-        stop: Callable[[int, str], None],
-    ) -> None:
+    def __init__(self, state: ChiefState, recovery: Recovery, saving: Saving) -> None:
         super().__init__(state)
         self._recovery = recovery
-        self._saving = saving
-        self._spawn = spawn
-        self._stop = stop
+        self.saving = saving
         self._busy = False
         self._first = asyncio.Lock()
         self.newest: CommittedCheckpoint | None = None
@@ -69,7 +57,10 @@ class Maintenance(ChiefPart):
             self._start(self._watch)
         elif self._next_save_at is not None and self._clock() >= self._next_save_at:
             self._start(self._save)
-        elif self._holding.difference(self._journal.history.initialized):
+        elif any(
+            ps.open and ps.bytes_held and str(ps.task) not in self._journal.history.initialized
+            for ps in self._sessions.ps
+        ):
             self._start(self._watch)  # one that held nothing has something now, of a model that was prepared since
 
     async def first_checkpoint(self, caller: Incarnation, num_groups: int) -> None:
@@ -98,11 +89,6 @@ class Maintenance(ChiefPart):
             await self._watch()  # as by heartbeats, and before any update of what was prepared since
 
     @property
-    def _holding(self) -> set[str]:
-        """ps that are here and hold something, as they say."""
-        return {str(ps.task) for ps in self._sessions.ps if ps.open and ps.bytes_held}
-
-    @property
     def _has_first(self) -> bool:
         """There is a checkpoint of everything that the ps had when last looked at. One that a script asked for
         is never replaced, though it may have prepared another model since."""
@@ -123,7 +109,7 @@ class Maintenance(ChiefPart):
             newest = self.newest or self._found()
             if newest is None or newest.lacks(await self._described()):
                 # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
-                self.saved(await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=False))
+                await self.save(complete=False)
 
     async def save_loaded(self) -> CommittedCheckpoint | None:
         """What a worker has just loaded: a ps that is lost would come back with what was there before. None: there
@@ -139,14 +125,12 @@ class Maintenance(ChiefPart):
         if not self._journal.history.initialized:  # else a ps that is lost would not be put back to it
             raise StaleStoreError(f"a checkpoint needs the values of all ps, not of {self._lacking}")
         try:
-            saved = await self._saving.save(self._config.checkpoint_dir, automatic=True, replaces=True)
+            return await self.save(replaces=True)
         except PeerUnavailableError as error:
             raise StaleStoreError(str(error)) from None
         except CheckpointError as error:
             logger.warning("What was loaded is in no checkpoint before the next one: %s", error)
             return None
-        self.saved(saved)
-        return saved
 
     def _start(self, work: Work) -> None:
         self._busy = True
@@ -197,8 +181,8 @@ class Maintenance(ChiefPart):
                 if newest is not None:
                     is_kept = not newest.manifest.automatic and newest.step == content_of(described)[0]
                     if is_kept or not newest.lacks(described):
-                        return self.saved(newest)
-                self.saved(await self._saving.save(self._config.checkpoint_dir, automatic=True))
+                        return self._saved(newest)
+                await self.save()
             except (CheckpointError, ForbiddenError) as error:  # as it is, a ps was not started for the folder
                 self._stop(2, str(error))
             except StratagemError as error:
@@ -215,12 +199,19 @@ class Maintenance(ChiefPart):
     async def _save(self) -> None:
         try:
             if self.newest is None or self.newest.lacks(await self._described()):
-                self.newest = await self._saving.save(self._config.checkpoint_dir, automatic=True)
+                await self.save()
         except StratagemError as error:
             logger.warning("No checkpoint: %s", error)
-        self.saved(self.newest)
+        self._saved(self.newest)
 
-    def saved(self, newest: CommittedCheckpoint | None) -> None:
+    async def save(self, *, complete: bool = True, replaces: bool = False) -> CommittedCheckpoint:
+        """Takes an automatic checkpoint; see :meth:`Saving.save`."""
+        directory = self._config.checkpoint_dir
+        saved = await self.saving.save(directory, automatic=True, complete=complete, replaces=replaces)
+        self._saved(saved)
+        return saved
+
+    def _saved(self, newest: CommittedCheckpoint | None) -> None:
         """There is a checkpoint of now."""
         self.newest = newest
         every_s = self._config.checkpoint_every_s

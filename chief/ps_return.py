@@ -34,18 +34,10 @@ class PsReturn(ChiefPart):
 
     Args:
         saving: its lock keeps a restore and a checkpoint apart.
-        give_up: ends the job with an exit code and a reason.
         all_went_back: called when all ps went back to a checkpoint together.
     """
 
-    def __init__(
-        self,
-        state: ChiefState,
-        saving: Saving,
-        *,
-        give_up: Callable[[int, str], None],
-        all_went_back: Callable[[], None],
-    ) -> None:
+    def __init__(self, state: ChiefState, saving: Saving, *, all_went_back: Callable[[], None]) -> None:
         super().__init__(state)
         self.lock = asyncio.Lock()
         """Held while units change hands or a ps goes back; by who closes steps, in :meth:`closing_steps`."""
@@ -57,7 +49,6 @@ class PsReturn(ChiefPart):
         """To which checkpoint each ps was put back while it joined."""
         self._saving = saving
         self._restoring = Restoring(self._ps_pool, self._config.checkpoint_dir)
-        self._give_up = give_up
         self._num_copied = self._config.num_ps if self._config.ps_replicas > 1 else 0
         """ps whose memory is kept by another ps too; 0: none's is."""
         self._all_went_back = all_went_back
@@ -242,7 +233,7 @@ class PsReturn(ChiefPart):
         """Nothing can be given back to a ps. The job ends; one that has come to its end already takes no checkpoint."""
         logger.error("%s", reason)
         self._ps_pool.without_memory.add(server.incarnation)
-        self._give_up(exit_code, reason)
+        self._stop(exit_code, reason)
 
     async def _has_taken_over(self, server: Server) -> bool:
         """Before the books are open: whether the ps, which died while no chief was there, took a copy over."""

@@ -36,18 +36,15 @@ class Recovery(ChiefPart):
 
     Args:
         saving: its lock keeps a restore and a checkpoint apart.
-        give_up: ends the job with an exit code and a reason.
         begin_anew: told that the workers start from the beginning of their script.
     """
 
-    def __init__(
-        self, state: ChiefState, saving: Saving, *, give_up: Callable[[int, str], None], begin_anew: Callable[[], None]
-    ) -> None:
+    def __init__(self, state: ChiefState, saving: Saving, *, begin_anew: Callable[[], None]) -> None:
         super().__init__(state)
         self._begin_anew = begin_anew
         self._committed: dict[Incarnation, set[CommittedSlice]] = {}
         self._opening = asyncio.Lock()
-        self.ps_return = PsReturn(state, saving, give_up=give_up, all_went_back=self._committed.clear)
+        self.ps_return = PsReturn(state, saving, all_went_back=self._committed.clear)
 
     # A worker is over
 

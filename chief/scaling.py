@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
-from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, unfinished_units
+from stratagem.chief.checkpointing.saving import CommittedCheckpoint, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.positions import minus, plus
+from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.roster import MAX_PS
 from stratagem.chief.membership.session import Session, SessionState
 from stratagem.chief.membership.session_streams import SessionStreams
@@ -64,22 +65,15 @@ def refusal(sessions: Sessions, lease_book: LeaseBook, config: ChiefConfig, num_
 
 
 class Scaling(ChiefPart):
-    """What was asked for, and how it becomes so; ``saved`` is told of the checkpoint that the ps have begun from."""
+    """What was asked for, and how it becomes so."""
 
     def __init__(
-        self,
-        state: ChiefState,
-        streams: SessionStreams,
-        *,
-        saving: Saving,
-        recovery: Recovery,
-        saved: Callable[[CommittedCheckpoint], None],
+        self, state: ChiefState, streams: SessionStreams, recovery: Recovery, maintenance: Maintenance
     ) -> None:
         super().__init__(state)
         self._streams = streams
-        self._saving = saving
         self._recovery = recovery
-        self._saved = saved
+        self._maintenance = maintenance
         self._is_moving = False
         self._move_at = 0.0
         self._failure = ""
@@ -235,8 +229,7 @@ class Scaling(ChiefPart):
         is_named = bool(self._lease_book.plans)  # updates of no unit are told by nothing
         newest = self._newest
         if newest is None or not is_named or newest.manifest.unfinished or await self._num_more(newest.path):
-            self._newest = await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=is_complete)
-            self._saved(self._newest)
+            self._newest = await self._maintenance.save(complete=is_complete)
         assert self._newest is not None
         return self._newest
 
@@ -245,7 +238,7 @@ class Scaling(ChiefPart):
         sessions = self._sessions
         newcomers = [session for session in sessions.newcomers if session.task.index < num_ps]
         servers = [self._state.connect(session.incarnation, session.address) for session in newcomers]
-        async with self._saving.lock:
+        async with self._maintenance.saving.lock:
             try:
                 await self._recovery.ps_return.begin_on(checkpoint, num_ps, servers)
             finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from stratagem.chief.checkpointing import checkpoints
@@ -17,6 +18,8 @@ from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
 from stratagem.measuring import measures
 from stratagem.measuring.flight import RunningTotals
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +42,9 @@ class CommittedCheckpoint:
 
 
 class Saving(ChiefPart):
-    """Takes checkpoints, one at a time. ``committed`` is told of each, before commits are released; ``count_lost`` is
-    called before one is written, with commits held."""
+    """Takes checkpoints, one at a time. ``count_lost`` is called before one is written, with commits held."""
 
-    def __init__(
-        self,
-        state: ChiefState,
-        committed: Callable[[CommittedCheckpoint], None],
-        count_lost: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, state: ChiefState, count_lost: Callable[[], Awaitable[None]]) -> None:
         super().__init__(state)
         self.lock = asyncio.Lock()
         """Held while a checkpoint is taken; whoever puts ps back to one takes it too."""
@@ -55,7 +52,6 @@ class Saving(ChiefPart):
         """Held while ps write their shards: one that loses its memory meanwhile goes back to these."""
         self.totals = RunningTotals()
         """What checkpoints took."""
-        self._committed = committed
         self._count_lost = count_lost
 
     async def save(
@@ -136,10 +132,17 @@ class Saving(ChiefPart):
         path = await asyncio.to_thread(checkpoints.commit, draft, manifest, replaces)
         self.totals.add(measures.CHECKPOINTS, 1)
         committed = CommittedCheckpoint(str(path), manifest, tuple(each.store_epoch for each in described.values()))
-        self._committed(committed)
+        self._note(committed)
         if automatic:
             await asyncio.to_thread(checkpoints.prune, directory, self._config.keep_checkpoints)
         return committed
+
+    def _note(self, committed: CommittedCheckpoint) -> None:
+        folder, of_script, draft = committed.path.partition("/.draft-")
+        place = f"part of what the script saves in {folder}" if of_script else committed.path
+        shown = f"{place}: {draft.rpartition('/')[2]}" if of_script else place  # the script gives it its own name
+        self._journal.write("checkpoint", path=shown)
+        logger.info("Checkpoint of step %d: %s", committed.step, place)
 
 
 def content_of(described: Collection[ServerDescription]) -> tuple[int, int]:

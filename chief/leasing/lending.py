@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from stratagem.chief.chief_state import ChiefPart, ChiefState
@@ -13,6 +13,7 @@ from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.counting.metric_store import MetricStore
 from stratagem.chief.leasing.lease_book import Leases
 from stratagem.chief.leasing.steps import is_late
+from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.recovery import Recovery
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, Topic
@@ -105,25 +106,14 @@ class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
 
 
 class TrainingUnits(UnitLender[TrainingPass]):
-    """Units of training data, and the staleness bound. Their updates are on the ps when they are accepted.
-
-    Args:
-        recovery: knows which reports to believe, and what follows when units come back.
-        first_checkpoint: waits until units may be leased to one that has prepared so many shard groups: no update can
-            be lost before these are in a checkpoint.
-        metric_store: keeps what was counted on units, and knows who has left a group of agreements.
-    """
+    """Units of training data, and the staleness bound. Their updates are on the ps when they are accepted."""
 
     def __init__(
-        self,
-        state: ChiefState,
-        recovery: Recovery,
-        first_checkpoint: Callable[[Incarnation, int], Awaitable[None]],
-        metric_store: MetricStore,
+        self, state: ChiefState, recovery: Recovery, maintenance: Maintenance, metric_store: MetricStore
     ) -> None:
         super().__init__(state)
         self._recovery = recovery
-        self._first_checkpoint = first_checkpoint
+        self._maintenance = maintenance
         self._metric_store = metric_store
 
     async def open_dataset(self, incarnation: Incarnation, dataset: int, plan: Plan) -> Plan:
@@ -177,7 +167,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
     async def ask(self, request: LeaseRequest[TrainingPass]) -> Leases:
         """Leases units, the first ones once there is a checkpoint."""
         incarnation, data = request.incarnation, request.units_of
-        await self._first_checkpoint(incarnation, request.num_groups)
+        await self._maintenance.first_checkpoint(incarnation, request.num_groups)
 
         def workers() -> list[Incarnation]:
             live = [session.incarnation for session in self._sessions.live("worker")]

@@ -76,7 +76,7 @@ class SessionStreams(ChiefPart):
         self._outboxes: dict[int, asyncio.Queue[Event | None]] = {}
         self._newest_stream = 0
         self._last_missing: list[str] = []
-        self._stop: StopJob | None = None
+        self._told: StopJob | None = None
         self._closed = False
         self._announcing: asyncio.TimerHandle | None = None
         self._announce_at = 0.0
@@ -119,7 +119,7 @@ class SessionStreams(ChiefPart):
 
     def _check_here(self) -> None:
         """What a chief hears that has left is in no journal."""
-        if self._closed and self._stop is None:
+        if self._closed and self._told is None:
             raise PeerUnavailableError("this chief has left; the one that follows is to hear it")
 
     async def _probe(self, incarnation: Incarnation, address: str) -> None:
@@ -174,8 +174,8 @@ class SessionStreams(ChiefPart):
         self.perform(actions)
         if not any(isinstance(action, Announce) for action in actions):
             outbox.put_nowait(self.membership())
-        if self._stop is not None:
-            outbox.put_nowait(self._stop)
+        if self._told is not None:
+            outbox.put_nowait(self._told)
         return session
 
     async def _read(
@@ -245,7 +245,7 @@ class SessionStreams(ChiefPart):
 
     def broadcast(self, event: Event) -> None:
         if isinstance(event, StopJob):
-            self._stop = event
+            self._told = event
         for stream, outbox in [*self._outboxes.items()]:
             if outbox.qsize() < MAX_UNREAD_EVENTS:
                 outbox.put_nowait(event)

@@ -17,15 +17,14 @@ MAX_OF_TASK, MAX_LINES = 60, 300
 _LEVELS = frozenset(name for name, level in logging.getLevelNamesMapping().items() if level >= logging.INFO)
 
 
-class JobLog:
-    """Lines of the chief and of those that tell it theirs. Thread-safe."""
+class JobLog(logging.Handler):
+    """Lines of the chief, whose handler this is, and of those that tell it theirs. Thread-safe."""
 
     def __init__(self) -> None:
+        super().__init__(logging.INFO)
         self._of: dict[str, collections.deque[dict[str, Any]]] = {}
         self._num = 0
         self._lock = threading.Lock()
-        self.of_chief = _ChiefLines(self)
-        """A handler for its own."""
 
     def add(self, task: str, lines: Iterable[LogLine]) -> None:
         with self._lock:
@@ -36,19 +35,11 @@ class JobLog:
                 line = {"number": self._num, "at": at, "task": task, "level": shown, "text": text[:MAX_CHARACTERS]}
                 kept.append(line)
 
+    def emit(self, record: logging.LogRecord) -> None:
+        self.add(CHIEF, [(record.created, record.levelname, record.getMessage())])
+
     def since(self, number: int) -> list[dict[str, Any]]:
         """The newest lines after that one, in the order in which they came: :data:`MAX_LINES` at most."""
         with self._lock:
             every = [line for kept in self._of.values() for line in kept if line["number"] > number]
         return heapq.nlargest(MAX_LINES, every, key=lambda line: line["number"])[::-1]
-
-
-class _ChiefLines(logging.Handler):
-    """What this process writes."""
-
-    def __init__(self, log: JobLog) -> None:
-        super().__init__(logging.INFO)
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._log.add(CHIEF, [(record.created, record.levelname, record.getMessage())])

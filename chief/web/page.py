@@ -43,13 +43,13 @@ class JobPage:
         ]
 
     async def background(self, _: web.Application) -> AsyncIterator[None]:
-        PACKAGE.addHandler(self._log.of_chief)
+        PACKAGE.addHandler(self._log)
         looking = asyncio.create_task(self._watch.run())
         yield
         looking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await looking
-        PACKAGE.removeHandler(self._log.of_chief)
+        PACKAGE.removeHandler(self._log)
 
     async def at_end(self, _: web.Application) -> None:
         """Who watches sees how the job ends: the last second is over sooner than the next look."""

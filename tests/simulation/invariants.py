@@ -483,7 +483,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
             real(self, saved)
             path = pathlib.Path(saved.path)
             if path.name not in checks().cluster.disk.flipped:
-                checks().committed(self, path)
+                checks().committed(self._state, path)
 
         return committed
 
@@ -550,7 +550,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield LeaseBook, "roll_back", on_roll_back
     yield EpochLeases, "mark_accepted", on_accept
     yield EpochLeases, "revoke", on_revoke
-    yield ChiefJob, "_committed", on_committed
+    yield Saving, "_note", on_committed
     yield ChiefJob, "_begin_anew", on_begin_anew
     yield Saving, "_write", on_save
     yield Maintenance, "save_last", on_save_last
