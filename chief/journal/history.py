@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
@@ -119,7 +119,102 @@ class JobHistory:
         Raises:
             KeyError: not a record of this journal.
         """
-        _RECORDS[record["kind"]](self, record)
+        match record["kind"]:
+            case "summary":
+                self._replace_by(record)
+            case "chief":
+                self.chief_epoch = record["epoch"]
+                told = record.get("num_ps", 0)
+                if self.told_ps and told not in (0, self.told_ps):
+                    self.wanted_ps = told  # whoever has started it anew wants another number
+                self.num_ps, self.told_ps = self.num_ps or told, told
+            case "join":
+                self.newest_incarnation = max(self.newest_incarnation, record["incarnation"])
+                self.live[record["task"]] = record["incarnation"]
+                self.done.pop(record["task"], None)
+                if record.get("joining"):
+                    self.joining[record["task"]] = record["incarnation"]
+            case "taken_in":
+                self.joining.pop(record["task"], None)
+                self.taken_in[record["task"]] = record["incarnation"]
+            case "prepared":
+                self.prepared[record["task"]] = record["incarnation"]
+            case "put_back":
+                self.put_back[record["task"]] = record["incarnation"]
+            case "over":
+                task, incarnation = record["task"], record["incarnation"]
+                if self.live.get(task) == incarnation:
+                    del self.live[task]
+                if record["done"]:
+                    self.done[task] = incarnation
+                if task.startswith("worker:"):
+                    self.fenced[task] = max(self.fenced.get(task, 0), incarnation)
+            case "ready":
+                self.ready = True
+            case "wanted":
+                self.wanted_workers, self.wanted_ps = record["workers"], record["ps"]
+            case "routed":
+                self.num_ps, self.num_routings = record["num_ps"], self.num_routings + 1
+                self.initialized, self.is_rerouted = [f"ps:{index}" for index in range(self.num_ps)], True
+                self.prepared.clear()  # whatever they hold, it is for another number of them
+            case "steps_per_unit":
+                self.steps_per_unit = record["number"]
+            case "untold":
+                self.is_rerouted = True
+            case "begun":
+                self.has_begun = True
+            case "initialized":
+                self.initialized, self.is_rerouted = list(record["tasks"]), False
+            case "plan":
+                self.plans[record["dataset"]] = Plan(**record["plan"])
+            case "accepted":
+                for unit in (Unit(*unit) for unit in record["units"]):
+                    self.accepted.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+                oldest = record["oldest_step"]
+                self.steps = {number: units for number, units in self.steps.items() if number >= oldest}
+            case "step":
+                self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["units"])
+                self.next_step = max(self.next_step, record["step"] + 1)
+            case "close_step":
+                if record["step"] in self.steps:
+                    self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["included"])
+            case "roll_back":
+                self.accepted = decode_positions(record["accepted"])
+                self.steps.clear()  # their units are leased again, in other steps
+                self.put_back.clear()  # all ps have gone back together
+                if record.get("reopen"):  # what was lost after that checkpoint comes again
+                    self.lost = {task: common([units, self.accepted]) for task, units in self.lost.items()}
+                self.metric_states.keep(functools.partial(has, self.accepted))
+            case "state":
+                self.metric_states.add(decode_state(record["state"]))
+            case "logs":
+                self.metric_states.record(Topic(*record["topic"]), decode_logs(record["logs"]))
+            case "evaluation":
+                name, pin = Topic(*record["name"]), Pin.from_record(record["pin"])
+                known = self.evaluations.get(name)
+                if known is not None and known.attempt != pin.attempt:
+                    self.metric_states.drop(name)
+                self.evaluations[name] = pin
+            case "agreed":
+                self.agreed[Topic(*record["topic"])] = record["value"]
+            case "anew":
+                self.has_begun = False
+                self.metric_states.clear()
+                self.evaluations.clear()
+                self.agreed.clear()
+            case "lost":
+                task = record["task"]
+                self.lost[task] = plus(self.lost.get(task, {}), decode_positions(record["units"]))
+            case "checkpoint":
+                self.checkpoint = record["path"]
+            case "restored":
+                self.restored, self.updates_undone = record["path"], self.updates_undone + record["undone"]
+            case "ending":
+                self.ending, self.unsaved = record["reason"], record.get("unsaved", "")
+            case "stopped":
+                self.stopped, self.exit_code = record["reason"], record.get("exit_code", int(not self.ending))
+            case kind:
+                raise KeyError(kind)
 
     def to_record(self) -> dict[str, Any]:
         """One record that says what all records so far said."""
@@ -137,7 +232,7 @@ class JobHistory:
             "agreed": [[topic.group, topic.ordinal, value] for topic, value in self.agreed.items()],
         }
 
-    def _on_summary(self, record: Mapping[str, Any]) -> None:
+    def _replace_by(self, record: Mapping[str, Any]) -> None:
         for name in _AS_THEY_ARE:
             setattr(self, name, copy.copy(record[name]))
         self.wanted_workers, self.wanted_ps = record["wanted"]
@@ -149,131 +244,6 @@ class JobHistory:
         self.metric_states = MetricStates.from_record(record["metric_states"])
         self.evaluations = {Topic(group, n): Pin.from_record(pin) for group, n, pin in record["evaluations"]}
         self.agreed = {Topic(group, n): value for group, n, value in record["agreed"]}
-
-    def _on_chief(self, record: Mapping[str, Any]) -> None:
-        self.chief_epoch = record["epoch"]
-        told = record.get("num_ps", 0)
-        if self.told_ps and told not in (0, self.told_ps):
-            self.wanted_ps = told  # whoever has started it anew wants another number
-        self.num_ps, self.told_ps = self.num_ps or told, told
-
-    def _on_join(self, record: Mapping[str, Any]) -> None:
-        self.newest_incarnation = max(self.newest_incarnation, record["incarnation"])
-        self.live[record["task"]] = record["incarnation"]
-        self.done.pop(record["task"], None)
-        if record.get("joining"):
-            self.joining[record["task"]] = record["incarnation"]
-
-    def _on_taken_in(self, record: Mapping[str, Any]) -> None:
-        self.joining.pop(record["task"], None)
-        self.taken_in[record["task"]] = record["incarnation"]
-
-    def _on_prepared(self, record: Mapping[str, Any]) -> None:
-        self.prepared[record["task"]] = record["incarnation"]
-
-    def _on_put_back(self, record: Mapping[str, Any]) -> None:
-        self.put_back[record["task"]] = record["incarnation"]
-
-    def _on_over(self, record: Mapping[str, Any]) -> None:
-        task, incarnation = record["task"], record["incarnation"]
-        if self.live.get(task) == incarnation:
-            del self.live[task]
-        if record["done"]:
-            self.done[task] = incarnation
-        if task.startswith("worker:"):
-            self.fenced[task] = max(self.fenced.get(task, 0), incarnation)
-
-    def _on_ready(self, record: Mapping[str, Any]) -> None:
-        self.ready = True
-
-    def _on_wanted(self, record: Mapping[str, Any]) -> None:
-        self.wanted_workers, self.wanted_ps = record["workers"], record["ps"]
-
-    def _on_routed(self, record: Mapping[str, Any]) -> None:
-        self.num_ps, self.num_routings = record["num_ps"], self.num_routings + 1
-        self.initialized, self.is_rerouted = [f"ps:{index}" for index in range(self.num_ps)], True
-        self.prepared.clear()  # whatever they hold, it is for another number of them
-
-    def _on_steps_per_unit(self, record: Mapping[str, Any]) -> None:
-        self.steps_per_unit = record["number"]
-
-    def _on_untold(self, record: Mapping[str, Any]) -> None:
-        self.is_rerouted = True
-
-    def _on_begun(self, record: Mapping[str, Any]) -> None:
-        self.has_begun = True
-
-    def _on_initialized(self, record: Mapping[str, Any]) -> None:
-        self.initialized, self.is_rerouted = list(record["tasks"]), False
-
-    def _on_plan(self, record: Mapping[str, Any]) -> None:
-        self.plans[record["dataset"]] = Plan(**record["plan"])
-
-    def _on_accepted(self, record: Mapping[str, Any]) -> None:
-        for unit in (Unit(*unit) for unit in record["units"]):
-            self.accepted.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
-        oldest = record["oldest_step"]
-        self.steps = {number: units for number, units in self.steps.items() if number >= oldest}
-
-    def _on_step(self, record: Mapping[str, Any]) -> None:
-        self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["units"])
-        self.next_step = max(self.next_step, record["step"] + 1)
-
-    def _on_close_step(self, record: Mapping[str, Any]) -> None:
-        if record["step"] in self.steps:
-            self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["included"])
-
-    def _on_roll_back(self, record: Mapping[str, Any]) -> None:
-        self.accepted = decode_positions(record["accepted"])
-        self.steps.clear()  # their units are leased again, in other steps
-        self.put_back.clear()  # all ps have gone back together
-        if record.get("reopen"):  # what was lost after that checkpoint comes again
-            self.lost = {task: common([units, self.accepted]) for task, units in self.lost.items()}
-        self.metric_states.keep(functools.partial(has, self.accepted))
-
-    def _on_state(self, record: Mapping[str, Any]) -> None:
-        self.metric_states.add(decode_state(record["state"]))
-
-    def _on_logs(self, record: Mapping[str, Any]) -> None:
-        self.metric_states.record(Topic(*record["topic"]), decode_logs(record["logs"]))
-
-    def _on_evaluation(self, record: Mapping[str, Any]) -> None:
-        name, pin = Topic(*record["name"]), Pin.from_record(record["pin"])
-        known = self.evaluations.get(name)
-        if known is not None and known.attempt != pin.attempt:
-            self.metric_states.drop(name)
-        self.evaluations[name] = pin
-
-    def _on_agreed(self, record: Mapping[str, Any]) -> None:
-        self.agreed[Topic(*record["topic"])] = record["value"]
-
-    def _on_anew(self, record: Mapping[str, Any]) -> None:
-        self.has_begun = False
-        self.metric_states.clear()
-        self.evaluations.clear()
-        self.agreed.clear()
-
-    def _on_lost(self, record: Mapping[str, Any]) -> None:
-        task = record["task"]
-        self.lost[task] = plus(self.lost.get(task, {}), decode_positions(record["units"]))
-
-    def _on_checkpoint(self, record: Mapping[str, Any]) -> None:
-        self.checkpoint = record["path"]
-
-    def _on_restored(self, record: Mapping[str, Any]) -> None:
-        self.restored, self.updates_undone = record["path"], self.updates_undone + record["undone"]
-
-    def _on_ending(self, record: Mapping[str, Any]) -> None:
-        self.ending, self.unsaved = record["reason"], record.get("unsaved", "")
-
-    def _on_stopped(self, record: Mapping[str, Any]) -> None:
-        self.stopped, self.exit_code = record["reason"], record.get("exit_code", int(not self.ending))
-
-
-_RECORDS: dict[str, Callable[[JobHistory, Mapping[str, Any]], None]] = {
-    name.removeprefix("_on_"): method for name, method in vars(JobHistory).items() if name.startswith("_on_")
-}
-"""By kind."""
 
 
 def encode_positions(positions: Mapping[tuple[int, int], UnitBitmap]) -> list[list[Any]]:

@@ -122,7 +122,7 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
     async def _let_go_of_deserted(self) -> None:
         """Nobody works at these evaluations any more: training may go on. Whoever asks again holds commits again."""
         async with self._pinning:
-            for _, evaluation in self.evaluations.items():
+            for evaluation in [*self.evaluations.values()]:
                 if not evaluation.askers:
                     await self._let_go(evaluation)
 
@@ -136,7 +136,7 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
         # Where another one is away, or dies just now, this is called once more when that is back.
         with contextlib.suppress(PeerUnavailableError):
             async with self._pinning:
-                for name, evaluation in self.evaluations.items():
+                for name, evaluation in [*self.evaluations.items()]:
                     if evaluation.is_pinned:
                         self._note(name, evaluation, await self._versions())
         self._changed.notify()

@@ -7,7 +7,7 @@ before the last unit was, the evaluation begins anew under the next attempt.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stratagem.chief.leasing.lease_book import Leases
@@ -75,18 +75,12 @@ class RunningEvaluation:
         return Pin(self.plan, self.attempt, self.versions or {})
 
 
-class Evaluations:
-    def __init__(self) -> None:
-        self._all: dict[Topic, RunningEvaluation] = {}
-
-    def items(self) -> Iterator[tuple[Topic, RunningEvaluation]]:
-        return iter(list(self._all.items()))
-
+class Evaluations(dict[Topic, RunningEvaluation]):
     def restore(self, name: Topic, pin: Pin, counted: Iterable[Unit], is_over: bool) -> None:
         """An earlier incarnation of the chief had begun it, and these units were counted."""
         indices = range(pin.plan.num_units) if is_over else [unit.index for unit in counted]
         leases = EpochLeases(pin.plan, UnitBitmap.of(indices))
-        self._all[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_over)
+        self[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_over)
 
     def open(self, name: Topic, plan: Plan) -> RunningEvaluation:
         """The evaluation of a name.
@@ -94,7 +88,7 @@ class Evaluations:
         Raises:
             ConfigurationError: it is over other data.
         """
-        known = self._all.setdefault(name, RunningEvaluation(plan, EpochLeases(plan)))
+        known = self.setdefault(name, RunningEvaluation(plan, EpochLeases(plan)))
         if known.plan != plan:
             raise ConfigurationError(
                 f"{name} is over {_sizes(known.plan)} in the job and over {_sizes(plan)} here. Every worker must "
@@ -104,7 +98,7 @@ class Evaluations:
 
     def ask(self, name: Topic, incarnation: Incarnation, held: Collection[int], want: int, at_most: int = 0) -> Leases:
         """Leases units as :meth:`EpochLeases.ask` does."""
-        evaluation = self._all[name]
+        evaluation = self[name]
         leases, plan = evaluation.leases, evaluation.plan
         evaluation.askers.add(incarnation)
         indices = leases.ask(incarnation, held, want, at_most, plan.num_units)
@@ -114,18 +108,15 @@ class Evaluations:
 
     def leave(self, name: Topic, incarnation: Incarnation) -> None:
         """``incarnation`` has given up: its units go to others."""
-        evaluation = self._all.get(name)
+        evaluation = self.get(name)
         if evaluation is not None:
             for index in evaluation.leases.held_by(incarnation):
                 evaluation.leases.give_back(index)
             evaluation.askers.discard(incarnation)
 
     def forget(self, incarnation: Incarnation) -> None:
-        for name in self._all:
+        for name in self:
             self.leave(name, incarnation)
-
-    def clear(self) -> None:
-        self._all.clear()
 
 
 def _sizes(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from stratagem.chief.monitoring.why.watched import WatchedVerdict
+from stratagem.chief.monitoring.why.verdict import WatchedVerdict
 from stratagem.measuring import measures
 from stratagem.rpc.status_view import StatusView, TaskState
 

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stratagem.chief.monitoring.why.watched import WatchedVerdict
+from stratagem.chief.monitoring.why.verdict import WatchedVerdict
 from stratagem.launch.processes import Stream
 from stratagem.rpc.status_view import StatusView, TaskState
 

@@ -12,7 +12,7 @@ from stratagem.chief import scaling
 from stratagem.chief.checkpointing import commit_hold, saving
 from stratagem.chief.counting.metric_states import MetricStates
 from stratagem.chief.job import ChiefJob
-from stratagem.chief.journal import history
+from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import Release
@@ -46,6 +46,11 @@ async def _soon(*_: Any, **__: Any) -> None:
     return None
 
 
+def _unwritten(kind: str) -> _Change:
+    real = JobHistory.apply
+    return JobHistory, "apply", lambda self, record: None if record["kind"] == kind else real(self, record)
+
+
 def _lost_fence() -> Iterator[_Change]:
     """A ps says that it refuses an incarnation, and goes on with it."""
     yield Senders, "check", _nothing
@@ -75,7 +80,7 @@ def _empty_bitmaps() -> Iterator[_Change]:
 
 def _forgotten_acceptance() -> Iterator[_Change]:
     """What workers have reported is not in the journal, and the chief does not ask the ps when it starts again."""
-    yield history, "_RECORDS", {**history._RECORDS, "accepted": _nothing}
+    yield _unwritten("accepted")
     yield LeaseBook, "know_accepted", _nothing
 
 
@@ -115,7 +120,7 @@ def _left_draft() -> Iterator[_Change]:
 
 def _forgotten_fences() -> Iterator[_Change]:
     """A chief that starts again has forgotten who is dead, and a ps that comes does not hear it."""
-    yield history, "_RECORDS", {**history._RECORDS, "over": _nothing}
+    yield _unwritten("over")
 
 
 def _early_reply() -> Iterator[_Change]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from stratagem.chief.monitoring.why import communication, stalls, workers
 from stratagem.chief.monitoring.why.finding import WORTH, Cause, Finding, JobVerdict, percent
-from stratagem.chief.monitoring.why.reading import Reading
+from stratagem.chief.monitoring.why.reading import Reading, reading_of
 from stratagem.measuring import measures
+from stratagem.rpc.status_view import StatusView
 
 RULES = (
     stalls.silent,
@@ -19,6 +20,10 @@ RULES = (
     communication.exposed,
 )
 FEW_STEPS, SHORT_S = 5, 3.0
+LOOK_S = 5.0
+"""Seconds between two looks while a job runs; two must find the same before it is told."""
+WORTH_TELLING = 0.3
+"""What costs less of the time is left to `stratagem why` then."""
 
 
 def judge(reading: Reading) -> JobVerdict:
@@ -47,6 +52,31 @@ def judge(reading: Reading) -> JobVerdict:
         (*first.evidence, *_table(reading)),
         tuple(finding.sentence for finding in found[1:4]),
     )
+
+
+class WatchedVerdict:
+    """The verdict on a job while it runs: told when something is off, and stays off."""
+
+    def __init__(self) -> None:
+        self._looked_at = float("-inf")
+        self._last: JobVerdict | None = None
+        self.told: JobVerdict | None = None
+        """What is off; None: nothing."""
+
+    def look(self, status: StatusView, now: float) -> bool:
+        """Looks if it is time; whether something else is off now than before, or nothing any more."""
+        if now < self._looked_at + LOOK_S:
+            return False
+        self._looked_at, before = now, self.told
+        found = judge(reading_of(status))
+        is_off = found.cause not in (Cause.NOTHING, Cause.UNKNOWN) and found.share >= WORTH_TELLING
+        if not is_off or found.sure.startswith("not"):
+            self._last = self.told = None
+            return before is not None
+        if self._last is not None and (self._last.cause, self._last.task) == (found.cause, found.task):
+            self.told = found
+        self._last = found
+        return self.told is not before and (before is None or (before.cause, before.task) != (found.cause, found.task))
 
 
 def _nothing(reading: Reading) -> JobVerdict:
