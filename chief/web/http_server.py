@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import ssl
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -43,8 +43,6 @@ _HEADERS = {
 }
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Background = Callable[[web.Application], AsyncIterator[None]]
-AtEnd = Callable[[web.Application], Awaitable[None]]
 
 
 class HttpServer:
@@ -53,13 +51,12 @@ class HttpServer:
     Args:
         what: it serves, for messages.
         bind: host:port; port 0 takes a free one.
+        app: answers those who may ask.
         security: what callers have to prove: with TLS a certificate, with a token "Authorization: Bearer …", or, for
             browsers, the token as the password of any user.
         insecure: allow other hosts to ask without TLS.
         names: host names, beside localhost and addresses, by which it may be asked for; None: by any. What a browser
             runs must not reach a page of another origin by a name that it has turned to this address.
-        background: runs beside the requests, in the same loop.
-        at_end: comes before the connections are closed.
 
     Raises:
         ConfigurationError: the address cannot be had, or is beyond loopback with neither TLS nor ``insecure``.
@@ -69,13 +66,11 @@ class HttpServer:
         self,
         what: str,
         bind: str,
-        routes: Iterable[web.AbstractRouteDef],
+        app: web.Application,
         security: Security,
         *,
         insecure: bool,
         names: Collection[str] | None = None,
-        background: Background | None = None,
-        at_end: AtEnd | None = None,
     ) -> None:
         check_binding(bind, insecure, security.tls is not None)
         self._context = security.server_context()
@@ -92,13 +87,8 @@ class HttpServer:
         self._security = security
         self._names = None if names is None else {"localhost", *map(str.lower, names)}
         self._silent: set[Any] = set()
-        app = web.Application(middlewares=[self._guard])
-        app.add_routes(routes)
+        app.middlewares.append(self._guard)
         app.on_response_prepare.append(_harden)
-        if background is not None:
-            app.cleanup_ctx.append(background)
-        if at_end is not None:
-            app.on_shutdown.append(at_end)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(app,), name="metrics-and-page", daemon=True)

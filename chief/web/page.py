@@ -32,17 +32,16 @@ class JobPage:
         self._log = log
         self._files = dict(_files(resources.files("stratagem.chief.web") / "static"))
 
-    @property
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/", self._file),
-            web.get("/static/{path:.+}", self._file),
-            web.get("/api/status", self._status),
-            web.get("/api/why", self._why),
-            web.get("/api/live", self._live, allow_head=False),  # it has no end
-        ]
+        self.app = web.Application()
+        self.app.router.add_get("/", self._file)
+        self.app.router.add_get("/static/{path:.+}", self._file)
+        self.app.router.add_get("/api/status", self._status)
+        self.app.router.add_get("/api/why", self._why)
+        self.app.router.add_get("/api/live", self._live, allow_head=False)  # it has no end
+        self.app.cleanup_ctx.append(self._background)
+        self.app.on_shutdown.append(self._at_end)
 
-    async def background(self, _: web.Application) -> AsyncIterator[None]:
+    async def _background(self, _: web.Application) -> AsyncIterator[None]:
         PACKAGE.addHandler(self._log)
         looking = asyncio.create_task(self._watch.run())
         yield
@@ -51,7 +50,7 @@ class JobPage:
             await looking
         PACKAGE.removeHandler(self._log)
 
-    async def at_end(self, _: web.Application) -> None:
+    async def _at_end(self, _: web.Application) -> None:
         """Who watches sees how the job ends: the last second is over sooner than the next look."""
         with contextlib.suppress(TimeoutError):
             await self._watch.look_once()

@@ -37,7 +37,7 @@ def _looking(job: ChiefJob) -> Callable[[], Awaitable[StatusView]]:
     return look
 
 
-def metrics_routes(look: Callable[[], Awaitable[Iterable[Metric]]]) -> list[web.RouteDef]:
+def metrics_app(look: Callable[[], Awaitable[Iterable[Metric]]]) -> web.Application:
     """``/metrics``, for Prometheus; ``look`` gives the metrics."""
     from prometheus_client.exposition import choose_encoder
 
@@ -47,7 +47,9 @@ def metrics_routes(look: Callable[[], Awaitable[Iterable[Metric]]]) -> list[web.
         body = encode(types.SimpleNamespace(collect=lambda: found))  # a registry of what this request has found
         return web.Response(body=body, headers={"Content-Type": content_type})
 
-    return [web.get("/metrics", metrics)]
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    return app
 
 
 def serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpServer:
@@ -63,8 +65,7 @@ def serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> Htt
     async def measure() -> Iterable[Metric]:
         return [*families(await look())]
 
-    routes = metrics_routes(measure)
-    server = HttpServer("metrics", config.metrics_bind, routes, security, insecure=config.insecure)
+    server = HttpServer("metrics", config.metrics_bind, metrics_app(measure), security, insecure=config.insecure)
     logger.info("Metrics at %s/metrics", server.url)
     return server
 
@@ -76,17 +77,8 @@ def serve_page(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpSe
         ConfigurationError: as :class:`HttpServer`.
     """
     log = job.streams.log = JobLog()
-    page = JobPage(PageWatch(_looking(job), log), log)
+    app = JobPage(PageWatch(_looking(job), log), log).app
     names = [split_address(address)[0] for address in (config.web, config.advertise) if address]
-    server = HttpServer(
-        "the page",
-        config.web,
-        page.routes,
-        security,
-        insecure=config.insecure,
-        names=names,
-        background=page.background,
-        at_end=page.at_end,
-    )
+    server = HttpServer("the page", config.web, app, security, insecure=config.insecure, names=names)
     logger.info("The page of the job is at %s", server.url)
     return server

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stratagem.chief.web import http_server
 from stratagem.chief.web.http_server import HttpServer, of_loop
-from stratagem.chief.web.serving import metrics_routes
+from stratagem.chief.web.serving import metrics_app
 from stratagem.errors import ConfigurationError
 from stratagem.launch.certificates import make_throw_away
 from stratagem.rpc.security import OPEN, Security, make_security
@@ -40,8 +40,8 @@ def serve(
     names: tuple[str, ...] | None = None,
     insecure: bool = False,
 ) -> HttpServer:
-    routes = metrics_routes(of_loop(asyncio.get_running_loop(), look))
-    return HttpServer("metrics", bind, routes, security, insecure=insecure, names=names)
+    app = metrics_app(of_loop(asyncio.get_running_loop(), look))
+    return HttpServer("metrics", bind, app, security, insecure=insecure, names=names)
 
 
 @asynccontextmanager
