@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from stratagem.checkpoint.draft import remove_unfinished
 from stratagem.checkpoint.ended import forget_ends, note_leaving
@@ -80,11 +80,6 @@ class ChiefJob(ChiefState):
         self.changed.notify()
         reserved = self.lease_book.steps.reserved_in(incarnation, group)
         await self.recovery.carry_out(self.lease_book.remove(reserved, {}))
-
-    async def take_in(self, incarnation: Incarnation, newcomers: Sequence[Incarnation]) -> None:
-        """Newcomers of a ring become ranks of it; without any the caller is one, and can be taken in."""
-        await self.admit(incarnation)
-        self.streams.take_in(incarnation, newcomers)
 
     async def save_checkpoint(self, incarnation: Incarnation, directory: str) -> CommittedCheckpoint:
         """Takes a checkpoint.

@@ -11,15 +11,12 @@ from collections.abc import Iterable
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import CommittedCheckpoint, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
-from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.positions import minus, plus
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.roster import MAX_PS
 from stratagem.chief.membership.session import Session, SessionState
 from stratagem.chief.membership.session_streams import SessionStreams
-from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.recovery import Recovery
-from stratagem.cluster.config import ChiefConfig
 from stratagem.errors import (
     CheckpointError,
     ConfigurationError,
@@ -32,36 +29,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Until the next attempt, when one has failed."""
-
-
-def refusal(sessions: Sessions, lease_book: LeaseBook, config: ChiefConfig, num_ps: int) -> str:
-    """Why the job cannot have another number of workers, or of ps (0: as many as there are); empty: it can."""
-    if not sessions.ready:
-        return "the cluster is not complete yet: scale it once `stratagem status` says that it runs"
-    if not sessions.num_ps:
-        return (
-            "a ring is scaled by starting it with --min-workers and --max-workers, and further workers by hand; "
-            "`stratagem scale` is for jobs with parameter servers"
-        )
-    if lease_book.synchronous:
-        return (
-            "at staleness 0 every batch is cut for the workers that the job started with, and all ps have parts of "
-            "it: start the job again with another number, it goes on from its newest checkpoint"
-        )
-    if num_ps in (0, sessions.num_ps):
-        return ""
-    if num_ps > MAX_PS:
-        return f"expected at most {MAX_PS:,} ps, got {num_ps:,}"
-    if config.ps_replicas > 1:
-        return "the number of ps stays where another one has a copy of what each holds (--ps-replicas 2)"
-    if not config.checkpoint_dir:
-        return "another number of ps begins from a checkpoint: start the chief with --checkpoint-dir"
-    if not lease_book.plans:
-        return (
-            "another number of ps needs to know which updates are applied, and the script has leased no data yet "
-            "(strategy.distribute_dataset): those of a pipeline of its own have no names"
-        )
-    return ""
 
 
 class Scaling(ChiefPart):
@@ -82,6 +49,36 @@ class Scaling(ChiefPart):
         self._gone: set[int] = set()
         """ps that were let go while commits are held, and are not back."""
 
+    def refusal(self, num_ps: int) -> str:
+        """Why the job cannot have another number of workers, or of ps (0: as many as there are); empty: it can."""
+        sessions = self._sessions
+        if not sessions.ready:
+            return "the cluster is not complete yet: scale it once `stratagem status` says that it runs"
+        if not sessions.num_ps:
+            return (
+                "a ring is scaled by starting it with --min-workers and --max-workers, and further workers by hand; "
+                "`stratagem scale` is for jobs with parameter servers"
+            )
+        if self._lease_book.synchronous:
+            return (
+                "at staleness 0 every batch is cut for the workers that the job started with, and all ps have parts of "
+                "it: start the job again with another number, it goes on from its newest checkpoint"
+            )
+        if num_ps in (0, sessions.num_ps):
+            return ""
+        if num_ps > MAX_PS:
+            return f"expected at most {MAX_PS:,} ps, got {num_ps:,}"
+        if self._config.ps_replicas > 1:
+            return "the number of ps stays where another one has a copy of what each holds (--ps-replicas 2)"
+        if not self._config.checkpoint_dir:
+            return "another number of ps begins from a checkpoint: start the chief with --checkpoint-dir"
+        if not self._lease_book.plans:
+            return (
+                "another number of ps needs to know which updates are applied, and the script has leased no data yet "
+                "(strategy.distribute_dataset): those of a pipeline of its own have no names"
+            )
+        return ""
+
     def scale(self, num_workers: int, num_ps: int) -> None:
         """There are to be so many from now on; 0: as many as there are. Answers before it is so.
 
@@ -92,7 +89,7 @@ class Scaling(ChiefPart):
         sessions = self._sessions
         if sessions.stopping is not None:
             raise JobStoppedError(f"the job is over: {sessions.stopping.reason}", sessions.stopping.exit_code)
-        if why := refusal(sessions, self._lease_book, self._config, num_ps):
+        if why := self.refusal(num_ps):
             raise ConfigurationError(why)
         self._want(num_workers, num_ps)
         if num_workers:
@@ -119,7 +116,7 @@ class Scaling(ChiefPart):
 
     @property
     def _refusal(self) -> str:
-        return refusal(self._sessions, self._lease_book, self._config, self._journal.history.wanted_ps)
+        return self.refusal(self._journal.history.wanted_ps)
 
     def _awaited(self, num_ps: int) -> list[str]:
         here = {str(session.task) for session in (*self._sessions.ps, *self._sessions.newcomers)}
@@ -149,7 +146,7 @@ class Scaling(ChiefPart):
         """Where ps come and go by themselves (``max_ps``): those that have come are wanted, those that are to end are
         not. Tasks go by index, so it is the last ones that leave the job; any other is waited for."""
         sessions = self._sessions
-        if not self._config.max_ps or refusal(sessions, self._lease_book, self._config, sessions.num_ps + 1):
+        if not self._config.max_ps or self.refusal(sessions.num_ps + 1):
             return
         leaving = {session.task.index for session in sessions.leaving} | self._gone
         here = {session.task.index for session in sessions.newcomers}

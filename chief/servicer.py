@@ -62,7 +62,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     async def TakeIn(self, request: chief_pb2.TakeInRequest, context: Any) -> chief_pb2.TakeInReply:
         newcomers = [incarnation_from_proto(one) for one in request.newcomers]
-        await self._job.take_in(incarnation_from_proto(request.sender), newcomers)
+        await self._job.streams.take_in(incarnation_from_proto(request.sender), newcomers)
         return chief_pb2.TakeInReply()
 
     async def Scale(self, request: chief_pb2.ScaleRequest, context: Any) -> chief_pb2.ScaleReply:

@@ -65,8 +65,13 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
     """
     units_of: TrainingPass | EvaluationPass
     if request.HasField("evaluation"):
-        units_of = evaluation_from_proto(request.evaluation)
-        states = [MetricState(units_of.name, Unit(0, 0, each.index), each.data) for each in request.states]
+        meant, name = request.evaluation, topic_from_proto(request.evaluation.name)
+        try:
+            plan = _checked(plan_of(meant.num_examples, meant.batch_size, meant.drop_last))
+        except ValueError as error:
+            raise ProtocolError(f"{name} has no valid plan (expected a batch size of at least 1): {error}") from None
+        units_of = EvaluationPass(name, plan, meant.attempt)
+        states = [MetricState(name, Unit(0, 0, each.index), each.data) for each in request.states]
     else:
         units_of = TrainingPass(request.dataset, request.epoch, request.stop or None, request.group)
         states = states_from_proto(request.states, request.dataset, request.epoch)
@@ -89,21 +94,6 @@ def topic_from_proto(name: chief_pb2.Topic) -> Topic:
 
 def states_from_proto(states: Iterable[chief_pb2.MetricState], dataset: int, epoch: int) -> list[MetricState]:
     return [MetricState(topic_from_proto(each.topic), Unit(dataset, epoch, each.index), each.data) for each in states]
-
-
-def evaluation_from_proto(evaluation: chief_pb2.EvaluationPass) -> EvaluationPass:
-    """Which evaluation is meant, and how its data are cut.
-
-    Raises:
-        ProtocolError: the numbers make no plan.
-        LimitError: of too many units.
-    """
-    name = topic_from_proto(evaluation.name)
-    try:
-        plan = _checked(plan_of(evaluation.num_examples, evaluation.batch_size, evaluation.drop_last))
-    except ValueError as error:
-        raise ProtocolError(f"{name} has no valid plan (expected a batch size of at least 1): {error}") from None
-    return EvaluationPass(name, plan, evaluation.attempt)
 
 
 def logs_from_proto(logs: Iterable[chief_pb2.Log]) -> Logs:

@@ -53,10 +53,6 @@ class ServersManifest(Manifest):
         """ps that wrote it."""
         return len({file.ps for file in self.files})
 
-    def is_part_of(self, other: ServersManifest) -> bool:
-        """Whether another one of the same step has more: the rest of a batch, or of what was prepared."""
-        return bool(self.unfinished) or self.lacks_groups(other.num_groups, other.num_ps)
-
     def lacks_groups(self, num_groups: int, num_ps: int) -> bool:
         """Whether a model was prepared since, on as many ps; of other numbers of ps nothing can be said."""
         return self.num_ps == num_ps and self.num_groups < num_groups
@@ -138,9 +134,10 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
         before = ServersManifest.read(target)
-        is_outdated = before is not None and before.automatic and (replaces or before.is_part_of(manifest))
-        if is_outdated and not is_same(target):
-            catalog.remove(target)
+        if before is not None and before.automatic:
+            is_part = bool(before.unfinished) or before.lacks_groups(manifest.num_groups, manifest.num_ps)
+            if (replaces or is_part) and not is_same(target):
+                catalog.remove(target)
         is_of_as_many = before is None or before.num_ps == manifest.num_ps
         what = "other weights" if is_of_as_many else "the files of another number of ps"
         draft.commit(target, manifest, is_newest=True, is_same=is_same, what=what)

@@ -47,14 +47,8 @@ class Clocks:
         if math.isinf(staleness):
             return []
         oldest = self.clock(incarnation) - staleness
-        late: list[Incarnation] = []
-        for other in holders:
-            if other == incarnation or other not in self._clocks:
-                continue
-            clock = self._clocks[other]
-            if clock is None or clock < oldest:
-                late.append(other)
-        return sorted(late)
+        others = {other: self._clocks[other] for other in holders if other != incarnation and other in self._clocks}
+        return sorted(other for other, clock in others.items() if clock is None or clock < oldest)
 
     def limit(self, incarnation: Incarnation, staleness: float, holders: Collection[Incarnation]) -> int:
         """The first step that ``incarnation`` may not start before it has asked again.

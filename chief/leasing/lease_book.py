@@ -222,7 +222,8 @@ class LeaseBook:
             if first is None or first >= stop:
                 return None, []
             members = [worker for worker in workers if self._takes_part(worker, dataset, epoch)]
-            indices = leases.pending_of_batch(leases.plan.batch_of(first))
+            batch = leases.plan.units_of(leases.plan.batch_of(first))
+            indices = [index for index in batch if leases.is_pending(index)]
             places = [leases.plan.slice_of(index) for index in indices]
             composed = self.steps.compose([Unit(dataset, epoch, index) for index in indices], members, places, group)
             for each in composed.slices:

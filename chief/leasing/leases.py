@@ -58,10 +58,6 @@ class EpochLeases:
     def is_pending(self, index: int) -> bool:
         return index not in self._leased and index not in self.accepted
 
-    def pending_of_batch(self, batch: int) -> list[int]:
-        """Pending units of one global batch, in slice order."""
-        return [index for index in self.plan.units_of(batch) if self.is_pending(index)]
-
     def lease(self, index: int) -> Holding | None:
         """The lease of unit ``index``; None when it is not leased."""
         return self._leased.get(index)

@@ -168,7 +168,8 @@ class JobSteps:
             for each in step.slices:
                 if each.unfinished and each.incarnation is None and idle:
                     each.incarnation = idle.pop(0)
-                    each.refresh = not self._is_in(each.incarnation, step.number - 1)
+                    # With a slice of the step before it still has the weights that this one is made of.
+                    each.refresh = each.incarnation not in self.unfinished(step.number - 1)
                     reserved.append((each.unit, each.incarnation))
         return reserved
 
@@ -279,10 +280,6 @@ class JobSteps:
             for each in step.slices:
                 if each.incarnation == incarnation and each.state is SliceState.RESERVED:
                     yield step, each.unit
-
-    def _is_in(self, incarnation: Incarnation, number: int) -> bool:
-        """Whether a worker still has its slice of a step, and so the weights that it is made of."""
-        return number in self.open and incarnation in self.unfinished(number)
 
     def _own(self, incarnation: Incarnation, step: JobStep) -> Slice:
         return next(each for each in step.slices if each.incarnation == incarnation)

@@ -26,7 +26,7 @@ class Roster:
     _max_workers: int
     stopping: StopJob | None
     """How the job ends; None: it goes on."""
-    _pending: dict[Incarnation, set[Incarnation]]
+    pending_fences: dict[Incarnation, set[Incarnation]]
     """By fenced incarnation: the ps that have not refused it yet."""
 
     def _session(self, task: str) -> Session | None:
@@ -158,11 +158,6 @@ class Roster:
     def work_is_done(self) -> bool:
         """Nobody trains any more: what a ps lacks from now on is computed by no worker again."""
         return self.stopping is not None and self.stopping.exit_code == 0
-
-    @property
-    def pending_fences(self) -> frozenset[Incarnation]:
-        """Incarnations that some ps has not refused yet."""
-        return frozenset(self._pending)
 
     @property
     def newcomers(self) -> list[Session]:

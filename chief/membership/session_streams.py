@@ -237,7 +237,9 @@ class SessionStreams(ChiefPart):
             sessions.num_ps,
         )
 
-    def take_in(self, caller: Incarnation, newcomers: Sequence[Incarnation]) -> None:
+    async def take_in(self, caller: Incarnation, newcomers: Sequence[Incarnation]) -> None:
+        """Newcomers of a ring become ranks of it; without any the caller is one, and can be taken in."""
+        await self._admit(caller)
         for one in self._sessions.take_in(caller, newcomers):
             self._journal.write("taken_in", task=one.task, incarnation=one.number)
             logger.info("%s is taken into the ring", one)
@@ -277,7 +279,10 @@ class SessionStreams(ChiefPart):
             logger.info("Cluster is ready")
         for action in actions:
             if isinstance(action, Dismiss):
-                self._dismiss(action)
+                if (outbox := self._outboxes.pop(action.stream, None)) is not None:
+                    if action.reason:
+                        outbox.put_nowait(Fenced(action.reason))
+                    outbox.put_nowait(None)
             elif not isinstance(action, Announce):
                 self._carry(action)
         if any(isinstance(action, Announce) for action in actions) and self._announcing is None:
@@ -296,10 +301,3 @@ class SessionStreams(ChiefPart):
 
     def _write_over(self, incarnation: Incarnation, done: bool) -> None:
         self._journal.write("over", task=incarnation.task, incarnation=incarnation.number, done=done)
-
-    def _dismiss(self, action: Dismiss) -> None:
-        outbox = self._outboxes.pop(action.stream, None)
-        if outbox is not None:
-            if action.reason:
-                outbox.put_nowait(Fenced(action.reason))
-            outbox.put_nowait(None)

@@ -80,7 +80,7 @@ class Sessions(Roster):
         self._newest_incarnation = history.newest_incarnation
         self._start_deadline = now + config.start_timeout_s
         self._starts_cold = history.ready and not history.live
-        self._pending: dict[Incarnation, set[Incarnation]] = {}
+        self.pending_fences: dict[Incarnation, set[Incarnation]] = {}
         if history.wanted_workers:
             self.want_workers(history.wanted_workers)
         for task, incarnation in {**history.live, **history.done}.items():
@@ -167,7 +167,7 @@ class Sessions(Roster):
         self.required = [*workers, *(f"ps:{index}" for index in range(num_ps))]
         actions: list[Action] = []
         for server in set(before).difference(self.servers):  # what it holds is nobody's any more
-            for incarnation in list(self._pending):
+            for incarnation in list(self.pending_fences):
                 actions += self.fence_acknowledged(incarnation, server)
         for session in self.ps:
             if session.open:
@@ -352,7 +352,7 @@ class Sessions(Roster):
         reason = f"{session.incarnation} is lost: {why}"
         actions: list[Action] = [Dismiss(session.incarnation, session.stream, reason)]
         if session.task.type == "ps":
-            for incarnation in list(self._pending):
+            for incarnation in list(self.pending_fences):
                 actions += self.fence_acknowledged(incarnation, session.incarnation)
         return [*actions, *self._fence(session), *self._changed(), *self._end_of_ring()]
 
@@ -369,19 +369,19 @@ class Sessions(Roster):
             return []
         incarnation = session.incarnation
         self.fenced[incarnation.task] = max(self.fenced.get(incarnation.task, 0), incarnation.number)
-        self._pending[incarnation] = set(self.servers)
-        if not self._pending[incarnation]:
-            del self._pending[incarnation]
+        self.pending_fences[incarnation] = set(self.servers)
+        if not self.pending_fences[incarnation]:
+            del self.pending_fences[incarnation]
             return [Release(incarnation)]
-        return [Fence(incarnation, tuple(sorted(self._pending[incarnation])))]
+        return [Fence(incarnation, tuple(sorted(self.pending_fences[incarnation])))]
 
     def fence_acknowledged(self, incarnation: Incarnation, server: Incarnation) -> list[Action]:
         """A ps refuses ``incarnation`` from now on, or is lost itself."""
-        servers = self._pending.get(incarnation)
+        servers = self.pending_fences.get(incarnation)
         if servers is None:
             return []
         servers.discard(server)
         if servers:
             return []
-        del self._pending[incarnation]
+        del self.pending_fences[incarnation]
         return [Release(incarnation)]

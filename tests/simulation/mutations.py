@@ -62,7 +62,7 @@ def _unasked_fence() -> Iterator[_Change]:
 
     def fence(self: Any, session: Any) -> Any:
         real(self, session)
-        self._pending.pop(session.incarnation, None)
+        self.pending_fences.pop(session.incarnation, None)
         return [Release(session.incarnation)] if session.task.type == "worker" else []
 
     yield Sessions, "_fence", fence

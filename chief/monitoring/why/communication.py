@@ -64,7 +64,6 @@ def _storm(task: str, share: float, count: float, window_s: float, each_s: float
         "take them less often (--checkpoint-every-s), or on a faster disk",
         share,
         (how,),
-        rank=4,
     )
 
 
@@ -95,7 +94,6 @@ def _slow_link(reading: Reading, worker: TaskReading, share: float) -> Iterator[
             *(f"its round trip is {1e3 * trip:.2f} ms" for trip in trips if trip),
             f"{worker.task} waits {percent(share)} of its time for communication",
         ),
-        rank=1,
     )
 
 

@@ -43,8 +43,6 @@ class Finding:
     share: float
     """The part of the job's time that it costs, 0 to 1."""
     evidence: tuple[str, ...] = ()
-    rank: int = 0
-    """A cause that explains others has a higher one."""
 
 
 @dataclasses.dataclass(frozen=True)

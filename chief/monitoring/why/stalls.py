@@ -28,7 +28,6 @@ def silent(reading: Reading) -> Iterator[Finding]:
                 "look at its log; `stratagem run` and Kubernetes start it again by themselves",
                 1.0,
                 _waiting_for(reading, task),
-                rank=9,
             )
         elif task.state == "live" and task.silent_s >= SILENT_S:
             yield Finding(
@@ -38,7 +37,6 @@ def silent(reading: Reading) -> Iterator[Finding]:
                 "look whether its process runs (state T in `ps`: kill -CONT it), swaps, or its network is down",
                 1.0,
                 ("a live task says something twice a second", *_waiting_for(reading, task)),
-                rank=9,
             )
 
 
@@ -60,7 +58,6 @@ def stuck(reading: Reading) -> Iterator[Finding]:
                 "see where its threads stand: stratagem status --stacks",
                 1.0,
                 others,
-                rank=8,
             )
     if waiting and not busy:
         first = max(waiting, key=lambda one: one.waiting_s)
@@ -71,7 +68,6 @@ def stuck(reading: Reading) -> Iterator[Finding]:
             "see where the threads stand: stratagem status --stacks",
             1.0,
             others,
-            rank=7,
         )
 
 

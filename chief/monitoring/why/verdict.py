@@ -19,6 +19,9 @@ RULES = (
     workers.slow_data,
     communication.exposed,
 )
+_RANKS = {Cause.SILENT: 6, Cause.STUCK: 5, Cause.CHECKPOINTS: 4, Cause.INTERPRETER: 3, Cause.THREADS: 2}
+_RANKS |= {Cause.GATE: 1, Cause.SLOW_LINK: 1}
+"""Of causes that explain others, which have a lower one, or none."""
 FEW_STEPS, SHORT_S = 5, 3.0
 LOOK_S = 5.0
 """Seconds between two looks while a job runs; two must find the same before it is told."""
@@ -38,7 +41,7 @@ def judge(reading: Reading) -> JobVerdict:
             "fairly sure",
         )
     found = [finding for rule in RULES for finding in rule(reading) if finding.share >= WORTH]
-    found.sort(key=lambda finding: (finding.rank, finding.share), reverse=True)
+    found.sort(key=lambda finding: (_RANKS.get(finding.cause, 0), finding.share), reverse=True)
     if not found:
         return _nothing(reading)
     first = found[0]
@@ -116,7 +119,10 @@ def _how_sure(reading: Reading, first: Finding | None, found: list[Finding]) -> 
     window_s = min((worker.window_s for worker in reading.working), default=0.0)
     if steps < FEW_STEPS or window_s < SHORT_S:
         return "not sure: few steps have been seen"
-    if first is None or (first.share >= 0.4 and (len(found) < 2 or found[1].share < 0.8 * first.share or first.rank)):
+    if first is None:
+        return "sure"
+    stands_out = len(found) < 2 or found[1].share < 0.8 * first.share or first.cause in _RANKS
+    if first.share >= 0.4 and stands_out:
         return "sure"
     return "fairly sure"
 

@@ -140,7 +140,6 @@ def interpreter(reading: Reading) -> Iterator[Finding]:
                 f"of {percent(computing / worker.total_s)} of its time in data and computing, the training thread runs "
                 f"{percent(cpu / max(1e-9, computing))}",
             ),
-            rank=3,
         )
 
 
@@ -165,7 +164,6 @@ def threads(reading: Reading) -> Iterator[Finding]:
             f"--threads {fair}, or OMP_NUM_THREADS={fair}",
             starved,
             (f"{percent(starved)} of the time that its threads were ready they had no core",),
-            rank=2,
         )
 
 
@@ -195,7 +193,6 @@ def gate(reading: Reading) -> Iterator[Finding]:
         f"a larger --staleness, or {advice}",
         share,
         tuple(f"{one.task} waits {percent(one.share(measures.GATE_WAIT))} there" for one in workers),
-        rank=1,
     )
 
 
