@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import gc
 import importlib.util
 import logging
@@ -21,7 +20,6 @@ from stratagem.checkpoint.ended import take_end
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal.journal import exit_code_of
 from stratagem.chief.journal.lock import CheckpointsLock, JournalLock
-from stratagem.chief.servers.servers import Server
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.spec import split_address
@@ -85,8 +83,7 @@ async def serve(
                 held.callback(lock.release)
                 if await _wait(lock, standby=False) is None:
                     return PREEMPTED
-        connect = functools.partial(Server, chief=config.task, security=security)
-        job = ChiefJob(config, lambda chief_epoch: functools.partial(connect, chief_epoch=chief_epoch))
+        job = ChiefJob(config, security)
         held.callback(job.close)
         if owns_process:
             held.callback(asyncio.create_task(_freeze(job)).cancel)

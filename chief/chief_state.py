@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -16,10 +17,11 @@ from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.steps import NUM_UNSYNCED
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.monitoring.waits import Waits
-from stratagem.chief.servers.ps_pool import Connect, PsPool
+from stratagem.chief.servers.servers import PsPool, Server
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import JobStoppedError, JournalLostError
+from stratagem.rpc.security import OPEN, Security
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +75,9 @@ class Background:
 
 
 class ChiefState(abc.ABC):
-    """The books of a job, as an earlier chief has left them. Given the chief's epoch, ``connect`` makes what connects
-    to a ps: (incarnation, address)."""
+    """The books of a job, as an earlier chief has left them; ``security``: of what connects to the ps."""
 
-    def __init__(self, config: ChiefConfig, connect: Callable[[int], Connect]) -> None:
+    def __init__(self, config: ChiefConfig, security: Security = OPEN) -> None:
         self.config = config
         self.clock = time.monotonic
         self.journal = Journal(config.state_dir)
@@ -98,7 +99,7 @@ class ChiefState(abc.ABC):
             self.lease_book.open_dataset(dataset, plan)
         self.lease_book.know_accepted(history.accepted)
         self.lease_book.readmit(history.steps)
-        self.connect = connect(self.epoch)
+        self.connect = functools.partial(Server, chief=config.task, chief_epoch=self.epoch, security=security)
         """Makes the connection to a ps, also to one that does not serve yet."""
         self.ps_pool = PsPool(self.connect, self.sessions)
         self.waits = Waits(self.clock)
@@ -114,7 +115,7 @@ class ChiefState(abc.ABC):
     def _everybody_waits(self) -> bool:
         """There are workers, and each waits for something of the chief: none has an update under way."""
         workers = self.sessions.live("worker")
-        return bool(workers) and all(worker.incarnation in self.waits.noted for worker in workers)
+        return bool(workers) and all(worker in self.waits.noted for worker in workers)
 
     async def admit(self, incarnation: Incarnation) -> None:
         """Waits until the cluster is complete and the books are open; everybody else may go on at once.

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import pathlib
-from collections.abc import Callable
 
 from stratagem.checkpoint.draft import remove_unfinished
 from stratagem.checkpoint.ended import forget_ends, note_leaving
@@ -28,12 +27,12 @@ from stratagem.chief.monitoring import status
 from stratagem.chief.monitoring.standstill import Standstill
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.scaling import Scaling
-from stratagem.chief.servers.ps_pool import Connect
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, JournalLostError
 from stratagem.rpc.confinement import AllowedFolders
+from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.session import PREEMPTED
 
 logger = logging.getLogger(__name__)
@@ -42,11 +41,11 @@ logger = logging.getLogger(__name__)
 class ChiefJob(ChiefState):
     """The chief: its books, and what it does with them. Arguments as there."""
 
-    def __init__(self, config: ChiefConfig, connect: Callable[[int], Connect]) -> None:
-        super().__init__(config, connect)
+    def __init__(self, config: ChiefConfig, security: Security = OPEN) -> None:
+        super().__init__(config, security)
         self.saving = Saving(self, lambda: self.recovery.count_lost())
         self.recovery = Recovery(self, self.saving, begin_anew=self._begin_anew)
-        self.streams = SessionStreams(self, carry=self._carry, resume=self.recovery.resume)
+        self.streams = SessionStreams(self, self.recovery, carry=self._carry)
         self._maintenance = Maintenance(self, self.recovery, self.saving)
         self.scaling = Scaling(self, self.streams, self.recovery, self._maintenance)
         self.metric_store = MetricStore(self)
@@ -107,7 +106,7 @@ class ChiefJob(ChiefState):
         """Takes a checkpoint of values that a worker has just loaded; see :meth:`Maintenance.save_loaded`."""
         await self.admit(incarnation)
         await self.recovery.count_torn(incarnation)
-        self.scaling.forget_checkpoint()
+        self.scaling.newest = None
         with self.waits.of(incarnation, "a checkpoint"):
             return await self._maintenance.save_loaded()
 

@@ -179,7 +179,7 @@ class Maintenance(ChiefPart):
                 described = await self._described()
                 is_trained = content_of(described)[0] > (newest.manifest.step if newest is not None else 0)
                 if newest is not None:
-                    is_kept = not newest.manifest.automatic and newest.step == content_of(described)[0]
+                    is_kept = not newest.manifest.automatic and newest.manifest.step == content_of(described)[0]
                     if is_kept or not newest.lacks(described):
                         return self._saved(newest)
                 await self.save()

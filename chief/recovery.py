@@ -260,7 +260,7 @@ class Recovery(ChiefPart):
                 await self.ps_return.close_lost()
             else:  # a ps that the last chief put back may lack what that did not live to count
                 await self.ps_return.lost_after_restarts(self._lease_book.positions())
-        self._lease_book.founders = frozenset(s.incarnation for s in self._sessions.live("worker"))
+        self._lease_book.founders = frozenset(self._sessions.live("worker"))
         self._state.is_open = True
         self._changed.notify()
 
@@ -302,7 +302,7 @@ class Recovery(ChiefPart):
         lost = [unit for unit in orphans if committed[unit]]
         await self.carry_out(lease_book.remove(lost, committed))
         # What is left was granted in a reply that nobody got: workers without a slice in the step may have it.
-        for unit, incarnation in steps.reserve_orphans([s.incarnation for s in self._sessions.live("worker")]):
+        for unit, incarnation in steps.reserve_orphans(self._sessions.live("worker")):
             lease_book.give_back({unit: NOBODY})
             lease_book.epoch(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
         await self.carry_out(lease_book.remove(steps.orphans(), {}))

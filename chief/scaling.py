@@ -17,13 +17,7 @@ from stratagem.chief.membership.roster import MAX_PS
 from stratagem.chief.membership.session import Session, SessionState
 from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.chief.recovery import Recovery
-from stratagem.errors import (
-    CheckpointError,
-    ConfigurationError,
-    JobStoppedError,
-    PeerUnavailableError,
-    StratagemError,
-)
+from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError, PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +38,8 @@ class Scaling(ChiefPart):
         self._is_moving = False
         self._move_at = 0.0
         self._failure = ""
-        self._newest: CommittedCheckpoint | None = None
-        """The checkpoint that was taken for the last change."""
+        self.newest: CommittedCheckpoint | None = None
+        """The checkpoint that was taken for the last change; None: other values were loaded since, say."""
         self._gone: set[int] = set()
         """ps that were let go while commits are held, and are not back."""
 
@@ -203,7 +197,7 @@ class Scaling(ChiefPart):
         except StratagemError as error:
             is_news, self._failure = str(error) != self._failure, str(error)
             if isinstance(error, CheckpointError):
-                self._newest = None
+                self.newest = None
             told = ", ".join(str(session.task) for session in sessions.leaving)
             logger.log(
                 logging.WARNING if is_news else logging.DEBUG,  # it is tried again every second
@@ -216,19 +210,15 @@ class Scaling(ChiefPart):
             ps_return.is_awaited = False
             self._changed.notify()
 
-    def forget_checkpoint(self) -> None:
-        """Other values were loaded since: the next change takes one of these."""
-        self._newest = None
-
     async def _save(self, is_complete: bool) -> CommittedCheckpoint:
         """With commits held: all that the ps have, in a checkpoint."""
         await self._recovery.count_lost()
         is_named = bool(self._lease_book.plans)  # updates of no unit are told by nothing
-        newest = self._newest
+        newest = self.newest
         if newest is None or not is_named or newest.manifest.unfinished or await self._num_more(newest.path):
-            self._newest = await self._maintenance.save(complete=is_complete)
-        assert self._newest is not None
-        return self._newest
+            self.newest = await self._maintenance.save(complete=is_complete)
+        assert self.newest is not None
+        return self.newest
 
     async def _route(self, checkpoint: str, num_ps: int) -> None:
         """With commits held: so many ps go on from a checkpoint that has all they hold."""

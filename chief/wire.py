@@ -57,12 +57,7 @@ def leases_to_proto(leases: Leases) -> chief_pb2.NextUnitsReply:
 
 
 def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseRequest[Any]:
-    """What a worker reports and wants.
-
-    Raises:
-        ProtocolError: the numbers make no plan.
-        LimitError: of too many units.
-    """
+    """What a worker reports and wants; errors as :func:`plan_from_proto`."""
     units_of: TrainingPass | EvaluationPass
     if request.HasField("evaluation"):
         meant, name = request.evaluation, topic_from_proto(request.evaluation.name)
@@ -88,7 +83,6 @@ def step_report_from_proto(request: chief_pb2.StartStepRequest) -> LeaseRequest[
 
 
 def topic_from_proto(name: chief_pb2.Topic) -> Topic:
-    """The name of a topic, or what an agreement is about."""
     return Topic(name.group, name.ordinal)
 
 

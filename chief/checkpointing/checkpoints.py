@@ -58,7 +58,6 @@ class ServersManifest(Manifest):
         return self.num_ps == num_ps and self.num_groups < num_groups
 
     def content(self) -> dict[str, Any]:
-        """The content of ``manifest.json``."""
         return super().content() | {
             "next_step": self.next_step,
             "num_groups": self.num_groups,

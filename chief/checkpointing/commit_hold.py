@@ -10,8 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from stratagem.chief.servers.ps_pool import PsPool
-from stratagem.chief.servers.servers import Server, ServerDescription
+from stratagem.chief.servers.servers import PsPool, Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Update
 from stratagem.errors import PeerUnavailableError, StratagemError
@@ -96,7 +95,6 @@ class CommitHold:
             return self.token
 
     async def leave(self) -> None:
-        """One that needed it does no more."""
         async with self._lock:
             self._num_inside -= 1
             if not self._num_inside:

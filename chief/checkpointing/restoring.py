@@ -12,8 +12,7 @@ from stratagem.checkpoint.durable import set_aside
 from stratagem.checkpoint.manifest import MANIFEST
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
-from stratagem.chief.servers.ps_pool import PsPool
-from stratagem.chief.servers.servers import Server
+from stratagem.chief.servers.servers import PsPool, Server
 from stratagem.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,11 @@ class Restoring:
                 continue
             undone = max((step - manifest.step for _, step, _ in left_out), default=0)
             if left_out:
-                self._set_aside([path for path, _, _ in left_out])
+                for damaged, _, _ in left_out:
+                    try:
+                        logger.warning("%s is now %s", damaged, set_aside(damaged))
+                    except OSError as error:
+                        logger.warning("%s stays in the way: %s", damaged, error)
                 logger.warning(
                     "Going back to step %d (%s), which is whole on every ps: %d updates that newer checkpoints had are "
                     "undone and computed again",
@@ -90,10 +93,3 @@ class Restoring:
         except CheckpointError as error:
             return str(error)
         return ""
-
-    def _set_aside(self, paths: Sequence[pathlib.Path]) -> None:
-        for path in paths:
-            try:
-                logger.warning("%s is now %s", path, set_aside(path))
-            except OSError as error:
-                logger.warning("%s stays in the way: %s", path, error)

@@ -29,16 +29,11 @@ class CommittedCheckpoint:
     store_epochs: tuple[int, ...] = ()
     """Of each ps, if it was taken by this chief."""
 
-    @property
-    def step(self) -> int:
-        """Largest number of updates applied by any ps."""
-        return self.manifest.step
-
     def lacks(self, described: Collection[ServerDescription]) -> bool:
         """Whether ps have anything that is not in it."""
         step, num_groups = content_of(described)
         is_half = bool(self.manifest.unfinished)  # the rest of a batch need not be a step more
-        return is_half or self.step != step or self.manifest.lacks_groups(num_groups, len(described))
+        return is_half or self.manifest.step != step or self.manifest.lacks_groups(num_groups, len(described))
 
 
 class Saving(ChiefPart):
@@ -142,7 +137,7 @@ class Saving(ChiefPart):
         place = f"part of what the script saves in {folder}" if of_script else committed.path
         shown = f"{place}: {draft.rpartition('/')[2]}" if of_script else place  # the script gives it its own name
         self._journal.write("checkpoint", path=shown)
-        logger.info("Checkpoint of step %d: %s", committed.step, place)
+        logger.info("Checkpoint of step %d: %s", committed.manifest.step, place)
 
 
 def content_of(described: Collection[ServerDescription]) -> tuple[int, int]:

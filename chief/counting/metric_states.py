@@ -124,12 +124,6 @@ class MetricStates:
             for unit in [unit for unit in states if unit.dataset and not is_accepted(unit)]:
                 self._num_bytes[name] -= len(states.pop(unit))
 
-    def clear(self) -> None:
-        self._open.clear()
-        self._num_bytes.clear()
-        self._logs.clear()
-        self._in_logs.clear()
-
     def to_record(self) -> dict[str, Any]:
         return {
             "open": [

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from stratagem.chief.chief_state import ChiefPart, ChiefState
-from stratagem.chief.counting.agreements import Agreements
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page, encode_state
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Topic
+
+
+class Agreements:
+    """Numbers that all workers of a script say at the same place in it, and the largest, which they go by. No I/O.
+
+    ``decided``: what was decided so far, also by earlier incarnations of the chief; that never changes.
+    """
+
+    def __init__(self, decided: dict[Topic, int]) -> None:
+        self._decided = decided
+        self._said: dict[Topic, dict[Incarnation, int]] = {}
+        self._members: dict[str, set[Incarnation]] = {}
+        self._left: dict[str, set[Incarnation]] = {}
+
+    def say(self, incarnation: Incarnation, topic: Topic, value: int) -> None:
+        """``incarnation`` says a number; from now on it takes part in the group."""
+        self._members.setdefault(topic.group, set()).add(incarnation)
+        self._left.get(topic.group, set()).discard(incarnation)
+        if topic not in self._decided:
+            self._said.setdefault(topic, {})[incarnation] = value
+
+    def decided(self, topic: Topic) -> int | None:
+        return self._decided.get(topic)
+
+    def leave(self, incarnation: Incarnation, group: str) -> None:
+        """``incarnation`` takes part in a group no more, unless it says something again."""
+        self._left.setdefault(group, set()).add(incarnation)
+
+    def has_left(self, incarnation: Incarnation, group: str) -> bool:
+        return incarnation in self._left.get(group, ())
+
+    def waits_for(
+        self, topic: Topic, live: Sequence[Incarnation], founders: Collection[Incarnation]
+    ) -> list[Incarnation]:
+        """Live workers that take part (``founders`` before they have said anything) and have not said their number."""
+        said = self._said.get(topic, {})
+        members = {*founders, *self._members.get(topic.group, set())}
+        return [
+            incarnation
+            for incarnation in live
+            if incarnation in members and incarnation not in said and not self.has_left(incarnation, topic.group)
+        ]
+
+    def outcome(self, topic: Topic) -> int:
+        """The largest number said about a topic."""
+        return max(self._said.get(topic, {}).values(), default=0)
+
+    def forget(self, topic: Topic) -> None:
+        """The topic is decided: what each said is of no interest any more."""
+        self._said.pop(topic, None)
+
+    def clear(self) -> None:
+        self._said.clear()
+        self._members.clear()
+        self._left.clear()
 
 
 class MetricStore(ChiefPart):
@@ -23,11 +77,7 @@ class MetricStore(ChiefPart):
     # Units of training data
 
     def keep(self, states: Sequence[MetricState]) -> None:
-        """Keeps what was counted on units of training data that are accepted, once for each.
-
-        Raises:
-            LimitError: it is too much.
-        """
+        """Keeps what was counted on units of training data that are accepted, once. Errors as :meth:`write`."""
         metric_states = self._journal.history.metric_states
         for state in states:
             accepted = self._lease_book.epoch(state.unit.dataset, state.unit.epoch).accepted
@@ -37,7 +87,6 @@ class MetricStore(ChiefPart):
     # What was counted, and what came of it
 
     async def get_metric_states(self, incarnation: Incarnation, name: Topic, first: int, only_logs: bool) -> Page:
-        """Part of what was counted, or what came of it."""
         await self._admit(incarnation)
         metric_states = self._journal.history.metric_states
         return Page(logs=metric_states.logs(name)) if only_logs else metric_states.page(name, first, self._page_bytes)
@@ -68,8 +117,8 @@ class MetricStore(ChiefPart):
         self._changed.notify()
         with self._waits.of(incarnation):
             while (decided := self.agreements.decided(topic)) is None:
-                live = [session.incarnation for session in self._sessions.live("worker")]
-                missing = self.agreements.waits_for(topic, live, self._lease_book.founders)
+                live, founders = self._sessions.live("worker"), self._lease_book.founders
+                missing = self.agreements.waits_for(topic, live, founders)
                 if missing:
                     self._waits.note(incarnation, f"to come to {topic}", missing)
                     await self._changed.wait()

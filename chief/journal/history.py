@@ -199,7 +199,7 @@ class JobHistory:
                 self.agreed[Topic(*record["topic"])] = record["value"]
             case "anew":
                 self.has_begun = False
-                self.metric_states.clear()
+                self.metric_states = MetricStates()
                 self.evaluations.clear()
                 self.agreed.clear()
             case "lost":

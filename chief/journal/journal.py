@@ -164,10 +164,6 @@ def replay(path: pathlib.Path) -> JobHistory:
 
 
 def exit_code_of(directory: str) -> int | None:
-    """Of the job whose journal lies there; None: it is not over.
-
-    Raises:
-        ConfigurationError: a line in the middle cannot be read.
-    """
+    """Of the job whose journal lies there; None: it is not over. Errors as :func:`replay`."""
     history = replay(pathlib.Path(directory) / NAME)
     return None if history.stopped is None else history.exit_code

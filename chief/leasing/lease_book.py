@@ -120,11 +120,8 @@ class LeaseBook:
         return self.epochs[key]
 
     def accept(self, incarnation: Incarnation, dataset: int, epoch: int, indices: Iterable[int]) -> list[Unit]:
-        """Counts units as accepted; returns the new ones, those of absorbed slices included.
-
-        Raises:
-            ProtocolError: no such unit, or it is leased to somebody else.
-        """
+        """Counts units as accepted; returns the new ones, those of absorbed slices included. Errors as
+        :meth:`EpochLeases.accept`."""
         leases = self.epoch(dataset, epoch)
         units = [Unit(dataset, epoch, index) for index in leases.accept(incarnation, indices)]
         absorbed: list[Unit] = []
@@ -311,7 +308,6 @@ class LeaseBook:
         return unit.dataset in self.plans and self.epoch(unit.dataset, unit.epoch).is_pending(unit.index)
 
     def holder(self, unit: Unit) -> Incarnation | None:
-        """To whom it is leased; None: to nobody."""
         lease = self.epoch(unit.dataset, unit.epoch).lease(unit.index)
         return None if lease is None else lease.incarnation
 
@@ -338,7 +334,7 @@ class LeaseBook:
         told: list[int] = []
         for lease in held:
             unit = lease.unit
-            if unit.dataset not in self.plans or not self.epoch(unit.dataset, unit.epoch).is_pending(unit.index):
+            if not self.is_pending(unit):
                 continue
             leases = self.epoch(unit.dataset, unit.epoch)
             if lease.step >= self._first_unknown_step and lease.step not in self.steps.open:

@@ -59,7 +59,6 @@ class EpochLeases:
         return index not in self._leased and index not in self.accepted
 
     def lease(self, index: int) -> Holding | None:
-        """The lease of unit ``index``; None when it is not leased."""
         return self._leased.get(index)
 
     def held_by(self, incarnation: Incarnation) -> list[int]:
@@ -75,7 +74,6 @@ class EpochLeases:
         return {holder for holder, units in self._of_holder.items() if any(index < meant for index in units)}
 
     def is_closed_before(self, stop: int) -> bool:
-        """Whether every unit before ``stop`` is accepted."""
         first = self.first_pending
         return (first is None or first >= stop) and not any(index < stop for index in self._leased)
 

@@ -170,8 +170,8 @@ class TrainingUnits(UnitLender[TrainingPass]):
         await self._maintenance.first_checkpoint(incarnation, request.num_groups)
 
         def workers() -> list[Incarnation]:
-            live = [session.incarnation for session in self._sessions.live("worker")]
-            return [each for each in live if not self._metric_store.agreements.has_left(each, data.group)]
+            agreements = self._metric_store.agreements
+            return [each for each in self._sessions.live("worker") if not agreements.has_left(each, data.group)]
 
         self._lease_book.note_counts(incarnation, request.counts)
         held, steps = frozenset(request.held), self._lease_book.steps
@@ -197,7 +197,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
         await self.accept(request)
         with self._waits.of(incarnation):
             while True:
-                workers = [session.incarnation for session in self._sessions.live("worker")]
+                workers = self._sessions.live("worker")
                 known = self._lease_book.clocks.clock(incarnation)
                 dataset = request.units_of.dataset
                 now, limit, late = self._lease_book.start_step(incarnation, dataset, clock, workers)

@@ -39,9 +39,7 @@ def minus(left: _Units, right: _Units) -> Positions:
 
 def common(several: Sequence[_Units]) -> Positions:
     """Units of all."""
-    if not several:
-        return {}
-    found = dict(several[0])
+    found = dict(several[0]) if several else {}
     for each in several[1:]:
         found = {key: bitmap & each.get(key, UnitBitmap()) for key, bitmap in found.items()}
     return found

@@ -183,10 +183,8 @@ class JobSteps:
 
     def reserved_for(self, incarnation: Incarnation, dataset: int, epoch: int, stop: int) -> JobStep | None:
         """The first step with a slice reserved for ``incarnation`` in one epoch, before unit ``stop``."""
-        for step, unit in self._reserved(incarnation):
-            if (unit.dataset, unit.epoch) == (dataset, epoch) and unit.index < stop:
-                return step
-        return None
+        reserved = ((step, unit) for step, unit in self._reserved(incarnation) if unit.index < stop)
+        return next((step for step, unit in reserved if (unit.dataset, unit.epoch) == (dataset, epoch)), None)
 
     def reserved_in(self, incarnation: Incarnation, group: str) -> list[Unit]:
         """Units that are reserved for ``incarnation`` in steps asked for in a group of agreements."""
@@ -219,7 +217,6 @@ class JobSteps:
         return own
 
     def find(self, unit: Unit) -> tuple[JobStep, Slice] | None:
-        """The open step that ``unit`` is a slice of, and the slice."""
         step = self._of_unit.get(unit)
         return None if step is None else (step, next(each for each in step.slices if each.unit == unit))
 

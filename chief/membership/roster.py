@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.membership.session import Session, SessionState, StopJob
+from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.task import TaskId
-from stratagem.errors import FencedError
+from stratagem.errors import ConfigurationError, FencedError
 
 MAX_PS = 1024
 
@@ -13,21 +15,35 @@ MAX_PS = 1024
 class Roster:
     """The sessions of all tasks that may be in the cluster. What happens to them: ``Sessions``."""
 
-    required: list[str]
-    """Tasks that the cluster waits for."""
-    tasks: dict[str, Session]
-    """By name: workers, ps and the evaluator, each by index."""
-    num_ps: int
-    """Parameter servers among which the variables are shared out."""
-    wanted_workers: int
-    """Workers that there are to be; 0: nobody has said."""
-    min_workers: int
-    """Workers of a ring with which the others go on; 0: with none missing."""
-    _max_workers: int
-    stopping: StopJob | None
-    """How the job ends; None: it goes on."""
-    pending_fences: dict[Incarnation, set[Incarnation]]
-    """By fenced incarnation: the ps that have not refused it yet."""
+    def __init__(self, config: ChiefConfig, history: JobHistory) -> None:
+        num_workers, num_ps, min_workers = config.num_workers, history.num_ps, config.min_workers
+        names = [TaskId("worker", i) for i in range(num_workers)] + [TaskId("ps", i) for i in range(num_ps)]
+        self.required = [str(task) for task in names]
+        """Tasks that the cluster waits for."""
+        # An evaluator may join every job (TensorFlow's TF_CONFIG names it to itself alone); nobody waits for it.
+        self.tasks = {str(task): Session(task) for task in (*names, TaskId("evaluator", 0))}
+        """By name: workers, ps and the evaluator, each by index."""
+        for task, each in self.tasks.items():
+            each.served = history.prepared.get(task, 0)
+        came = [TaskId.parse(task) for task in history.live]  # more than are wanted by now, perhaps
+        # Without parameter servers or a min_workers, a ring is made of num_workers.
+        most = config.max_workers if num_ps or min_workers else 0
+        self._max_workers = max(most, *(task.index + 1 for task in came if task.type == "worker"), 0)
+        self.wanted_workers = 0
+        """Workers that there are to be; 0: nobody has said."""
+        self.num_ps, self.routing_epoch = num_ps, history.num_routings
+        """Parameter servers among which the variables are shared out, and how often their number has changed."""
+        if min_workers and (num_ps or min_workers > num_workers):
+            raise ConfigurationError(
+                f"min_workers says with how many of its {num_workers} workers a ring goes on: expected at most as "
+                f"many, and no ps, got min_workers {min_workers} and {num_ps} ps"
+            )
+        self.min_workers = min_workers
+        """Workers of a ring with which the others go on; 0: with none missing."""
+        self.stopping: StopJob | None = None
+        """How the job ends; None: it goes on."""
+        self.pending_fences: dict[Incarnation, set[Incarnation]] = {}
+        """By fenced incarnation: the ps that have not refused it yet."""
 
     def _session(self, task: str) -> Session | None:
         """The session of a task; one beyond those that the cluster waits for gets one when it first comes."""
@@ -48,10 +64,10 @@ class Roster:
         """Every task that belongs to the job: an evaluator that never came is none."""
         return [s for name, s in self.tasks.items() if name in self.required or s.state is not SessionState.WAITING]
 
-    def live(self, task_type: str) -> list[Session]:
+    def live(self, task_type: str) -> list[Incarnation]:
         """Live tasks of a type, by index."""
         of_type = (s for s in self.tasks.values() if s.task.type == task_type and self.serves(s))
-        return [s for s in of_type if s.state is SessionState.LIVE]
+        return [s.incarnation for s in of_type if s.state is SessionState.LIVE]
 
     def serves(self, session: Session) -> bool:
         """Whether this is no ps beyond those among which the variables are shared out."""

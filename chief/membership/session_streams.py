@@ -21,12 +21,11 @@ from stratagem.chief.membership.session import (
     SessionState,
     StopJob,
 )
-from stratagem.chief.monitoring.job_log import JobLog
-from stratagem.chief.monitoring.recent import Recent
+from stratagem.chief.monitoring.recent import JobLog, Recent
+from stratagem.chief.recovery import Recovery
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
-from stratagem.cluster.units import Lease
 from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, StratagemError
 from stratagem.rpc.binding import is_loopback
 
@@ -48,9 +47,6 @@ MAX_NAMED = 10
 """Missing tasks that a line of the log names."""
 
 Carry = Callable[[Prepare | Fence | Release | StopJob], None]
-"""Carries out what goes beyond the streams."""
-Resume = Callable[[Incarnation, tuple[Lease, ...]], None]
-"""Told what a resumed worker holds, before anybody hears that it is back."""
 
 
 class SessionStreams(ChiefPart):
@@ -59,10 +55,10 @@ class SessionStreams(ChiefPart):
     Args:
         state: of the job: incarnations and losses are in its journal before anybody hears of them.
         carry: carries out the actions that concern ps and job.
-        resume: takes the leases of a resumed worker into the books.
+        recovery: takes what a resumed worker holds into the books, before anybody hears that it is back.
     """
 
-    def __init__(self, state: ChiefState, *, carry: Carry, resume: Resume) -> None:
+    def __init__(self, state: ChiefState, recovery: Recovery, *, carry: Carry) -> None:
         super().__init__(state)
         self.progress: dict[str, bytes] = {}
         self.waiting_steps: dict[str, int] = {}
@@ -72,7 +68,7 @@ class SessionStreams(ChiefPart):
         """Takes lines of the tasks' logs, where somebody shows them."""
         self._ticked_at = self._clock()
         self._carry = carry
-        self._resume = resume
+        self._recovery = recovery
         self._outboxes: dict[int, asyncio.Queue[Event | None]] = {}
         self._newest_stream = 0
         self._last_missing: list[str] = []
@@ -170,7 +166,7 @@ class SessionStreams(ChiefPart):
         how = "resumed" if resumed else "joined"
         logger.info("%s %s at %s", session.incarnation, how, join.address or "-")
         if resumed and not was_open:  # else the book is right: this chief has written it
-            self._resume(session.incarnation, join.held)
+            self._recovery.resume(session.incarnation, join.held)
         self.perform(actions)
         if not any(isinstance(action, Announce) for action in actions):
             outbox.put_nowait(self.membership())

@@ -31,7 +31,6 @@ from stratagem.chief.membership.session import (
 )
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
 
 AWAITED_TIMEOUTS = 3
@@ -53,34 +52,14 @@ class Sessions(Roster):
     """
 
     def __init__(self, config: ChiefConfig, history: JobHistory, now: float) -> None:
-        num_workers, num_ps, min_workers = config.num_workers, history.num_ps, config.min_workers
-        names = [TaskId("worker", i) for i in range(num_workers)] + [TaskId("ps", i) for i in range(num_ps)]
-        self.required = [str(task) for task in names]
-        # An evaluator may join every job (TensorFlow's TF_CONFIG names it to itself alone); nobody waits for it.
-        self.tasks = {str(task): Session(task) for task in (*names, TaskId("evaluator", 0))}
-        for task, each in self.tasks.items():
-            each.served = history.prepared.get(task, 0)
-        came = [TaskId.parse(task) for task in history.live]  # more than are wanted by now, perhaps
-        # Without parameter servers or a min_workers, a ring is made of num_workers.
-        most = config.max_workers if num_ps or min_workers else 0
-        self._max_workers = max(most, *(task.index + 1 for task in came if task.type == "worker"), 0)
-        self.wanted_workers = 0
-        self.num_ps, self.routing_epoch = num_ps, history.num_routings
-        if min_workers and (num_ps or min_workers > num_workers):
-            raise ConfigurationError(
-                f"min_workers says with how many of its {num_workers} workers a ring goes on: expected at most as "
-                f"many, and no ps, got min_workers {min_workers} and {num_ps} ps"
-            )
-        self.min_workers = min_workers
+        super().__init__(config, history)
         self.ready = history.ready
-        self.stopping: StopJob | None = None
         self.first_failure = ""
         self.fenced = dict(history.fenced)
         self._config = config
         self._newest_incarnation = history.newest_incarnation
         self._start_deadline = now + config.start_timeout_s
         self._starts_cold = history.ready and not history.live
-        self.pending_fences: dict[Incarnation, set[Incarnation]] = {}
         if history.wanted_workers:
             self.want_workers(history.wanted_workers)
         for task, incarnation in {**history.live, **history.done}.items():

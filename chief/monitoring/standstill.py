@@ -34,8 +34,7 @@ class Standstill:
         state, now = self._state, self._state.clock()
         words: dict[Incarnation, str] = {}
         others: dict[Incarnation, Sequence[Incarnation]] = {}
-        for session in state.sessions.live("worker"):
-            one = session.incarnation
+        for one in state.sessions.live("worker"):
             what, whom = late_for(state, self._streams, one.task)
             if one in state.waits.others:
                 words[one], others[one] = state.waits.noted[one][0], state.waits.others[one]

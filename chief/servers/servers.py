@@ -1,17 +1,19 @@
-"""The ps, as the chief calls them: domain values in and out, deadlines on every call."""
+"""The ps, as the chief calls them: domain values in and out, deadlines on every call. One of them, and all together."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import grpc.aio
 
 from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief.leasing.positions import Positions, has, plus, positions_of
 from stratagem.chief.leasing.steps import StepClosing
+from stratagem.chief.membership.sessions import Sessions
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import PeerUnavailableError
@@ -29,10 +31,16 @@ from stratagem.rpc.units import (
     update_to_proto,
 )
 
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.1
+"""Pause before a call to a ps that did not answer is made again."""
 CALL_TIMEOUT_S = 5.0
 """For calls that only change a few words of state; the caller repeats them while the ps is alive."""
 DISK_TIMEOUT_S = 600.0
 """For calls that read or write all shards; a dead ps is noticed by keepalive long before."""
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +141,6 @@ class Server:
         return [CommittedSlice(each.step, unit_from_proto(each.unit), each.ordinal) for each in reply.committed]
 
     async def close_step(self, closing: StepClosing) -> None:
-        """Closes a step that lost a slice."""
         request = ps_pb2.CloseStepRequest(
             step=closing.step,
             included=[unit_to_proto(unit) for unit in closing.included],
@@ -142,7 +149,6 @@ class Server:
         await self._call("CloseStep", request)
 
     async def describe_units(self) -> ServerDescription:
-        """What the ps has applied."""
         return _description(await self._call("DescribeUnits", ps_pb2.DescribeUnitsRequest()))
 
     async def hold_commits(self, token: int, hold_s: float) -> ServerDescription:
@@ -157,13 +163,11 @@ class Server:
         return reply.complete
 
     async def save_shards(self, token: int, directory: str, nonce: str) -> SavedShards:
-        """Writes the shards of the ps into a directory."""
         request = ps_pb2.SaveShardsRequest(token=token, directory=directory, nonce=nonce)
         reply: ps_pb2.SaveShardsReply = await self._call("SaveShards", request, DISK_TIMEOUT_S)
         return SavedShards(tuple(from_message(SavedFile, file) for file in reply.files), reply.step)
 
     async def release_commits(self, token: int) -> None:
-        """Ends the hold."""
         await self._call("ReleaseCommits", ps_pb2.ReleaseCommitsRequest(token=token))
 
     async def restore_shards(self, directory: str, num_ps: int, *, is_fresh: bool = False) -> None:
@@ -213,6 +217,90 @@ class Server:
         """A channel keeps the certificate it was made with: when that was renewed, later calls go over another one."""
         self._channels.append(connect_aio(self._address, self.incarnation.task, self._security))
         self._stub = ps_pb2_grpc.ParameterServerStub(self._channels[-1])
+
+
+class PsPool:
+    """The connections to the ps with an open session. Calls are repeated while the ps is alive, and given up after."""
+
+    def __init__(self, connect: Callable[[Incarnation, str], Server], sessions: Sessions) -> None:
+        self._connect = connect
+        self._sessions = sessions
+        self.without_memory: set[Incarnation] = set()
+        """ps that came back, and to which nothing could be given: they are in no checkpoint."""
+        self._servers: dict[Incarnation, Server] = {}
+
+    @property
+    def num_ps(self) -> int:
+        """How many there are when all are there."""
+        return self._sessions.num_ps
+
+    @property
+    def servers(self) -> list[Server]:
+        """Those with an open session, by index."""
+        return [self._servers[incarnation] for incarnation in sorted(self._servers) if self._is_open(incarnation)]
+
+    @property
+    def ready(self) -> list[Server]:
+        """Those that workers may use; a ps that has just come back has no values."""
+        ready = (server for server in self.servers if self._sessions.is_live(server.incarnation))
+        return [server for server in ready if server.incarnation not in self.without_memory]
+
+    def add(self, incarnation: Incarnation, address: str) -> Server:
+        if incarnation not in self._servers:
+            self._servers[incarnation] = self._connect(incarnation, address)
+        return self._servers[incarnation]
+
+    def get(self, incarnation: Incarnation) -> Server | None:
+        return self._servers.get(incarnation)
+
+    async def drop_lost(self) -> None:
+        for incarnation in [incarnation for incarnation in self._servers if not self._is_open(incarnation)]:
+            await self._servers.pop(incarnation).close()
+
+    async def insist(self, server: Server, call: Callable[[Server], Awaitable[_Result]]) -> _Result | None:
+        """Calls until an answer comes; None when the ps is lost before, or has been left out and taken in again since.
+
+        Raises:
+            StratagemError: the ps refused.
+        """
+        level = logging.INFO
+        while self._is_open(server.incarnation) and self._servers.get(server.incarnation) is server:
+            try:
+                return await call(server)
+            except PeerUnavailableError as error:
+                logger.log(level, "%s did not answer, asking until it does: %s", server.incarnation.task, error)
+                level = logging.DEBUG
+                await asyncio.sleep(RETRY_S)
+        return None
+
+    async def insist_all(self, call: Callable[[Server], Awaitable[_Result]]) -> dict[Incarnation, _Result]:
+        """As :meth:`insist` on every ps at once, without those that serve no more when all have answered."""
+        servers = self.servers
+        answers = zip(servers, await asyncio.gather(*(self.insist(server, call) for server in servers)), strict=True)
+        here = self.servers
+        return {server.incarnation: each for server, each in answers if each is not None and server in here}
+
+    async def describe(self) -> dict[Incarnation, ServerDescription]:
+        return await self.insist_all(lambda server: server.describe_units())
+
+    async def describe_all(self) -> dict[Incarnation, ServerDescription]:
+        """The same of all there are: one that is away may have most updates.
+
+        Raises:
+            PeerUnavailableError: one is.
+        """
+        described = await self.describe()
+        if len(described) < (num_ps := self.num_ps):
+            raise PeerUnavailableError(f"{num_ps - len(described)} of {num_ps} ps are away")
+        return described
+
+    def _is_open(self, incarnation: Incarnation) -> bool:
+        return incarnation in self._sessions.servers
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.close()
+        self._servers.clear()
 
 
 def _description(reply: ps_pb2.DescribeUnitsReply) -> ServerDescription:

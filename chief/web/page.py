@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 
 from aiohttp import web
 
-from stratagem.chief.monitoring.job_log import JobLog
+from stratagem.chief.monitoring.recent import JobLog
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.chief.web.page_watch import PageWatch

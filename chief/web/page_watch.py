@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from stratagem.chief.monitoring.job_log import JobLog
+from stratagem.chief.monitoring.recent import JobLog
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.chief.web.snapshot import snapshot

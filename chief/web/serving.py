@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from stratagem.chief.job import ChiefJob
-from stratagem.chief.monitoring.job_log import JobLog
+from stratagem.chief.monitoring.recent import JobLog
 from stratagem.chief.web.http_server import HttpServer, of_loop
 from stratagem.chief.web.page import JobPage
 from stratagem.chief.web.page_watch import PageWatch
@@ -53,11 +53,7 @@ def metrics_app(look: Callable[[], Awaitable[Iterable[Metric]]]) -> web.Applicat
 
 
 def serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpServer:
-    """``/metrics`` at ``metrics_bind``.
-
-    Raises:
-        ConfigurationError: as :class:`HttpServer`.
-    """
+    """``/metrics`` at ``metrics_bind``; errors as :class:`HttpServer`."""
     from stratagem.chief.monitoring.metrics import families
 
     look = _looking(job)
@@ -71,11 +67,7 @@ def serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> Htt
 
 
 def serve_page(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpServer:
-    """The page at ``web``.
-
-    Raises:
-        ConfigurationError: as :class:`HttpServer`.
-    """
+    """The page at ``web``; errors as :class:`HttpServer`."""
     log = job.streams.log = JobLog()
     app = JobPage(PageWatch(_looking(job), log), log).app
     names = [split_address(address)[0] for address in (config.web, config.advertise) if address]

@@ -46,7 +46,7 @@ def membership() -> Membership:
 async def chief(addresses: dict[str, str], ready: threading.Event, over: threading.Event) -> None:
     """Serves a job without parameter servers."""
     config = ChiefConfig(num_workers=NUM_WORKERS, num_ps=0)
-    job = ChiefJob(config, lambda epoch: lambda life, address: None)  # type: ignore[arg-type, return-value]  # no ps come
+    job = ChiefJob(config)  # no ps come
     server = await serve_aio(
         LIMITS,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),

@@ -204,7 +204,7 @@ class Invariants:
     def _is_released(self, incarnation: Any) -> bool:
         """Whether its units may go to others: a chief that follows has every ps refuse it, and releases nothing."""
         key, job = (incarnation.task, incarnation.number), self.cluster.chief_job
-        servers = [self.stores[str(session.task)] for session in job.sessions.live("ps")]
+        servers = [self.stores[one.task] for one in job.sessions.live("ps")]
         if all(store.state.senders._fenced.get(key[0], 0) >= key[1] for store in servers):
             self.released.add(key)
         return key in self.released

@@ -19,25 +19,19 @@ def silent(reading: Reading) -> Iterator[Finding]:
         return
     tasks = [task for task in reading.tasks if not task.task.startswith("evaluator:")]  # nobody waits for it
     for task in sorted(tasks, key=lambda one: -one.silent_s):  # what was lost first made the others go
+        evidence = _waiting_for(reading, task)
         if task.state == "lost":
             waits = ", and the job waits until it is started again" if task.task.startswith("ps:") else ""
-            yield Finding(
-                Cause.SILENT,
-                task.task,
-                f"{task.task} is lost{waits}",
-                "look at its log; `stratagem run` and Kubernetes start it again by themselves",
-                1.0,
-                _waiting_for(reading, task),
-            )
+            sentence = f"{task.task} is lost{waits}"
+            advice = "look at its log; `stratagem run` and Kubernetes start it again by themselves"
         elif task.state == "live" and task.silent_s >= SILENT_S:
-            yield Finding(
-                Cause.SILENT,
-                task.task,
-                f"{task.task} is silent since {task.silent_s:.1f} s: its process is stopped, or its machine is away",
-                "look whether its process runs (state T in `ps`: kill -CONT it), swaps, or its network is down",
-                1.0,
-                ("a live task says something twice a second", *_waiting_for(reading, task)),
-            )
+            how_long = f"{task.task} is silent since {task.silent_s:.1f} s"
+            sentence = f"{how_long}: its process is stopped, or its machine is away"
+            advice = "look whether its process runs (state T in `ps`: kill -CONT it), swaps, or its network is down"
+            evidence = ("a live task says something twice a second", *evidence)
+        else:
+            continue
+        yield Finding(Cause.SILENT, task.task, sentence, advice, 1.0, evidence)
 
 
 def stuck(reading: Reading) -> Iterator[Finding]:

@@ -86,31 +86,20 @@ def slow_worker(reading: Reading) -> Iterator[Finding]:
             f"its computing takes {1e3 * own:.1f} ms a step, that of the others {1e3 * usual:.1f} ms",
             *_where(worker, others),
         )
-        if is_starved:
-            yield Finding(
-                Cause.NO_CORE,
-                worker.task,
-                f"{worker.task} gets no core for {percent(starved / own)} of its computing: that takes {ratio:.1f} x "
-                f"as long as that of the others{after}",
-                "move what else runs on its machine, or raise its CPU limit",
-                lost,
-                how,
-            )
-            continue
+        cause, sentence = Cause.SLOW_WORKER, f"{worker.task} computes {ratio:.1f} x slower than the others{after}"
         advice = "it has more to do, or a slower machine: compare its CPU, its clock, its share of the batch"
-        if cpu < 0.5 * own:
+        if is_starved:
+            cause, advice = Cause.NO_CORE, "move what else runs on its machine, or raise its CPU limit"
+            sentence = (
+                f"{worker.task} gets no core for {percent(starved / own)} of its computing: that takes {ratio:.1f} x "
+                f"as long as that of the others{after}"
+            )
+        elif cpu < 0.5 * own:
             advice = (
                 "its thread does not run most of that time: look for input, locks, sleeps in its script, or a "
                 "process that is stopped (stratagem status --stacks)"
             )
-        yield Finding(
-            Cause.SLOW_WORKER,
-            worker.task,
-            f"{worker.task} computes {ratio:.1f} x slower than the others{after}",
-            advice,
-            lost,
-            how,
-        )
+        yield Finding(cause, worker.task, sentence, advice, lost, how)
 
 
 def interpreter(reading: Reading) -> Iterator[Finding]:

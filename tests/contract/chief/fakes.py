@@ -17,7 +17,6 @@ import pytest
 
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.leasing.positions import plus, positions_of
-from stratagem.chief.servers.servers import Server
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.chief.web.page_watch import PageWatch
 from stratagem.cluster.config import ChiefConfig, ServerConfig
@@ -78,10 +77,7 @@ async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief
     defaults["session_grace_s"] = 0.0  # a fake that dies is dead
     defaults["checkpoint_roots"] = tempfile.gettempdir()
     settings = ChiefConfig(bind=bind, **{**defaults, **config})
-    job = ChiefJob(
-        settings,
-        lambda epoch: lambda life, address: Server(life, address, chief="chief:0", chief_epoch=epoch),
-    )
+    job = ChiefJob(settings)
     server = await serve_aio(
         settings,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.chief.counting.agreements import Agreements
+from stratagem.chief.counting.metric_store import Agreements
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Topic
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from stratagem.chief.monitoring.job_log import MAX_LINES, MAX_OF_TASK, JobLog
+from stratagem.chief.monitoring.recent import MAX_LINES, MAX_OF_TASK, JobLog
 from stratagem.rpc.logs import MAX_CHARACTERS, MAX_LINES_AT_ONCE, PACKAGE, LogTail
 
 

@@ -369,7 +369,7 @@ def test_workers_beyond_those_waited_for_come_and_go() -> None:
     assert Announce() in join(sessions, "worker:3", 4)
     join(sessions, "worker:2", 5)
     assert [str(each.task) for each in sessions.known] == ["worker:0", "worker:1", "worker:2", "worker:3", "ps:0"]
-    assert [str(session.task) for session in sessions.live("worker")] == [f"worker:{i}" for i in range(4)]
+    assert [one.task for one in sessions.live("worker")] == [f"worker:{i}" for i in range(4)]
     for stream, worker in ((1, "worker:0"), (2, "worker:1"), (5, "worker:2")):
         assert sessions.goodbye(worker, stream, 0, "", now=1.0)
     assert end_of(sessions) is None, "worker:3 has not finished"
@@ -585,7 +585,7 @@ def test_the_number_of_workers_changes_while_training_runs() -> None:
         join(sessions, "worker:2", 4)
     assert sessions.want_workers(3) == [Announce()]
     join(sessions, "worker:2", 4)
-    assert [str(session.task) for session in sessions.live("worker")] == ["worker:0", "worker:1", "worker:2"]
+    assert [one.task for one in sessions.live("worker")] == ["worker:0", "worker:1", "worker:2"]
     assert sessions.want_workers(1) == [Announce()]
     assert sessions.required == ["worker:0", "ps:0"]
     assert [str(s.task) for s in sessions.tasks.values() if sessions.is_dismissed(s)] == ["worker:1", "worker:2"]
