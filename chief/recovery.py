@@ -306,7 +306,8 @@ class Recovery(ChiefPart):
             lease_book.give_back({unit: NOBODY})
             lease_book.epoch(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
         await self.carry_out(lease_book.remove(steps.orphans(), {}))
-        for closing in steps.closings():  # the last chief may have died before every ps had heard it
+        closings = [step.closing for step in steps.open.values()]
+        for closing in closings:  # the last chief may have died before every ps had heard it
             await self._ps_pool.insist_all(operator.methodcaller("close_step", closing))
 
 

@@ -71,6 +71,13 @@ class JobStep:
         """Units of all slices as planned, in slice order."""
         return tuple(each.unit for each in self.slices)
 
+    @property
+    def closing(self) -> StepClosing:
+        """What counts in it."""
+        kept = [each for each in self.slices if each.state is not SliceState.REMOVED]
+        committed = tuple((each.unit, ordinal) for each in kept for ordinal in each.ordinals)
+        return StepClosing(self.number, tuple(each.unit for each in kept), committed)
+
 
 @dataclasses.dataclass(frozen=True)
 class StepClosing:
@@ -177,10 +184,6 @@ class JobSteps:
         """Units of unfinished slices that belong to nobody."""
         return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.incarnation is None]
 
-    def closings(self) -> list[StepClosing]:
-        """What counts in each step in progress."""
-        return [_closing(step) for step in self.open.values()]
-
     def reserved_for(self, incarnation: Incarnation, dataset: int, epoch: int, stop: int) -> JobStep | None:
         """The first step with a slice reserved for ``incarnation`` in one epoch, before unit ``stop``."""
         reserved = ((step, unit) for step, unit in self._reserved(incarnation) if unit.index < stop)
@@ -250,7 +253,7 @@ class JobSteps:
                 if each.incarnation is not None:
                     self._missed.add(each.incarnation)
         for number in sorted(touched):
-            removal.closings.append(_closing(touched[number]))
+            removal.closings.append(touched[number].closing)
             self._finish(touched[number], removal)
         for unit in removal.returned:
             self._of_unit.pop(unit, None)
@@ -298,9 +301,3 @@ class JobSteps:
                     removal.returned[each.unit] = each.incarnation  # the next one makes the updates that it lacks
                 else:
                     removal.accepted.append(each.unit)
-
-
-def _closing(step: JobStep) -> StepClosing:
-    kept = [each for each in step.slices if each.state is not SliceState.REMOVED]
-    committed = tuple((each.unit, ordinal) for each in kept for ordinal in each.ordinals)
-    return StepClosing(step.number, tuple(each.unit for each in kept), committed)

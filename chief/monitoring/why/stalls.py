@@ -44,25 +44,15 @@ def stuck(reading: Reading) -> Iterator[Finding]:
     others = tuple(f"{one.task} waits for {one.waiting_on} since {one.waiting_s:.0f} s" for one in waiting)
     for worker in busy:
         if worker.total_s > 0 and (waiting or len(workers) == 1):
-            yield Finding(
-                Cause.STUCK,
-                worker.task,
-                f"{worker.task} has not finished a step for {worker.window_s:.0f} s, and waits for nobody: its script "
-                "stands still or computes",
-                "see where its threads stand: stratagem status --stacks",
-                1.0,
-                others,
-            )
+            how_long = f"{worker.task} has not finished a step for {worker.window_s:.0f} s"
+            sentence = f"{how_long}, and waits for nobody: its script stands still or computes"
+            advice = "see where its threads stand: stratagem status --stacks"
+            yield Finding(Cause.STUCK, worker.task, sentence, advice, 1.0, others)
     if waiting and not busy:
         first = max(waiting, key=lambda one: one.waiting_s)
-        yield Finding(
-            Cause.STUCK,
-            first.task,
-            f"no step has ended for {first.window_s:.0f} s: {first.task} waits for {first.waiting_on}",
-            "see where the threads stand: stratagem status --stacks",
-            1.0,
-            others,
-        )
+        sentence = f"no step has ended for {first.window_s:.0f} s: {first.task} waits for {first.waiting_on}"
+        advice = "see where the threads stand: stratagem status --stacks"
+        yield Finding(Cause.STUCK, first.task, sentence, advice, 1.0, others)
 
 
 def _waiting_for(reading: Reading, task: TaskReading) -> tuple[str, ...]:

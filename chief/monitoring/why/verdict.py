@@ -100,6 +100,8 @@ def _nothing(reading: Reading) -> JobVerdict:
             tuple(waiting),
         )
     computing = min(worker.share(*measures.COMPUTING) for worker in working)
+    starved = max(worker.get(measures.STARVED_MAIN) / worker.total_s for worker in working)
+    no_core = f"its training threads are ready and get no core {percent(starved)} of the time: the machine is busy"
     return JobVerdict(
         Cause.NOTHING,
         "",
@@ -108,7 +110,7 @@ def _nothing(reading: Reading) -> JobVerdict:
         0.0,
         _how_sure(reading, None, []),
         _table(reading),
-        _notes(reading),
+        (no_core,) if starved >= 0.2 else (),  # what is outside the job
     )
 
 
@@ -137,13 +139,3 @@ def _table(reading: Reading) -> tuple[str, ...]:
         )
         lines.append(f"{worker.task}: {1e3 * worker.total_s / worker.steps:.1f} ms a step: {words}")
     return tuple(lines)
-
-
-def _notes(reading: Reading) -> tuple[str, ...]:
-    """What is outside the job."""
-    starved = [worker.get(measures.STARVED_MAIN) / worker.total_s for worker in reading.working]
-    if starved and max(starved) >= 0.2:
-        return (
-            f"its training threads are ready and get no core {percent(max(starved))} of the time: the machine is busy",
-        )
-    return ()
