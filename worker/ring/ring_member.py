@@ -21,17 +21,7 @@ from stratagem.errors import (
 )
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.worker.ring.building import (
-    DEFAULT_BYTES,
-    DEFAULT_TIMEOUT_S,
-    Formed,
-    LaneFailedError,
-    Opener,
-    better,
-    build,
-    check_agreement,
-    choose_chunk_bytes,
-)
+from stratagem.worker.ring import building
 from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.group import Group, OutOfStepError
@@ -128,7 +118,9 @@ class RingMember:
             self._session.raise_if_stopped()
             self._session.wait_stopped(0.1)
 
-    def _meet(self, members: Members, deadline: float, is_over: _IsOver = _never, tell: _Tell = None) -> Formed | None:
+    def _meet(
+        self, members: Members, deadline: float, is_over: _IsOver = _never, tell: _Tell = None
+    ) -> building.Formed | None:
         """The group of a generation; None: it is over before it was formed."""
         generation, num_meetings = self._held
         num_meetings = num_meetings if generation == members.generation else 0
@@ -275,7 +267,7 @@ class RingMember:
             return None
         return f"{peers.members.ranks[rank].task} in {what}", seconds
 
-    def opener(self, timeout_s: float) -> Opener:
+    def opener(self, timeout_s: float) -> building.Opener:
         """Opens further lanes between ranks of the ring, within ``timeout_s`` seconds.
 
         Raises:
@@ -283,7 +275,7 @@ class RingMember:
         """
         if self._peers is None:
             raise PeerUnavailableError("there is no ring to open lanes in")
-        return Opener(self.ring_service, self._peers, self._meter, time.monotonic() + timeout_s)
+        return building.Opener(self.ring_service, self._peers, self._meter, time.monotonic() + timeout_s)
 
     def leave(self) -> None:
         """Waits for the others at the end of the script, so that nobody's last collective breaks."""
@@ -310,9 +302,9 @@ class RingMember:
     @property
     def _timeout_s(self) -> float:
         """Seconds that a peer may stand still in a collective."""
-        return self._options.timeout_seconds or DEFAULT_TIMEOUT_S
+        return self._options.timeout_seconds or building.DEFAULT_TIMEOUT_S
 
-    def _form(self, peers: Peers, deadline: float) -> Formed:
+    def _form(self, peers: Peers, deadline: float) -> building.Formed:
         options, device = self._options, self._device
         me = RankInfo(
             task=self._session.task,
@@ -324,19 +316,19 @@ class RingMember:
             has_formed=self.ring_service.communicator is not None,
         )
         said = peers.meet(me, deadline)
-        check_agreement(said)
+        building.check_agreement(said)
         self._chunk_bytes = max(one.chunk_bytes for one in said)
         options = dataclasses.replace(options, chunk_bytes=options.chunk_bytes or self._chunk_bytes)
         failures: dict[str, str] = {}
         num_tries = 0
         while True:
             plan = plan_lanes(said, options, failures)
-            opener = Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
+            opener = building.Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
             group, told, num_tries = None, RankInfo(me.task), num_tries + 1
             purpose = f"round {peers.num_meetings}"
             try:
-                group = build(plan, peers, opener, options, device, said[0].store_address, purpose)
-            except LaneFailedError as error:
+                group = building.build(plan, peers, opener, options, device, said[0].store_address, purpose)
+            except building.LaneFailedError as error:
                 peers.tell_again = functools.partial(peers.abort, str(error), False, GIVE_UP_S)
                 if self.ring_service.given_up < peers.meeting:  # who waits for a lane of this rank need not
                     peers.tell_again()
@@ -362,10 +354,10 @@ class RingMember:
             if not new.keys() - failures.keys():
                 raise PeerUnavailableError(f"the ring did not form: {'; '.join(new.values())}")
             failures, num_tries = failures | new, 0
-        self._meter.chose("ring", group.name, plan.reason, better(plan, options, said, failures))
-        return Formed(group, plan, any(one.has_formed for one in said))
+        self._meter.chose("ring", group.name, plan.reason, building.better(plan, options, said, failures))
+        return building.Formed(group, plan, any(one.has_formed for one in said))
 
-    def _start(self, formed: Formed) -> Communicator:
+    def _start(self, formed: building.Formed) -> Communicator:
         assert self._peers is not None
         group, plan = formed.group, formed.plan
         healing: Healing | None = None
@@ -380,8 +372,8 @@ class RingMember:
         chunk_bytes = self._options.chunk_bytes
         ring = group.ring if isinstance(group, TwoLevelGroup) else group
         if isinstance(group, RingGroup) and group.size > 1 and not chunk_bytes:
-            self._chunk_bytes = chunk_bytes = choose_chunk_bytes(communicator)
-        chunks = f", chunks of {chunk_bytes or DEFAULT_BYTES:,} bytes" if isinstance(ring, RingGroup) else ""
+            self._chunk_bytes = chunk_bytes = building.choose_chunk_bytes(communicator)
+        chunks = f", chunks of {chunk_bytes or building.DEFAULT_BYTES:,} bytes" if isinstance(ring, RingGroup) else ""
         logger.info("rank %d of %d: %s, because %s%s", group.rank, group.size, group.name, plan.reason, chunks)
         return communicator
 
