@@ -98,7 +98,7 @@ class Operations:
             reduction.finish(total, self.size)
             made.values.append(total.to(tensor.dtype))
 
-        what = told(tensor, f"all_reduce {reduction.name} of sparse ")
+        what = told(tensor, f"all_reduce {reduction.name} of sparse ", f" ({tensor.sparse_dim()} sparse dimensions)")
         made.steps.append((f"lengths of an {what}", _gathering(torch.tensor([own.values().shape[0]]), counts)))
         made.steps.append((what, exchange))
 

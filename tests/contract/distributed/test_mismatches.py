@@ -53,6 +53,10 @@ def other_order(group: LaneProcessGroup) -> None:
         call().wait()
 
 
+def other_sparse_dimensions(group: LaneProcessGroup) -> None:
+    group.allreduce([torch.ones(3, 2).to_sparse(1 + group.rank())]).wait()
+
+
 def other_splits(group: LaneProcessGroup) -> None:
     rows = [2, 2] if group.rank() else [2, 3]
     group.all_to_all_single(torch.zeros(4), torch.zeros(sum(rows)), [2, 2], rows).wait()
@@ -64,6 +68,7 @@ WORDS: list[tuple[Call, str, str]] = [
     (other_dtype, "all_reduce SUM of float32 [3]", "all_reduce SUM of float64 [3]"),
     (other_collective, "all_reduce SUM of float32 [3]", "barrier"),
     (other_order, "broadcast of float32 [2] from rank 1", "barrier"),
+    (other_sparse_dimensions, "of sparse float32 [3, 2] (1 sparse dim", "of sparse float32 [3, 2] (2 sparse dim"),
     (other_splits, "rank 0 sends 3 elements to rank 1, which expects 2", "rank 0 sends 3 elements to rank 1"),
 ]
 
