@@ -33,6 +33,7 @@ class Rendezvous:
         self._store = store
         self._rank = rank
         self._tasks = list(tasks)
+        self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._called: set[str] = set()
         name = secrets.token_hex(8)
@@ -99,10 +100,11 @@ class Rendezvous:
             return self._store.get(key).decode()
         except RuntimeError as error:  # DistStoreError is one
             missing = self._missing(key.rpartition("/")[0], ranks)
+            whom = ", ".join(missing) or f"the store ({str(error).splitlines()[0]})"
             raise ClusterTimeoutError(
-                f"{self._tasks[self._rank]} did not find {', '.join(missing) or 'the store'} in time "
-                f"(waiting for {what}): {str(error).splitlines()[0]}. Did every rank come to the same "
-                "place of the script: init_process_group, new_group with the same ranks, or a strategy?"
+                f"{self._tasks[self._rank]} did not find {whom} within {self._timeout_s:g} s, waiting for {what}. Did "
+                "every rank come to the same place of the script: init_process_group, new_group with the same ranks, or "
+                "a strategy?"
             ) from None
 
     def _left_s(self) -> float:
