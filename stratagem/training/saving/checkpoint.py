@@ -174,8 +174,7 @@ class Checkpoint:
         text = os.fspath(prefix)
         path = pathlib.Path(text)
         folder, name = (path, "step") if text.endswith("/") or path.is_dir() else (path.parent, path.name)
-        with timed_phase(measures.SAVE):
-            return self._save(folder, name, step, blocking, lambda written: None)
+        return self._save(folder, name, step, blocking, lambda written: None)
 
     @checked
     def write(self, folder: str | os.PathLike[str], *, step: int | None = None, blocking: bool | None = None) -> str:
@@ -186,9 +185,9 @@ class Checkpoint:
         """
         with timed_phase(measures.SAVE):
             self.wait()
-            at = pathlib.Path(folder)
-            older = [path for path in scan(at) if path.parent == at]
-            return self._save(at, "step", step, blocking, partial(_remove, older))
+        at = pathlib.Path(folder)
+        older = [path for path in scan(at) if path.parent == at]
+        return self._save(at, "step", step, blocking, partial(_remove, older))
 
     def wait(self) -> None:
         """Returns when an asynchronous save is complete.
@@ -286,35 +285,38 @@ class Checkpoint:
         whole_numbers(0, step=step)
         started = time.monotonic()
         blocking = not self._asynchronous if blocking is None else blocking
-        try:
-            self.wait()
-            self._first = self._members.first
-            writes = self._members.rank == 0
-            own: States = {**all_random_states(self._strategy)}
-            generators = states_of_all(self._strategy, [own])
-            states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
-            if writes:
-                states[RANDOM] = encode(generators, "random number generators", copy=False).of_kind("random")
-            chosen = self._members.from_first(lambda: choose(folder, name, step), self._first)
-            target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
-            is_there = self._servers is not None and not self._servers.claim(target)
-            if writes and not is_there:
-                # What goes wrong in the thread is raised by all members; parameter servers' workers are no members.
-                served = None if self._servers is None else _served_draft(folder, self._servers)
-
-                def write() -> None:
-                    remove_unfinished(folder)
-                    with served or CheckpointDraft(folder) as draft:
-                        self._write(draft, target, number, states, is_again)
-                    then(target)
-
-                self._writing = _in_thread(write, target)
-            self._is_pending = True
-            if blocking:
+        with timed_phase(measures.SAVE):
+            try:
                 self.wait()
-        except FirstLostError:
-            logger.warning("%s is lost, and what it was writing: another worker writes this checkpoint", self._first)
-            return self._save(folder, name, step, blocking, then, is_again=True)
+                self._first = self._members.first
+                writes = self._members.rank == 0
+                own: States = {**all_random_states(self._strategy)}
+                generators = states_of_all(self._strategy, [own])
+                states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
+                if writes:
+                    states[RANDOM] = encode(generators, "random number generators", copy=False).of_kind("random")
+                chosen = self._members.from_first(lambda: choose(folder, name, step), self._first)
+                target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
+                is_there = self._servers is not None and not self._servers.claim(target)
+                if writes and not is_there:
+                    # What goes wrong in the thread is raised by all members; parameter servers' workers are no members.
+                    served = None if self._servers is None else _served_draft(folder, self._servers)
+
+                    def write() -> None:
+                        remove_unfinished(folder)
+                        with served or CheckpointDraft(folder) as draft:
+                            self._write(draft, target, number, states, is_again)
+                        then(target)
+
+                    self._writing = _in_thread(write, target)
+                self._is_pending = True
+                if blocking:
+                    self.wait()
+            except FirstLostError:
+                logger.warning(
+                    "%s is lost, and what it was writing: another worker writes this checkpoint", self._first
+                )
+                return self._save(folder, name, step, blocking, then, is_again=True)
         self._stall_s = time.monotonic() - started
         return str(target)
 

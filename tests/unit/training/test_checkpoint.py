@@ -21,11 +21,13 @@ from torch import nn
 from stratagem.checkpoint.catalog import find_damage
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.measuring import measures
 from stratagem.rpc.heap import ENVIRONMENT
 from stratagem.strategy.one_process import OneDeviceStrategy
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
+from stratagem.worker.step_meter import active_meter
 from tests.unit.training.checkpoint_objects import Script, same
 
 torch.set_num_threads(1)
@@ -323,3 +325,14 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     of_sgd = Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(CheckpointError, match=r"of another optimizer than optimizer.* nothing of dampening, momentum"):
         of_sgd.restore(saved)
+
+
+def test_what_a_manager_saves_counts_as_saving(tmp_path: Path) -> None:
+    script = Script()
+    script.train(1)
+    meter = active_meter()
+    assert meter is not None
+    meter.start_clock()
+    before = meter.values().get(measures.SAVE, 0.0)
+    CheckpointManager(script.checkpoint, tmp_path).save()
+    assert meter.values()[measures.SAVE] > before
