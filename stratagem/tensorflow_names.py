@@ -250,6 +250,8 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "export": "Estimator.export_model(path, example_inputs) writes a program that torch runs alone",
         "saved_model": "Model.save writes a program, and sg.load_model reads it",
         "data": "a DataLoader of torch, or an iterable of batches, is what distribute_dataset takes",
+        "models": "leave it out: sg.load_model, sg.Model",
+        "utils": "torch.manual_seed() sets the seed, torch.nn.functional.one_hot makes one-hot rows",
         "Sequential": "sg.Model(torch.nn.Sequential(…)) is one",
         "layers": "they are those of torch.nn",
         "optimizers": "they are those of torch.optim, or their names",
@@ -348,6 +350,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         **{f"{name}_generator": _GENERATOR.format(name) for name in ("fit", "evaluate", "predict")},
         **dict.fromkeys(("get_weights", "set_weights"), _WEIGHTS),
         **dict.fromkeys(("layers", "get_layer", "count_params", "build", "built"), _PARAMETERS),
+        **dict.fromkeys(("parameters", "named_parameters", "children", "modules", "train", "eval", "to"), _PARAMETERS),
         **{
             f"{kind}{what}": _PARAMETERS
             for kind in ("", "trainable_", "non_trainable_")

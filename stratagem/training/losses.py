@@ -155,6 +155,12 @@ class Loss:
             targets = self._fitting(outputs, targets)
         elif self._is_distance and outputs.numel() == targets.numel():
             targets = formed(targets, outputs)
+        for name, given in (("sample_weight", weights), ("class_weight", self.class_weight and targets)):
+            if not isinstance(given, torch.Tensor | None):
+                raise ConfigurationError(
+                    f"{name} is one weight for each example, and of several outputs this is a {type(given).__name__}: "
+                    "put the weights into the targets, and give loss=f, where f(outputs, targets) multiplies by them"
+                )
         if self.class_weight is not None:
             by_class = _weights_by_class(self.class_weight, targets)
             weights = by_class if weights is None else weights * by_class
@@ -162,7 +168,7 @@ class Loss:
         if weights is not None:
             counted = _counted(function, targets)
             return _weighted(*self._each(function, outputs, targets, counted), weights)
-        value = function(outputs, targets)
+        value = _tensor(function(outputs, targets))
         if value.dim():
             return LossValue(value.mean(), None)
         counted = _counted(function, targets)
@@ -179,7 +185,7 @@ class Loss:
             if getattr(function, "reduction", "none") == "mean":
                 function = copy.copy(function)
                 function.reduction = "none"
-            values = function(outputs, targets)
+            values = _tensor(function(outputs, targets))
         if values.dim() == 0:
             raise ConfigurationError(
                 "weights of examples or classes need a loss that returns one value an example, and this one returns a "
@@ -254,6 +260,14 @@ class Loss:
         if outputs.device not in self._on:
             self._on[outputs.device] = copy.deepcopy(self._given).to(outputs.device)
         return self._on[outputs.device]
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ConfigurationError(
+            f"expected a loss that returns a tensor, the mean or one value an example, got a {type(value).__name__}"
+        )
+    return value
 
 
 def check_tensors(who: str, outputs: Any, targets: Any, instead: str) -> None:

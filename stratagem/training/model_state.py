@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,15 @@ from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.fit.sources import WEIGHTS_ALONE, Arrays
 from stratagem.training.saving.checkpoint import Checkpoint
 
+logger = logging.getLogger(__name__)
+
 _NEVER_CALLED = frozenset({"train_step", "test_step", "predict_step", "make_train_function", "compute_loss", "call"})
+_NOT_CALLED = (
+    "which nothing calls: what a step computes is the module's forward and compile's loss; for a step of your own "
+    "write the loop, with strategy.run(step, args=(batch,))"
+)
+_OF_A_FIT = ("is_fitting", "stop_training", "history", "_position", "_running")
+"""What a ``fit`` that a callback of another calls gives back to that one."""
 
 
 class ModelState(WithWaysOut):
@@ -52,6 +61,8 @@ class ModelState(WithWaysOut):
         self._num_steps = self._num_fits = 0
         self.is_fitting = False
         """Whether ``fit`` runs."""
+        for name in _NEVER_CALLED.intersection(dir(type(module))):
+            logger.warning("%s defines %s, %s", type(module).__name__, name, _NOT_CALLED)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses what Keras would call, and nothing here does.
@@ -60,11 +71,8 @@ class ModelState(WithWaysOut):
             ConfigurationError: the class defines one of them.
         """
         super().__init_subclass__(**options)
-        for name in _NEVER_CALLED.intersection(vars(cls)):
-            raise ConfigurationError(
-                f"{cls.__name__} defines {name}, which nothing calls: what a step computes is the module's forward and "
-                "compile's loss; for a step of your own write the loop, with strategy.run(step, args=(batch,))"
-            )
+        for name in _NEVER_CALLED.intersection(dir(cls)):
+            raise ConfigurationError(f"{cls.__name__} defines {name}, {_NOT_CALLED}")
 
     @property
     def learning_rate(self) -> float:
@@ -101,6 +109,8 @@ class ModelState(WithWaysOut):
         Raises:
             ConfigurationError: one of them was set.
         """
+        for name in _NEVER_CALLED.intersection(vars(self)):
+            raise ConfigurationError(f"model.{name} was set, {_NOT_CALLED}")
         for name in ("lr", "learning_rate"):
             if name in vars(self.optimizer):
                 raise ConfigurationError(
@@ -168,6 +178,7 @@ class ModelState(WithWaysOut):
 
     @contextlib.contextmanager
     def _fitting(self) -> Iterator[None]:
+        outer = {name: vars(self)[name] for name in _OF_A_FIT}
         self._num_steps, self._position = self.num_steps, None
         self.stop_training = False
         self._num_fits += 1
@@ -175,7 +186,9 @@ class ModelState(WithWaysOut):
         try:
             yield
         finally:
-            self.is_fitting = False
+            done = self.num_steps
+            vars(self).update(outer if outer["is_fitting"] else {"is_fitting": False})
+            self._num_steps += done - self.num_steps
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if current_strategy() is self.strategy else self.strategy.scope()

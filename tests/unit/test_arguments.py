@@ -257,6 +257,7 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
     for owner, name, hint in (
         (model, "fit_generator", "fit takes generators too"),
         (model, "get_weights", "state_dict"),
+        (model, "parameters", r"model\.module has parameters\(\)"),
         (estimator, "export_saved_model", "export_model"),
         (estimator, "get_variable_names", "load_checkpoint"),
         (estimator.config, "is_chief", r"sg\.is_lead\(\)"),
@@ -274,7 +275,7 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
             getattr(owner, name)
     with pytest.raises(AttributeError, match=r"Model has no attribute 'nothing'$"):
         _ = model.nothing
-    for room, name in ((checkpoint, "read"), (sg.callbacks, "ProgbarLogger"), (sg, "GradientTape")):
+    for room, name in ((checkpoint, "read"), (sg.callbacks, "ProgbarLogger"), (sg, "GradientTape"), (sg, "models")):
         with pytest.raises(AttributeError, match=rf"has no attribute '{name}': \w"):
             getattr(room, name)
     strategy.close()

@@ -158,6 +158,21 @@ def test_stop_training_ends_it_at_once() -> None:
     assert len(fit(model, epochs=2)["loss"]) == 2  # a new fit is not stopped
 
 
+def test_a_fit_within_a_fit_leaves_it_as_it_was(tmp_path: Path) -> None:
+    class Adapts(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == 1
+            self.model.train_on_batch(X[:4], Y[:4])
+
+    seen: list[int] = []
+    counts = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(model.num_steps))
+    model, backup = make_model(), BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+    history = model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[counts, Adapts(), backup])
+    assert history.epoch == [0, 1] and model.history is history
+    assert seen == [1, 2, 3, 5, 6, 7] and model.num_steps == 8 and not model.is_fitting
+    assert fit(make_model(), [backup]) == history.history  # the backup is of this fit, which was over
+
+
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -119,6 +119,19 @@ def test_forms_of_validation_data(data: Any) -> None:
         ({"compile_with": {"optimizer": "lbfgs"}}, r"write the loop, with optimizer.step\(closure\)"),
         ({"y": [Y, Y]}, "compares one tensor with one, and the targets are a list"),
         ({"compile_with": {"loss": first_half}, "y": [Y, Y]}, "the metric 'accuracy' compares one tensor with one"),
+        (
+            {"compile_with": {"loss": first_half, "metrics": None}, "y": [Y, Y], "class_weight": {1: 2.0}},
+            "this is a list",
+        ),
+        ({"compile_with": {"loss": lambda *_: None}}, "expected a loss that returns a tensor, .* got a NoneType"),
+        (
+            {"compile_with": {"loss": lambda *_: {}}, "sample_weight": np.ones(16)},
+            "expected a loss that returns a tensor, .* got a dict",
+        ),
+        (
+            {"y": Y, "sample_weight": {"a": np.ones(16)}},
+            "sample_weight is one weight for each example.* this is a dict",
+        ),
         ({"class_weight": {1: 2.0}, "y": np.full((16, 2), 0.8, np.float32)}, "rows that do not add up to 1"),
     ],
     ids=lambda given: ", ".join(given) if isinstance(given, dict) else "",
@@ -192,6 +205,24 @@ def test_the_older_names_of_the_hooks_of_batches() -> None:
 def test_a_method_that_only_keras_would_call_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"Mine defines {name}, which nothing calls.*strategy.run\(step"):
         type("Mine", (sg.Model,), {name: lambda self, data: None})
+    with pytest.raises(ConfigurationError, match=f"Mine defines {name}, which nothing calls"):
+        type("Mine", (type("Mixin", (), {name: print}), sg.Model), {})
+    model = compiled()
+    setattr(model, name, print)
+    with pytest.raises(ConfigurationError, match=f"model.{name} was set, which nothing calls"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_module_with_a_train_step_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(torch.nn.Linear):
+        def train_step(self, data: Any) -> None:
+            """Nothing."""
+
+    sg.Model(Mine(3, 2))
+    assert "Mine defines train_step, which nothing calls" in caplog.text
+    caplog.clear()
+    compiled()
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("strategy", [sg.OneDeviceStrategy(), sg.MirroredStrategy(["cpu:0", "cpu:1"])])
