@@ -298,7 +298,10 @@ def formed(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
 def _weighted(values: torch.Tensor, counted: torch.Tensor | None, weights: torch.Tensor) -> LossValue:
     weights = weights.to(values.dtype).view(-1)
     if weights.shape != values.shape:
-        raise ConfigurationError(f"expected one weight for each of {len(values)} examples, got {len(weights)}")
+        raise ConfigurationError(
+            f"expected one weight for each of {len(values)} examples, got {len(weights)}: those of parts of an example "
+            "go into the targets, and loss=f, where f(outputs, targets) multiplies by them"
+        )
     least = weights.amin() if len(weights) else weights.sum()
     if least < 0:
         raise ConfigurationError(

@@ -91,6 +91,25 @@ def test_a_loss_that_is_nan_ends_training(nan: str, caplog: pytest.LogCaptureFix
     assert "training ends" in caplog.text
 
 
+class Frozen(nn.BatchNorm1d):
+    """As the page for people from Keras has it."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_a_frozen_layer_keeps_its_statistics(devices: list[str]) -> None:
+    means = []
+    for kind in (Frozen, nn.BatchNorm1d):
+        with sg.MirroredStrategy(devices).scope():
+            model = sg.Model(nn.Sequential(kind(2).requires_grad_(False), nn.Linear(2, 3)))
+            model.compile("sgd", "cross_entropy")
+        model.fit(X + 1, Y, batch_size=6, verbose=0)
+        means.append(model.state_dict()["0.running_mean"].abs().max())
+    assert means[0] == 0 < means[1]
+
+
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 def test_callbacks_hear_what_was_predicted(devices: list[str]) -> None:
     model = make_model(sg.MirroredStrategy(devices))
