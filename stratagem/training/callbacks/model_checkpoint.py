@@ -22,6 +22,7 @@ class ModelCheckpoint(Callback):
     """Saves a checkpoint after each epoch, or every n-th batch; all workers together save one.
 
     ``Model.load_weights``, ``sg.Checkpoint.restore`` and ``sg.latest_checkpoint`` read it.
+    Under parameter servers the lead saves: of an epoch whose batches the others have all taken there is none.
 
     Args:
         filepath: a folder for each, which may hold "{epoch}" (from 1) and values of the logs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_a_loss_that_is_nan_ends_training(nan: str, caplog: pytest.LogCaptureFix
 class Frozen(nn.BatchNorm1d):
     """As the page for people from Keras has it."""
 
-    def train(self, mode: bool = True) -> Frozen:
+    def train(self, mode: bool = True) -> Self:
         return super().train(False)
 
 
