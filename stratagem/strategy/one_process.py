@@ -102,7 +102,13 @@ class CentralStorageStrategy(SynchronousStrategy):
         if devices == (self._parameter_device,):
             return LocalReplicas(self, devices, self._meter)
         return CentralReplicas(
-            self, devices, self._parameter_device, self._ops, self._meter, lambda: self._shares.num_seen
+            self,
+            devices,
+            self._parameter_device,
+            self._ops,
+            self._meter,
+            self._is_pending,
+            lambda: self._shares.num_seen,
         )
 
     def check_variable(self, name: str, trainable: bool) -> None:

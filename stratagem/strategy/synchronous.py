@@ -97,7 +97,7 @@ class SynchronousStrategy(SynchronousInput):
     def _make_replicas(self, devices: tuple[torch.device, ...]) -> LocalReplicas:
         if len(devices) == 1:
             return LocalReplicas(self, devices, self._meter)
-        return SeveralReplicas(self, devices, self._ops, self._meter)
+        return SeveralReplicas(self, devices, self._ops, self._meter, self._is_pending)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -106,6 +106,10 @@ class SynchronousStrategy(SynchronousInput):
     @property
     def local_devices(self) -> tuple[torch.device, ...]:
         return self._local.devices
+
+    def _is_pending(self, parameter: nn.Parameter) -> bool:
+        """Whether ``no_sync`` has left replicas a gradient of their own of a replica's parameter."""
+        return any(reducer.is_pending(parameter) for reducers in self._reducers for reducer in reducers)
 
     def has_examples(self, replica: int) -> bool:
         return not self._shares.is_empty(replica)

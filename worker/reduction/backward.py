@@ -106,6 +106,10 @@ class BackwardReducer(Generic[B]):
         """Whether ``no_sync`` has left gradients that are this rank's own: a step with them would part the ranks."""
         return any(slot.pending and slot.parameter.grad is not None for slot in self._slots)
 
+    def is_pending(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether ``no_sync`` has left a gradient of ``parameter``, whatever has become of it since then."""
+        return any(slot.pending for slot in self._slots if slot.parameter is parameter)
+
     def refresh(self) -> None:
         """Looks for parameters that have changed. Collective if there are."""
 

@@ -38,11 +38,12 @@ class CentralReplicas(SeveralReplicas):
         parameter_device: torch.device,
         ops: CrossDeviceOps,
         meter: StepMeter,
+        is_pending: Callable[[nn.Parameter], bool],
         num_seen: Callable[[], Sequence[int]],
     ) -> None:
         self._parameter_device = parameter_device
         self._num_seen = num_seen
-        super().__init__(strategy, devices, ops, meter)
+        super().__init__(strategy, devices, ops, meter, is_pending)
 
     def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> CentralMirrors:
         return CentralMirrors(
@@ -50,6 +51,7 @@ class CentralReplicas(SeveralReplicas):
             lambda: None if (replica := current_replica()) is None else replica + 1,
             meet=self.replica_threads.meet,
             keep=lambda replica, memo: keep(replica - 1, memo),
+            is_pending=self._is_pending,
             num_seen=self._num_seen,
         )
 

@@ -101,8 +101,14 @@ class SeveralReplicas(LocalReplicas):
     """Replicas with a thread, and copies of all objects, for each."""
 
     def __init__(
-        self, strategy: Strategy, devices: Sequence[torch.device], ops: CrossDeviceOps, meter: StepMeter
+        self,
+        strategy: Strategy,
+        devices: Sequence[torch.device],
+        ops: CrossDeviceOps,
+        meter: StepMeter,
+        is_pending: Callable[[torch.nn.Parameter], bool],
     ) -> None:
+        self._is_pending = is_pending
         workers = strategy.communicator
         self.replica_threads = ReplicaThreads(devices, 0 if workers is None else workers.rank * len(devices))
         super().__init__(strategy, devices, WaitingMeter(meter, self.replica_threads))
@@ -114,7 +120,7 @@ class SeveralReplicas(LocalReplicas):
         self._mirrors = self._make_mirrors(functools.partial(keep_variables, strategy))
 
     def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> Mirrors:
-        return Mirrors(self.devices, self.which, meet=self.replica_threads.meet, keep=keep)
+        return Mirrors(self.devices, self.which, meet=self.replica_threads.meet, keep=keep, is_pending=self._is_pending)
 
     def which(self) -> int | None:
         return current_replica()

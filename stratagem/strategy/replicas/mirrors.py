@@ -47,6 +47,7 @@ class Mirrors:
     Args:
         which: the local replica that asks; None: the code outside of replicas.
         keep: puts into a memo of ``copy.deepcopy`` what is not to be copied, and what stands for it on a replica.
+        is_pending: whether ``no_sync`` has left a gradient of a replica's parameter that is its own.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Mirrors:
         *,
         meet: Meet,
         keep: Callable[[int, dict[int, Any]], None] = lambda replica, memo: None,
+        is_pending: Callable[[nn.Parameter], bool] = lambda parameter: False,
     ) -> None:
         watch_schedulers()
         self.which = which
         self.devices = tuple(devices)
         self.meet = meet
+        self._is_pending = is_pending
         self._copies = [
             Copies(device, self.devices[0], functools.partial(keep, replica))
             for replica, device in enumerate(self.devices[1:], start=1)
@@ -188,7 +191,7 @@ class Mirrors:
             for replica, model in enumerate(copies):
                 for part in (model, *model.children()):
                     part.register_forward_pre_hook(OnlyReplica(replica, self.which), prepend=True)
-            self._changes.append(ModelChanges(copies, self._copies, self.devices[0]))
+            self._changes.append(ModelChanges(copies, self._copies, self.devices[0], self._is_pending))
             return mirrored(MirroredModule, copies, self)
         if isinstance(item, torch.optim.Optimizer):
             self._num_optimizers += 1

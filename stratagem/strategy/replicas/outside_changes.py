@@ -144,7 +144,14 @@ class ModelChanges:
     through ``.data``. Not carried: what was put into a list or a dictionary, which is each replica's own.
     """
 
-    def __init__(self, models: Sequence[nn.Module], copies: Sequence[Copies], device: torch.device) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        copies: Sequence[Copies],
+        device: torch.device,
+        is_pending: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._is_pending = is_pending
         self._models = models
         self._copies = copies
         self._device = device
@@ -174,7 +181,8 @@ class ModelChanges:
 
     def spread(self, fully: bool) -> None:
         """Carries what has changed since :meth:`record`; a ConfigurationError where a parameter or a submodule was
-        added or replaced, or the model was moved. ``fully``: parameters may have changed unseen."""
+        added or replaced, the model was moved, or a gradient of ``no_sync`` changed. ``fully``: parameters may have
+        changed unseen."""
         same = self._structure.is_same()
         if fully or not same:
             self._check_place()
@@ -191,6 +199,12 @@ class ModelChanges:
                     twin.requires_grad_(not was_needed)
             now = parameter.grad
             if now is not gradient or (now is not None and now._version != version):
+                if now is not None and any(map(self._is_pending, twins)) and bool(now.to_dense().any()):
+                    raise ConfigurationError(
+                        "a gradient was changed outside of strategy.run after backward() inside no_sync(): what is "
+                        "there is one replica's own until a backward() outside of no_sync(). Change it after that one, "
+                        "or accumulate without no_sync(), where each backward() leaves the gradient of all"
+                    )
                 for twin, its in zip(twins, self._copies, strict=True):
                     twin.grad = None if now is None else now.detach().to(its.device, copy=True)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("change", ["write", "replace"])
@@ -35,3 +36,49 @@ def test_all_replicas_go_on_with_them(build: Callable[[list[str]], sg.Strategy],
         return own.weight.detach()
 
     torch.testing.assert_close(trained(build(["cpu:0", "cpu:1"])), trained(sg.OneDeviceStrategy("cpu")))
+
+
+@pytest.mark.parametrize("build", [sg.MirroredStrategy, sg.CentralStorageStrategy])
+def test_those_that_no_sync_has_left_can_be_dropped_but_not_changed(
+    build: Callable[[list[str]], sg.Strategy],
+) -> None:
+    """The other replicas were given replica 0's, and their own were lost without a word."""
+    inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def trained(strategy: sg.Strategy, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        torch.manual_seed(0)
+        own = torch.nn.Linear(4, 1, bias=False).double()
+        model, optimizer = strategy.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
+
+        def accumulate(batch: torch.Tensor) -> None:
+            with strategy.no_sync():
+                (model(batch) - 1).square().mean().backward()
+
+        def step(batch: torch.Tensor) -> None:
+            (model(batch) - 1).square().mean().backward()
+            optimizer.step()
+
+        try:
+            for number, batch in enumerate(strategy.distribute_dataset([inputs, inputs])):
+                strategy.run(step if number else accumulate, args=(batch,))
+                change(own.weight)
+        finally:
+            strategy.close()
+        return own.weight.detach()
+
+    def drop(weight: torch.Tensor) -> None:
+        weight.grad = None
+
+    def zero(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad.zero_()
+
+    def halve(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad.mul_(0.5)
+
+    for change in (drop, zero):
+        wanted = trained(sg.OneDeviceStrategy("cpu"), change)
+        torch.testing.assert_close(trained(build(["cpu:0", "cpu:1"]), change), wanted)
+    with pytest.raises(ConfigurationError, match=r"is there is one replica's own until a backward\(\) outside"):
+        trained(build(["cpu:0", "cpu:1"]), halve)
