@@ -30,6 +30,8 @@ class StepShares:
         self._are_unlike = False
         """Whether the step has batches of several datasets, and its replicas other shares of one than of another."""
         self._set: list[float | None] = [None] * num_local
+        self.is_adding = False
+        """Whether a replica that nothing reduces has begun to add gradients in ``no_sync``, since the last step."""
         self.num_seen = [0] * num_local
         """Examples in the batches that each replica was given so far."""
 
@@ -55,6 +57,15 @@ class StepShares:
     def set_weight(self, replica: int, weight: float) -> None:
         """What the loss of a local replica was divided by."""
         self._set[replica] = weight
+
+    def check_sum(self) -> None:
+        """A ConfigurationError where weights are said of gradients that a replica alone adds: several make a mean."""
+        if self.is_adding and self._set != [None] * self._num_local:
+            raise ConfigurationError(
+                "set_weight and no_sync() together are one mean over all their backwards, and a replica that is alone "
+                'only adds. Prepare with gradients="sum" and divide each loss by the total weight of all those '
+                "backwards and replicas, under every strategy, or give set_weight and run a larger batch"
+            )
 
     def is_empty(self, replica: int) -> bool:
         """Whether a local replica has none of the examples of the step."""

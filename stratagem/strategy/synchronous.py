@@ -266,6 +266,7 @@ class SynchronousStrategy(SynchronousInput):
     def _stepped(self, *_: Any) -> None:
         """An optimizer has made a step; inside of :meth:`run` the replicas are still on their way."""
         self._has_stepped = True
+        self._shares.is_adding = False
         if self._newcomers is not None:
             self._newcomers.has_stepped = True
         if not self.prepared.is_running:
@@ -336,9 +337,12 @@ class SynchronousStrategy(SynchronousInput):
         if (replica := self._local.which()) is None:
             raise ConfigurationError("set_weight says how much a replica counts in a step: call it inside strategy.run")
         self._shares.set_weight(replica, weight)
+        self._shares.check_sum()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        self._shares.is_adding = not self._local.communicators
+        self._shares.check_sum()
         replica = self._local.which()
         chosen = [of for number, of in enumerate(self._reducers) if replica is None or number == replica]
         with contextlib.ExitStack() as stack:

@@ -123,6 +123,10 @@ class BackwardReducer(Generic[B]):
     def _hook(self, slot: ParameterGradient) -> None:
         parameter = slot.parameter
         slot.handles.append(parameter.register_hook(functools.partial(self._on_leaf, slot)))
+        if earlier := dict(parameter._post_accumulate_grad_hooks or {}):
+            parameter._post_accumulate_grad_hooks.clear()  # this one comes before them, the last one after
+            slot.handles.append(parameter.register_post_accumulate_grad_hook(WeakHook(self._on_own, slot)))
+            parameter._post_accumulate_grad_hooks.update(earlier)
         slot.handles.append(parameter.register_post_accumulate_grad_hook(WeakHook(self._on_gradient, slot)))
 
     def _on_leaf(self, slot: ParameterGradient, _: torch.Tensor) -> None:
@@ -137,6 +141,10 @@ class BackwardReducer(Generic[B]):
                 _queue_callback(end)
             slot.take()
 
+    def _on_own(self, slot: Any, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            slot.shown = parameter.grad, parameter.grad._version
+
     def _on_gradient(self, slot: Any, parameter: torch.Tensor) -> None:
         """Runs after autograd added to ``p.grad``, which holds this backward's own gradient alone."""
         with self._lock:
@@ -149,6 +157,7 @@ class BackwardReducer(Generic[B]):
                 backward.begun = True
                 if delta.requires_grad:
                     _warn_of_graph()
+            slot.check_hooks(delta)
             parameter.grad = None
             slot.add(delta, backward.weight)
             self._added(slot, backward)

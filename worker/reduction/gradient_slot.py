@@ -34,6 +34,8 @@ class ParameterGradient:
         """Whether this backward has written where pending gradients lie."""
         self.stash: torch.Tensor | None = None
         """What the reduced gradient is added to."""
+        self.shown: tuple[torch.Tensor, int] | None = None
+        """What hooks of before ``prepare`` have found as ``p.grad``, and its number of writes then."""
         self._before: torch.Tensor | None = None
         self._held: torch.Tensor | None = None  # what was there before the pending gradients, reduced already
 
@@ -53,6 +55,18 @@ class ParameterGradient:
         elif self._adopt(self._before):
             self._held = None
         self.stash = self._held
+
+    def check_hooks(self, delta: torch.Tensor) -> None:
+        """A ConfigurationError where earlier hooks have made ``delta`` of this backward's gradient, and one process
+        would have had them change the sum with what was there before."""
+        if self.shown is None or (delta is self.shown[0] and delta._version == self.shown[1]):
+            return
+        if self._before is not None and bool(self._before.to_dense().any()):
+            raise ConfigurationError(
+                "a hook of register_post_accumulate_grad_hook changed a gradient that is added to others (several "
+                "backward() before a step): in one process it changes their sum, here it finds the newest alone. "
+                "Change that in register_hook, and the sum when the last backward() has returned"
+            )
 
     def keep(self) -> None:
         """Ends a backward inside ``no_sync``: what it brought stays pending."""
@@ -81,7 +95,7 @@ class ParameterGradient:
 
     def _reset(self) -> None:
         self.taken = self.fired = self.spent = False
-        self.stash = self._before = None
+        self.stash = self._before = self.shown = None
 
     def _count(self, weight: Weight) -> None:
         self.counted = weight.counts or ((self.pending or self.fired) and self.counted)

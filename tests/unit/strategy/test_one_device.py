@@ -231,3 +231,31 @@ def test_a_variable_that_nobody_knows_is_refused_without_a_cluster_too(monkeypat
     monkeypatch.setenv("STRATAGEM_DEVICE", "cpu:0,cpu:1")
     with pytest.raises(ConfigurationError, match="did you mean 'STRATAGEM_DEVICES'"):
         sg.strategy_from_environment()
+
+
+@pytest.mark.parametrize("is_said_first", [True, False])
+def test_weights_of_gradients_that_are_added_are_refused(is_said_first: bool) -> None:
+    """They did nothing, and several replicas make a mean."""
+    strategy = sg.OneDeviceStrategy()
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def add(weight: float | None) -> None:
+        if weight is not None:
+            strategy.set_weight(weight)
+        with strategy.no_sync():
+            model(torch.ones(4, 2)).sum().backward()
+
+    def step(weight: float | None) -> None:
+        if weight is not None:
+            strategy.set_weight(weight)
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+
+    for one, other in ((None, None), (None, 2.0)):
+        strategy.run(step, args=(other,))
+        strategy.run(add, args=(one,))
+        strategy.run(step, args=(None,))
+    with pytest.raises(ConfigurationError, match=r"no_sync\(\) together are one mean .* replica that is alone"):
+        strategy.run(add, args=(2.0 if is_said_first else None,))
+        strategy.run(step, args=(2.0,))

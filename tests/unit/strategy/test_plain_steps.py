@@ -56,6 +56,40 @@ def test_a_hook_that_would_find_no_gradient_is_refused() -> None:
     strategy.close()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_hook_that_would_change_a_sum_is_refused(set_to_none: bool) -> None:
+    """It was given the newest gradient alone, and the weights were others than those of one process."""
+
+    def trained(strategy: sg.Strategy, num_backwards: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        own = torch.nn.Linear(2, 1)
+        for parameter in own.parameters():
+            parameter.register_post_accumulate_grad_hook(_halve)
+        model, optimizer = strategy.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none)
+            for _ in range(num_backwards):
+                model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+
+        try:
+            for _ in range(2):
+                strategy.run(step)
+        finally:
+            strategy.close()
+        return own.weight.detach()
+
+    torch.testing.assert_close(trained(sg.MirroredStrategy(["cpu:0", "cpu:1"]), 1), trained(sg.OneDeviceStrategy(), 1))
+    with pytest.raises(ConfigurationError, match="in one process it changes their sum"):
+        trained(sg.MirroredStrategy(["cpu:0", "cpu:1"]), 2)
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
 def test_an_optimizer_that_is_prepared_after_its_model_trains_as_one_prepared_with_it() -> None:
     """What compression left out was owed for ever, and the gradients of every step were compared."""
 
