@@ -184,7 +184,7 @@ class Model(ModelState):
             initial_epoch: number of the first epoch.
             steps_per_epoch: GLOBAL batches of an epoch, whoever takes them; the next epoch goes on behind them, from
                 pass to pass. None: an epoch is a pass over the data.
-            validation_steps: batches of an evaluation at most.
+            validation_steps: batches of an evaluation at most; which these are: see ``steps`` of :meth:`evaluate`.
             validation_batch_size: as ``batch_size``, of the data of the validation; None: the same.
             validation_freq: epochs from one validation to the next, or the epochs, from 1, that have one.
 
@@ -276,7 +276,8 @@ class Model(ModelState):
             batch_size: examples in a GLOBAL batch, with arrays and Datasets; None: 32.
             verbose: 0: nothing; else the lead prints a line.
             sample_weight: a weight for each example, with arrays.
-            steps: batches at most.
+            steps: batches at most. Parameter servers evaluate the first ones in the order of the examples, also of a
+                loader that shuffles; elsewhere they are the first of its order.
             callbacks: see :class:`Callback`.
             return_dict: a dict by name; else the loss, or a list of the loss and the metrics, as in Keras.
 
