@@ -17,7 +17,7 @@ from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_replicas import SeveralReplicas
-from stratagem.strategy.replicas.mirrored import MirroredOptimizer, current, foreign, mirrored, original
+from stratagem.strategy.replicas.mirrored import Mirrored, MirroredOptimizer, current, foreign, mirrored, original
 from stratagem.strategy.replicas.mirrors import Mirrors, otherwise, snapshot
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.reduction.same_bits import checksums
@@ -193,6 +193,15 @@ class CentralOptimizer(MirroredOptimizer):
                         one.grad = None
                     else:
                         one.grad.zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Outside of replicas; a ConfigurationError in one, which has copies of the parameters."""
+        if self._mirrored_home.which() is not None:
+            raise ConfigurationError(
+                "add_param_group in a step: all replicas share the optimizer, and each would add a group of its own "
+                "copies. Call it outside of strategy.run"
+            )
+        Mirrored.__getattr__(self, "add_param_group")(param_group)
 
     def _mirrored_own_step(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = current(self)

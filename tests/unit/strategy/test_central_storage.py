@@ -88,5 +88,28 @@ def test_weights_that_several_replicas_write_to_are_told_of(
     assert told == ["bias was written to in a step, by 2 replicas: i"] * (len(who) == 2)
 
 
+def test_a_group_is_added_outside_of_steps() -> None:
+    """In one, the next update ended in an AttributeError."""
+    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    own = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(own, torch.optim.SGD([own.weight], 1.0))
+
+    def add() -> None:
+        optimizer.add_param_group({"params": [model.bias], "lr": 0.5})
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(sg.ConfigurationError, match=r"Call it outside of strategy\.run"):
+        strategy.run(add)
+    add()
+    before = own.bias.item()
+    strategy.run(step)
+    strategy.close()
+    assert own.bias.item() == pytest.approx(before - 0.5)
+
+
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
