@@ -276,7 +276,8 @@ def test_create_graph_gives_plain_gradients(caplog: pytest.LogCaptureFixture) ->
 
     backward_module._warn_of_graph.cache_clear()
     run_ranks(2, work)
-    assert caplog.text.count("a penalty that is computed of .grad trains nothing") == 1
+    # Two threads that are ranks may both be the first; a second backward of one is not.
+    assert caplog.text.count("a penalty that is computed of .grad trains nothing") in (1, 2)
 
 
 def test_a_backward_of_some_inputs_reduces_those() -> None:
