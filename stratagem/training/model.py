@@ -248,6 +248,9 @@ class Model(ModelState):
             heard = sources.Heard(dataset, self._keep_example)
             passes = sources.Passes(heard, steps_per_epoch, isinstance(source, Iterator))
             agreement = self._agreement(dataset, self._position)
+            together = sorted(type(each).__name__ for each in callbacks if getattr(each, "in_step", False))
+            validations = [*filter(validates, range(initial_epoch, epochs))] if validation is not None else []
+            agreement.meet({"epochs": epochs, "callbacks": together, "the epochs with a validation": len(validations)})
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
             training.run(epochs)
             self._example = self._position.example if self._example is None else self._example

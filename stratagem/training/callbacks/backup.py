@@ -43,6 +43,7 @@ class BackupAndRestore(Callback):
     """
 
     runs_last = True
+    in_step = True
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ class Callback:
     """Whose training it is."""
     runs_last: ClassVar[bool] = False
     """Whether its hooks are called after those of all others."""
+    in_step: bool = False
+    """Whether workers that run in step do its work together, so that ``fit`` refuses it on some of them alone."""
     params: Mapping[str, Any]
     """"epochs", "steps" (of an epoch, or None) and "verbose"."""
 

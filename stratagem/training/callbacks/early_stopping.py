@@ -48,7 +48,7 @@ class EarlyStopping(Callback):
         self._patience = whole_number("patience", patience, 0)
         self._verbose = verbose
         self._baseline = baseline
-        self._restores = restore_best_weights
+        self._restores = self.in_step = restore_best_weights
         self._first_epoch = start_from_epoch
         self._start()
 

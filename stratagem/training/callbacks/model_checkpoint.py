@@ -37,6 +37,8 @@ class ModelCheckpoint(Callback):
         initial_value_threshold: what ``monitor`` has to better first; None: nothing.
     """
 
+    in_step = True
+
     def __init__(
         self,
         filepath: str | os.PathLike[str],

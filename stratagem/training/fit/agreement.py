@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult, UnitCounts
+from stratagem.worker.ring.agreement import gather_json
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -29,6 +30,9 @@ class FitAgreement:
     def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
         """Around the training; ``flush`` makes an update of gradients that wait for further ones."""
         return contextlib.nullcontext()
+
+    def meet(self, given: Mapping[str, Any]) -> None:
+        """``fit`` was given these; a ConfigurationError where it has to be the same everywhere, and is not."""
 
     def arrive(self) -> None:
         """The first epoch is about to begin."""
@@ -73,10 +77,27 @@ class InStep(FitAgreement):
             if healing is not None:
                 healing.loop = None
 
+    def meet(self, given: Mapping[str, Any]) -> None:
+        if self._is_new:  # the others have met
+            return
+        first, *others = gather_json(self._workers, given)
+        for rank, its in enumerate(others, start=1):
+            for name, value in first.items():
+                if its[name] != value:
+                    raise ConfigurationError(
+                        f"every worker must give fit the same, and {name} is {value} on worker 0, {its[name]} on "
+                        f"worker {rank}: what saves, restores or evaluates is done by all together. What one worker "
+                        "alone does (strategy.is_lead) is for a callback that only prints or writes"
+                    )
+
     def arrive(self) -> None:
         """A newcomer to a ring goes on where the others are."""
-        if self._workers.healing is not None and self._workers.healing.is_new:
+        if self._is_new:
             self._dataset.arrive()
+
+    @property
+    def _is_new(self) -> bool:
+        return self._workers.healing is not None and self._workers.healing.is_new
 
     def stops(self, epoch: int, wish: bool) -> bool:
         return bool(self._workers.all_reduce(torch.tensor(int(wish)), ReduceOp.MAX))
