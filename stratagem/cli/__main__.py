@@ -49,6 +49,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="stratagem", message="%(version)s")
 @click.pass_context
 def stratagem(context: click.Context) -> None:
     """tf.distribute for PyTorch: train one script on chief, worker and parameter-server processes.

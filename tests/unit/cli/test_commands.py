@@ -77,8 +77,9 @@ def _show(role: str, *arguments: str) -> dict[str, list[str]]:
 
 
 def test_version() -> None:
-    code, out, _ = invoke("version")
-    assert code == 0 and out.strip().count(".") == 2
+    for words in ("version", "--version"):
+        code, out, err = invoke(words)
+        assert code == 0 and out.strip().count(".") == 2, err
 
 
 def test_an_interrupt_while_the_command_loads_is_130_without_a_word(tmp_path: Path) -> None:

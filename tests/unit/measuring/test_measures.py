@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stratagem.chief.monitoring.recent import SPACING_S, WINDOW_S, Recent
-from stratagem.measuring.measures import MAX_LABELS, MEASURES, bounded, labels, since, staleness_bucket
+from stratagem.measuring.measures import MAX_LABELS, MEASURES, PHASES, bounded, labels, since, staleness_bucket
 
 
 def test_every_name_is_explained_once() -> None:
     assert all(name == each.name and each.meaning.endswith(".") and each.of for name, each in MEASURES.items())
+
+
+def test_the_guide_names_every_phase() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "why.md").read_text()
+    assert [phase for phase in PHASES if f"`{phase}`" not in guide] == []
 
 
 def test_sums_are_subtracted_gauges_are_not_and_a_new_process_counts_from_nothing() -> None:
