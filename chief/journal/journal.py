@@ -86,7 +86,7 @@ class Journal:
             elif durable:
                 os.fsync(self._fd)
         except OSError as error:
-            self._lose(f"cannot be written ({error})")
+            self._lose(f"cannot be written ({error}): make room there, or give another --state-dir")
 
     def check(self) -> None:
         """Whether the file is the one that was opened, and all that is in it is ours.

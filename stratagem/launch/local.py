@@ -44,8 +44,8 @@ def run_local(
     streams = LastingStream(stdout or sys.stdout), LastingStream(stderr or sys.stderr)
     out, err = (cast(TextIO, stream) for stream in streams)
     num_cores = len(os.sched_getaffinity(0))
-    folders = _make_folders(job)
     master_port = free_port()
+    folders = _make_folders(job)
     if job.web.endswith(":0"):  # known here, so that the next chief serves the page at the same place
         job = dataclasses.replace(job, web=f"{job.web[:-2]}:{free_port()}")
 

@@ -102,12 +102,20 @@ def free_port(host: str = "127.0.0.1") -> int:
 
     A connection to it was closed at this end (TIME_WAIT). That keeps no server from it which sets SO_REUSEADDR, as
     ours, gRPC's and torch's do.
+
+    Raises:
+        ConfigurationError: no server can be reached at ``host``, with the way out.
     """
-    with listening(host) as server:
-        address = server.getsockname()
-        with socket.create_connection(address[:2]):
-            server.accept()[0].close()
-        return int(address[1])
+    try:
+        with listening(host) as server:
+            address = server.getsockname()
+            with socket.create_connection(address[:2]):
+                server.accept()[0].close()
+            return int(address[1])
+    except OSError as error:
+        words = "`ip link set lo up` and `ip addr add 127.0.0.1/8 dev lo` make it"
+        way = words if is_loopback(host) else "STRATAGEM_BIND=ADDRESS:0 names another address"
+        raise ConfigurationError(f"no server can be reached at {host} here ({error.strerror}); {way}") from None
 
 
 def check_token_path(address: str, insecure: bool) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +66,21 @@ def test_a_free_port_is_for_the_server_that_is_to_have_it(host: str) -> None:
         other.bind((host, port))  # as the kernel binds who asks for any port
     with listening(host, port) as server:
         assert server.getsockname()[1] == port
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a network of its own wants root")
+@pytest.mark.parametrize("loopback", ["true", "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"])
+def test_a_machine_without_loopback_is_told_how_to_get_it(loopback: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = f'{loopback}; exec "$@"'
+    command = ["unshare", "--net", "sh", "-c", words, "sh", sys.executable, "-m", "stratagem.cli", "run", "train.py"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "stratagem: no server can be reached at 127.0.0.1 here" in done.stderr
+    assert "ip addr add" in done.stderr and "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    with pytest.raises(ConfigurationError, match="STRATAGEM_BIND=ADDRESS:0"):
+        free_port("192.0.2.1")
 
 
 def test_a_name_of_this_machine_that_is_loopback_is_warned_of(
