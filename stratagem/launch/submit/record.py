@@ -110,10 +110,16 @@ class JobStore:
         return self.root / job_id
 
     def create(self, job_id: str) -> Path:
-        """Makes the folder of a new job, readable for its owner only."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        """Makes the folder of a new job, readable for its owner only. ConfigurationError: it cannot be made."""
         folder = self.folder(job_id)
-        folder.mkdir(mode=0o700)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            words = f"jobs cannot be kept in {self.root}: {error.strerror}; XDG_STATE_HOME names another folder"
+            raise ConfigurationError(words) from None
         return folder
 
     def save(self, record: JobRecord) -> None:

@@ -121,6 +121,12 @@ def test_a_job_that_is_removed_meanwhile_is_not_listed(tmp_path: Path, monkeypat
     assert [record.id for record in store.all()] == ["train-2"]
 
 
+def test_jobs_that_cannot_be_kept_are_told_where_they_could(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "train.py"))
+    with pytest.raises(ConfigurationError, match=r"train\.py/stratagem/jobs: Not a directory; XDG_STATE_HOME names"):
+        JobStore().create("train-1")
+
+
 def test_records_are_kept_and_a_damaged_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     store = JobStore()
