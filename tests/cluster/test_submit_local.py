@@ -212,7 +212,7 @@ def test_a_dry_run_shows_everything_and_does_nothing(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--target", "kubernetes", "wait.py"], "needs docker_image_bucket_name"),
+        (["--target", "kubernetes", "wait.py"], "needs docker_image_bucket_name (--registry)"),
         (["--chief-config", "T4", "wait.py"], "one by name, got 'T4'"),
         (["--label", "team", "wait.py"], "expected --label KEY=VALUE"),
         (["nowhere.py"], "no file nowhere.py"),

@@ -186,8 +186,8 @@ class JobRequest:
             refuse_unknown("kubernetes_access_mode", [self.kubernetes_access_mode], ACCESS_MODES)
         if self.target == "kubernetes" and not self.docker_image_bucket_name:
             raise ConfigurationError(
-                "target='kubernetes' needs docker_image_bucket_name: the registry (host[:port]/path) to which the "
-                "image is pushed and from which the cluster's nodes pull it"
+                "target='kubernetes' needs docker_image_bucket_name (--registry): the registry (host[:port]/path) to "
+                "which the image is pushed and from which the cluster's nodes pull it"
             )
         if self.docker_image_bucket_name is not None and not _REGISTRY.fullmatch(self.docker_image_bucket_name):
             raise ConfigurationError(

@@ -90,7 +90,7 @@ def test_requirements_that_are_no_text_are_refused(tmp_path: Path) -> None:
         ({"staleness": -1.0}, "staleness of at least 0"),
         ({"staleness": math.nan}, "staleness of at least 0"),
         ({"target": "kubernets"}, "unknown target 'kubernets'; did you mean 'kubernetes'"),
-        ({"target": "kubernetes"}, "needs docker_image_bucket_name"),
+        ({"target": "kubernetes"}, "needs docker_image_bucket_name (--registry)"),
         ({**REGISTRY, "docker_image_bucket_name": "https://x"}, "registry like"),
         ({**REGISTRY, "docker_base_image": "a b"}, "docker_base_image to be an image"),
         ({"docker_base_image": "x"}, "leave docker_base_image out"),
