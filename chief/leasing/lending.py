@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -18,6 +19,8 @@ from stratagem.chief.recovery import Recovery
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, Topic
 from stratagem.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,8 @@ class TrainingUnits(UnitLender[TrainingPass]):
         self._recovery = recovery
         self._maintenance = maintenance
         self._metric_store = metric_store
+        self._has_rest = False
+        """A step lacked parts of its batch."""
 
     async def open_dataset(self, incarnation: Incarnation, dataset: int, plan: Plan) -> Plan:
         """Registers a plan, or checks it against the one that stands; returns that.
@@ -184,7 +189,20 @@ class TrainingUnits(UnitLender[TrainingPass]):
         )
         for number in range(first, steps.next_number):
             self._recovery.composed(number)
+            self._tell_of_rest(number, self._lease_book.plans[data.dataset])
         return leases
+
+    def _tell_of_rest(self, number: int, plan: Plan) -> None:
+        """Once, where a batch has parts that no worker takes in its step."""
+        units = self._lease_book.steps.open[number].units
+        num_parts = len(plan.units_of(plan.batch_of(units[0].index)))
+        if len(units) < num_parts and not self._has_rest:
+            logger.warning(
+                "Step %d has %d of the %d parts of its batch, as fewer workers take part than there were: the others "
+                "make an update of their own, also of batches to come, which one process would not",
+                *(number, len(units), num_parts),
+            )
+        self._has_rest = len(units) < num_parts
 
     def what_for(self, request: LeaseRequest[TrainingPass]) -> str:
         return "to finish their units"

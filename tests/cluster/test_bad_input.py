@@ -211,6 +211,35 @@ def test_workers_with_different_models(cluster: Start, tmp_path: Path) -> None:
     check_words(done.stderr, "VariableError", "weight", "[1, 3]", "[1, 2]")
 
 
+def test_asynchronous_workers_that_ask_otherwise_of_prepare(cluster: Start, tmp_path: Path) -> None:
+    """The gradients of one were clipped, and those of the other not."""
+    body = "strategy.prepare(model, optimizer, clip_norm=1.0 if strategy.is_lead else None)\nstrategy.barrier()\n"
+    done = cluster(2, 1, script(tmp_path, body)).finish()
+    assert done.code == 2, done.stderr
+    check_words(done.stderr, "worker:0", "clip_norm=1.0", "worker:1", "clip_norm=None", "has to prepare alike")
+    assert "Traceback" not in done.stderr
+
+
+ONE_MORE = """
+import os, sys, time
+if not strategy.is_lead:
+    optimizer.param_groups[0]["momentum"] = 0.5
+strategy.prepare(model, optimizer)
+while strategy.is_lead and not os.path.exists(sys.argv[1]):
+    strategy._runtime.session.raise_if_stopped(), time.sleep(0.05)
+strategy.prepare(torch.nn.Linear(3, 1))
+"""
+
+
+def test_a_worker_that_prepares_more_than_the_lead_says_what_it_waits_for(cluster: Start, tmp_path: Path) -> None:
+    job = cluster(2, 1, script(tmp_path, ONE_MORE), tmp_path / "go")
+    job.wait_for(lambda: "until worker:0 gives ps:0 its values of 2 variables" in job.stderr, "a word")
+    (tmp_path / "go").touch()
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_words(done.stderr, "'momentum': 0,", "'momentum': 0.5,", "each update is made with what its own worker has")
+
+
 @pytest.mark.parametrize("policy", ["error", pytest.param("skip", marks=pytest.mark.thorough)])
 def test_non_finite_gradients(cluster: Start, tmp_path: Path, policy: str) -> None:
     arguments = ["--poison-step", 3, "--nan", policy, "--epochs", 2]

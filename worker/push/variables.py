@@ -4,6 +4,7 @@ whether a script has changed its copies of them."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -17,7 +18,7 @@ from stratagem.rpc.codec import FrameKind
 from stratagem.worker.push import wire
 from stratagem.worker.push.host_tensors import WeightTargets
 from stratagem.worker.push.layout import Layout
-from stratagem.worker.push.ps_client import PendingCall, PsClient
+from stratagem.worker.push.ps_client import SILENCE_S, PendingCall, PsClient
 from stratagem.worker.reduction.same_bits import sum_of_bits
 
 logger = logging.getLogger(__name__)
@@ -97,15 +98,24 @@ def create_or_attach(
         UnsupportedOptimizerError: a ps cannot run the optimizer, or not on single rows.
         ClusterTimeoutError: no lead supplied initial values within ``timeout_s`` seconds.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, silent_until = time.monotonic() + timeout_s, time.monotonic() + SILENCE_S
     waiting = [(client, one) for client in clients for one in every]
     while waiting:
         for client in {client.index: client for client, _ in waiting}.values():
             attach(every, client, is_lead())
         while waiting and waiting[-1][1].has_values(waiting[-1][0]):
             waiting.pop()
-        if waiting and time.monotonic() > deadline:
-            client, one = waiting[-1]
+        if not waiting:
+            break
+        client, one = waiting[-1]
+        if time.monotonic() > silent_until:
+            silent_until = math.inf
+            logger.warning(
+                "prepare waits, %.0f s more, until %s gives %s its values of %s: every worker has to prepare the same, "
+                "in the same order",
+                *(deadline - time.monotonic(), client.session.membership.lead, client.task, one.title),
+            )
+        if time.monotonic() > deadline:
             raise ClusterTimeoutError(
                 f"{client.task} got no initial values of {one.title} within {timeout_s:.0f} s; the lead (the lowest "
                 "live worker) supplies them in prepare(). Look at its log."

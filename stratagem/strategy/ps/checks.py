@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.replicas.copyable import check_dense, check_embeddings, check_memory, check_shapes
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.reduction.gradient_layout import AS_REAL
+from stratagem.worker.ring.agreement import without_addresses
+from stratagem.worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
 
 _SCALER = (
     "a GradScaler cannot be used with parameter servers: gradients leave during backward, still scaled. Use bfloat16 "
@@ -29,6 +34,34 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"expected an optimizer of torch.optim, got {cls.__module__}.{cls.__name__}: "
             "a parameter server runs optimizers by name, and cannot run code of yours; the workers of a ring can "
             "(several workers, no ps)"
+        )
+
+
+def check_alike(runtime: WorkerRuntime, preparation: Preparation, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Of workers that are not in step nobody sees beside each other what they ask of ``prepare``: refuses what another
+    worker has asked otherwise, by a ConfigurationError that names it, and warns of other hyper-parameters, which a
+    script that goes on from a checkpoint may have for a while."""
+    if not optimizers:
+        return
+    mine = [preparation.alike]
+    for optimizer in optimizers:
+        for each in optimizer.param_groups:
+            settings = {name: value for name, value in each.items() if name in optimizer.defaults}
+            mine.append(without_addresses(f"{type(optimizer).__name__} {settings}"))
+    group = runtime.chief.new_group("prepare")
+    for ordinal, text in enumerate(mine):
+        [(first, index)] = runtime.chief.record_logs(group, ordinal, {text: runtime.task.index}).items()
+        if first == text:
+            continue
+        if not ordinal:
+            raise ConfigurationError(
+                f"worker:{index:.0f} has {first}, {runtime.task} {text}: every worker has to prepare alike, in the "
+                "same order. A script that was changed meanwhile counts when the whole job is started again"
+            )
+        logger.warning(
+            "worker:%d began with %s, and this worker has %s: each update is made with what its own worker has. Give "
+            "them alike, unless this one goes on from a checkpoint",
+            *(index, first, text),
         )
 
 

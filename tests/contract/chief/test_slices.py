@@ -7,6 +7,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ConfigurationError
 from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, indices, ps, refused, until
@@ -350,3 +352,22 @@ async def test_what_was_lost_of_an_epoch_that_is_over_is_lost_for_a_chief_that_f
             assert list(reborn.closed[1, 0]) == [0, 1]
             for task in (*tasks, worker):
                 await task.die()
+
+
+async def test_it_is_said_when_batches_have_more_parts_than_there_are_workers(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker had ended early, with 0, and nobody heard that its parts became updates of their own."""
+    async with cluster() as (running, workers, servers):
+        for worker in workers:
+            await worker.open(**SYNC)
+            await worker.next()
+        applied(servers, 0, 1)
+        await workers[1].next([1], wait=False)
+        assert "parts of its batch" not in caplog.text
+        workers[1].goodbye()
+        await until(lambda: len(running.job.sessions.live("worker")) == 1)
+        accepted = 0
+        for _ in range(2):
+            [lease] = (await workers[0].next([accepted])).leases
+            accepted = lease.unit.index
+            applied(servers, accepted)
+        assert caplog.text.count("has 1 of the 2 parts of its batch") == 1
