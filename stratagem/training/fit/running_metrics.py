@@ -152,7 +152,13 @@ class UnitCounts:
         if not found:
             return None
         self.running.reset()
-        self.running.add_states([from_bytes(data) for data in found])
+        states = [from_bytes(data) for data in found]
+        if more := {key for each in states for key in each}.difference(*self.running.states()):
+            raise ConfigurationError(
+                f"another worker counts {min(more).rpartition('/')[0]!r}, and this one does not: compile every "
+                "worker's model alike"
+            )
+        self.running.add_states(states)
         logs = self.running.result()
         self.running.reset()
         return self._chief.record_logs(group, ordinal, logs)

@@ -89,6 +89,16 @@ def test_workers_that_count_other_metrics_are_told() -> None:
         running.result()
 
 
+def test_a_worker_that_counts_fewer_metrics_does_not_settle_for_all() -> None:
+    counts = UnitCounts(Shared([]), new_running_metrics())
+    counts.running.reset()
+    counts.running.add(results(1)[0])
+    shared = Shared([counts.collect()])
+    fewer = RunningMetrics(DefaultStrategy(), [{}])
+    with pytest.raises(ConfigurationError, match="another worker counts 'accuracy', and this one does not"):
+        UnitCounts(shared, fewer).result("fit 1", 0)
+
+
 def test_a_fit_within_a_fit_gives_the_outer_one_its_units_back() -> None:
     """They went uncounted from then on: its losses were those of this worker alone."""
     servers: Any = Servers.__new__(Servers)
