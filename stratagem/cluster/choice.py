@@ -8,7 +8,8 @@ from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ClusterSpecError
 
 StrategyName = Literal["one", "mirrored", "central", "ring", "ps"]
-STRATEGIES: tuple[str, ...] = ("auto", *get_args(StrategyName))
+StrategyOrAuto = Literal["auto", StrategyName]
+STRATEGIES: tuple[str, ...] = get_args(StrategyOrAuto)
 ONE_PROCESS = {"one": "OneDeviceStrategy", "mirrored": "MirroredStrategy", "central": "CentralStorageStrategy"}
 """Strategies that need no cluster, and their classes."""
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import pydantic
 
+from stratagem.cluster.choice import StrategyOrAuto
 from stratagem.cluster.communication import Transport, WireDType
 
 MAX_COUNT = 1 << 30
@@ -51,7 +52,8 @@ class RoleConfig(pydantic.BaseModel):
     end of the job there. Empty: only requests that name a directory."""
     run_id: str = ""
     """What supervises this task calls its run, for example the uid of a Kubernetes Job. A task that has ended well in
-    one, and is started in it again (its pod was deleted while it ended), ends at once. Needs checkpoint_dir."""
+    one, and is started in it again (its pod was deleted while it ended), ends at once, which needs checkpoint_dir. A
+    script that fails in one before anybody has made a step ends with 42: it is not to be tried again."""
 
     @pydantic.field_validator("checkpoint_dir", "tls", "token_file")
     @classmethod
@@ -182,7 +184,7 @@ class WorkerConfig(LaneConfig):
     frame_bytes: int = pydantic.Field(default=4 << 20, ge=1 << 10)
     """Payload bytes of one frame. Measured with a 25 M parameter MLP, CPU-seconds a step: 0.56 at 256 KiB, 0.46 at
     1 MiB, 0.42 at 4 MiB; larger ones gain little and leave less to overlap."""
-    strategy: str = "auto"
+    strategy: StrategyOrAuto = "auto"
     """Strategy that ``strategy_from_environment`` builds."""
     devices: str = ""
     """Devices of the replicas of this process, for example "cuda:0,cuda:1" or (logical ones) "cpu:0,cpu:1"; empty: its

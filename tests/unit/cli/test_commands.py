@@ -256,6 +256,14 @@ def test_malformed_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 2 and "TF_CONFIG is not JSON" in err
 
 
+def test_an_unknown_strategy_is_refused_where_a_configuration_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = invoke("config", "show", "worker", "--task", "worker:0", "--strategy", "rink")
+    assert code == 2 and "'rink'" in err and "ring" in err
+    monkeypatch.setenv("STRATAGEM_STRATEGY", "rink")
+    code, _, err = invoke("config", "show", "worker", "--task", "worker:0")
+    assert code == 2 and "STRATAGEM_STRATEGY" in err and "ring" in err
+
+
 def test_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRATAGEM_STALENES", "1")
     code, _, err = invoke("config", "show", "worker")
