@@ -42,6 +42,8 @@ class Heartbeat:
     """Of a ps: bytes of its variables and their slots."""
     lines: tuple[tuple[float, str, str], ...] = ()
     """What it wrote into its log: seconds since 1970, level, text."""
+    step: int = 0
+    """Steps that a worker has made; of a ps, the version of its variables."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,7 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
         lines = tuple((line.at, line.level, line.text) for line in said.lines[:MAX_LINES_AT_ONCE])
         copies = progress.copy_to_drop, progress.copies_dropped
         said_of_it = progress.SerializeToString(), progress.waiting_step, measured, copies, progress.leaving
-        return events.Heartbeat(*said_of_it, progress.bytes_held, lines)
+        return events.Heartbeat(*said_of_it, progress.bytes_held, lines, progress.step)
     if request.HasField("goodbye"):
         return from_message(events.Goodbye, request.goodbye)
     raise ProtocolError("expected Join, Heartbeat or Goodbye in a session, got an empty message")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from stratagem.checkpoint.ended import note_leaving
-from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
+from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import FencedError, StratagemError
 from stratagem.measuring.flight import FLIGHT
@@ -26,7 +26,7 @@ from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
 from stratagem.worker import background_writes, interrupts, script_runner
 from stratagem.worker.runtime import active_runtime
-from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome
+from stratagem.worker.script_runner import EXIT_NO_RETRY, EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome
 from stratagem.worker.step_meter import active_meter
 
 REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
@@ -80,11 +80,13 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     os._exit = script_runner.leave
     if runtime is not None and outcome.exit_code == 0:
         note_leaving(config.checkpoint_dir, config.task, "its script is done")
-    _leave(config, outcome)
-    if outcome.exit_code and not alone:
-        _end_at_once(outcome.exit_code)
+    exit_code = _leave(config, outcome)
+    if exit_code != outcome.exit_code:
+        print(f"{config.task}: the job has made no step yet: it ends, and is not tried again", file=sys.stderr)
+    if exit_code and not alone:
+        _end_at_once(exit_code)
     _watch_threads(config.task)
-    return outcome.exit_code
+    return exit_code
 
 
 def _end_child(outcome: Outcome) -> NoReturn:
@@ -120,18 +122,29 @@ def _num_replicas(config: WorkerConfig, num_workers: int) -> int:
     return num_workers * max(1, own)
 
 
-def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> None:
-    """Tells the launcher and the chief how the script ended."""
+def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> int:
+    """Tells the launcher and the chief how the script ended; returns the exit code, see :func:`_code`."""
     _write_report(outcome)
     runtime = active_runtime()
     if runtime is not None:
-        runtime.goodbye(outcome.exit_code, outcome.message, outcome.follows)
-    elif isinstance(config, WorkerConfig) and config.chief:
-        _end_without_strategy(config, outcome)
+        exit_code = _code(config, outcome, runtime.session)
+        runtime.goodbye(exit_code, outcome.message, outcome.follows)
+        return exit_code
+    if isinstance(config, WorkerConfig) and config.chief:
+        return _end_without_strategy(config, outcome)
+    return outcome.exit_code
 
 
-def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:
+def _code(config: RoleConfig, outcome: Outcome, session: SessionClient) -> int:
+    """The exit code: 42 for a script that fails under a supervisor (``run_id``) before anybody in the job has made a
+    step. It has a mistake, and Kubernetes would start it 20 times more."""
+    is_broken = outcome.exit_code == EXIT_SCRIPT_FAILED and not (outcome.follows or script_runner.has_stepped())
+    return EXIT_NO_RETRY if config.run_id and is_broken and not session.job_started else outcome.exit_code
+
+
+def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> int:
     """Tells the chief, if there is one: the script has never joined its cluster, which would wait for it."""
+    exit_code = outcome.exit_code
     if outcome.exit_code == 0 and not script_runner.uses_torch_distributed():
         print(
             f"{config.task}: the script has ended without making its cluster's strategy: it took no part in the work. "
@@ -142,11 +155,13 @@ def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:
     try:
         session.waits_for = "to tell it how the script ended"
         session.start(CHIEF_TIMEOUT_S)
-        session.goodbye(outcome.exit_code, outcome.message)
+        exit_code = _code(config, outcome, session)
+        session.goodbye(exit_code, outcome.message)
     except StratagemError:
         pass  # nobody waits: it is over already, or there is no chief beside the workers
     finally:
         session.close()
+    return exit_code
 
 
 def _end_at_once(exit_code: int) -> None:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 EXIT_DONE = 0
 EXIT_SCRIPT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_NO_RETRY = 42
 leave = os._exit
 """As it is without :func:`before_sudden_exit`."""
 PATIENCE_S = 10.0

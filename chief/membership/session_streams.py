@@ -63,6 +63,7 @@ class SessionStreams(ChiefPart):
         self.progress: dict[str, bytes] = {}
         self.waiting_steps: dict[str, int] = {}
         """Of the workers that wait for the update of a step of the job: which step."""
+        self._has_stepped = False
         self.recent = Recent()
         self.log: JobLog | None = None
         """Takes lines of the tasks' logs, where somebody shows them."""
@@ -157,7 +158,7 @@ class SessionStreams(ChiefPart):
             Welcome(
                 incarnation=session.number,
                 heartbeat_interval_s=max(self._config.heartbeat_interval_s, shared_s),
-                job_started=bool(self._journal.history.initialized),
+                job_started=self._has_stepped or bool(self._journal.history.num_units),
                 ps_replicas=self._config.ps_replicas,
                 wants_log=self.log is not None,
             )
@@ -194,6 +195,7 @@ class SessionStreams(ChiefPart):
                         self.perform(actions)
                     self.progress[task] = request.progress or self.progress.get(task, b"")
                     self.waiting_steps[task] = request.waiting_step
+                    self._has_stepped |= request.step > 0
                     if request.measures:
                         self.recent.add(task, request.measures, self._clock())
                     if request.lines and self.log is not None:

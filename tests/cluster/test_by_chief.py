@@ -98,6 +98,25 @@ def test_a_worker_beyond_the_greatest_number_is_refused(start: Start) -> None:
     assert "'worker:2' is not a task of this cluster" in errors and "Traceback" not in errors
 
 
+@pytest.mark.parametrize(("begins", "code"), [("", 42), ("weight.sum().backward(); optimizer.step()", 1)])
+def test_under_a_supervisor_a_script_that_fails_before_the_first_step_is_not_to_be_tried_again(
+    start: Start, tmp_path: Path, begins: str, code: int
+) -> None:
+    script = tmp_path / "train.py"
+    first = "import torch\nweight = torch.nn.Parameter(torch.ones(2))\noptimizer = torch.optim.SGD([weight], 0.1)\n"
+    script.write_text(f"{first}{begins}\nundefined()\n")
+    chief = start("chief", "--num-workers", 1)
+    address = line_with(chief, "listening on").split()[-1]
+    worker = start("worker", "--task", "worker:0", "--chief", address, "--run-id", "uid", script)
+    logs = Logs(worker)
+    assert logs.finish() == [code], logs
+    assert "worker:0: NameError: name 'undefined' is not defined" in logs.texts[0]
+    assert ("the job has made no step yet" in logs.texts[0]) == (code == 42)
+    if code == 42:
+        logs = Logs(chief)
+        assert logs.finish() == [42] and "worker:0 failed and a restart would not help: NameError" in logs.texts[0]
+
+
 @pytest.mark.parametrize("in_file", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_chief_that_stands_by_takes_over(start: Start, tmp_path: Path, in_file: bool) -> None:
     first_address, second_address = free_addresses(2)

@@ -12,6 +12,7 @@ import pytest
 
 from stratagem.launch.machines import MachineConfig
 from stratagem.launch.manifests import jobset, kubernetes
+from stratagem.launch.manifests.pod import pod_failure_policy
 from stratagem.launch.manifests.workload import Workload
 from tests.deploy.kubernetes_tools import CHART, Tools, unpacked, why_unavailable
 
@@ -187,7 +188,10 @@ def test_newer_features_and_spot_nodes(tools: Tools) -> None:
     newer = by_name(tools.kustomize("overlays/kubernetes-1.26"))
     assert by_name(tools.template("digits", kubernetes126=True)) == newer
     policies = [each["spec"]["podFailurePolicy"] for each in newer.values() if each["kind"] == "Job"]
-    assert policies == [jobset.pod_failure_policy()] * 5
+    assert policies == [pod_failure_policy()] * 5
+    rendered = by_name(kubernetes.render(DIGITS, exit_codes=True))
+    jobs = {name: each["spec"] for name, each in newer.items() if each["kind"] == "Job"}
+    assert {name: {**rendered[name]["spec"], "ttlSecondsAfterFinished": 86400} for name in jobs} == jobs
     spot = by_name(tools.kustomize("overlays/spot"))
     pod = spot["Job/digits-worker-0"]["spec"]["template"]["spec"]
     fields = {name: pod[name] for name in ("tolerations", "affinity")}

@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TASK_TYPES
 from stratagem.launch.manifests.kubernetes import RESTARTS, cluster_of, object_of, shared_objects
-from stratagem.launch.manifests.pod import Object, command_of, labels_of, pod_template
+from stratagem.launch.manifests.pod import Object, command_of, labels_of, pod_failure_policy, pod_template
 from stratagem.launch.manifests.workload import Workload
 
 JOB_RESTARTS = 3
 """Restarts of all tasks together, after one of them has used up its own."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_NO_RETRY, _PREEMPTED = (2, 42), 143
-"""Exit codes: docs/semantics.md."""
 _TRAINER = "trainer.kubeflow.org/v1alpha1"
 _NODE = "node"
 """What the Trainer calls the workers' job and container."""
@@ -83,17 +81,6 @@ def _replicated_job(workload: Workload, role: str, name: str, count: int) -> Obj
             },
         },
     }
-
-
-def pod_failure_policy() -> Object:
-    """What exit codes mean: 143 is no failure, and 2 and 42 are not tried again."""
-
-    def on_exit(action: str, *codes: int) -> Object:
-        # Up to Kubernetes 1.28 its schema asks for conditions in every rule.
-        return {"action": action, "onExitCodes": {"operator": "In", "values": [*codes]}, "onPodConditions": []}
-
-    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    return {"rules": [evicted, on_exit("Ignore", _PREEMPTED), on_exit("FailJob", *_NO_RETRY)]}
 
 
 def render_trainjob(workload: Workload) -> list[Object]:

@@ -14,7 +14,15 @@ from stratagem.cluster.identity import file_stem
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
-from stratagem.launch.manifests.pod import Object, labels_of, pod_template, selector_of, settings_of, shows_page
+from stratagem.launch.manifests.pod import (
+    Object,
+    labels_of,
+    pod_failure_policy,
+    pod_template,
+    selector_of,
+    settings_of,
+    shows_page,
+)
 from stratagem.launch.manifests.workload import Workload
 
 _MAX_VARIABLE = (128 << 10) - len("TF_CONFIG=\0")
@@ -23,11 +31,16 @@ RESTARTS = 20
 """Restarts of one task before its Job has failed: spot nodes go often."""
 
 
-def render(workload: Workload) -> list[Object]:
-    """The objects of a job, in the order in which they are to be applied; none has a namespace."""
+def render(workload: Workload, exit_codes: bool = False) -> list[Object]:
+    """The objects of a job, in the order in which they are to be applied; none has a namespace. ``exit_codes``: the
+    cluster (1.26 and newer) knows what they mean."""
     cluster = cluster_of(workload, lambda task: f"{file_stem(str(task))}.{workload.name}")
     service = [_service(workload)] if cluster is not None else []
-    return [*shared_objects(workload, cluster), *service, *(_job(workload, task) for task in tasks_of(cluster))]
+    return [
+        *shared_objects(workload, cluster),
+        *service,
+        *(_job(workload, task, exit_codes) for task in tasks_of(cluster)),
+    ]
 
 
 def shared_objects(workload: Workload, cluster: ClusterSpec | None) -> list[Object]:
@@ -116,9 +129,12 @@ def _pods(workload: Workload) -> Object:
     return {"podSelector": {"matchLabels": selector_of(workload)}}
 
 
-def _job(workload: Workload, task: TaskId) -> Object:
+def _job(workload: Workload, task: TaskId, exit_codes: bool) -> Object:
     stem = file_stem(str(task))
     variables = [{"name": "STRATAGEM_TASK", "value": str(task)}]
     template = pod_template(workload, task.type, variables, hostname=stem)
-    spec = {"backoffLimit": RESTARTS, "template": template}
+    spec: Object = {"backoffLimit": RESTARTS, "template": template}
+    if exit_codes:
+        spec["podFailurePolicy"] = pod_failure_policy()
+        template["spec"]["restartPolicy"] = "Never"  # what podFailurePolicy asks for
     return object_of(workload, "batch/v1", "Job", f"{workload.name}-{stem}", task.type, spec=spec)

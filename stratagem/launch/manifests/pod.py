@@ -26,6 +26,8 @@ USER = 10001
 """Numeric user and group of every container; the volume belongs to the group."""
 MAX_TASKS = "1024"
 """Workers, and ps, that may join a job on parameter servers, those that come while it trains included."""
+NO_RETRY, PREEMPTED = (2, 42), 143
+"""Exit codes: docs/semantics.md."""
 SECRET_MODE = 0o440
 """Files of Secrets: for the container's group alone."""
 RESTARTS_S = "600"
@@ -222,6 +224,17 @@ def _node(machine: MachineConfig) -> Object:
     toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     selector = {"nodeSelector": {"accelerator": machine.accelerator_type}} if machine.accelerator_type else {}
     return {"tolerations": [toleration], **selector}
+
+
+def pod_failure_policy() -> Object:
+    """What exit codes mean: 143 is no failure, and 2 and 42 are not tried again."""
+
+    def on_exit(action: str, *codes: int) -> Object:
+        # Up to Kubernetes 1.28 its schema asks for conditions in every rule.
+        return {"action": action, "onExitCodes": {"operator": "In", "values": [*codes]}, "onPodConditions": []}
+
+    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {"rules": [evicted, on_exit("Ignore", PREEMPTED), on_exit("FailJob", *NO_RETRY)]}
 
 
 class _Dumper(yaml.SafeDumper):

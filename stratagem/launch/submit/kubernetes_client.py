@@ -75,6 +75,15 @@ class Cluster:
             v1 = self._group("v1")
             v1.read_namespace(self.namespace, _preload_content=False, _request_timeout=TIMEOUT_S).release_conn()
 
+    def is_at_least(self, minor: int) -> bool:
+        """Whether the server is of Kubernetes 1.``minor`` or newer, as far as it says."""
+        try:
+            with self._refusals("say its version"):
+                said = self._library.client.VersionApi(self._api).get_code(_request_timeout=TIMEOUT_S)
+        except SubmitError:
+            return False
+        return int(re.sub(r"\D.*", "", said.minor) or 0) >= minor
+
     def create(self, objects: Sequence[Object]) -> None:
         """Creates the objects, all or none: when the server refuses one (SubmitError), those before it are deleted
         again."""
@@ -115,8 +124,9 @@ class Cluster:
         with self._refusals("list events"):
             return list(self._call("list", "v1", "Event", field_selector=selector)["items"])
 
-    def log(self, pod: str, follow: bool) -> Iterator[str]:
-        """Lines of a pod's log; if ``follow``, to its end, or until it has been quiet for ``QUIET_S``."""
+    def log(self, pod: str, follow: bool, previous: bool = False) -> Iterator[str]:
+        """Lines of a pod's log; if ``follow``, to its end, or until it has been quiet for ``QUIET_S``. ``previous``: of
+        the container before the one that runs."""
         import urllib3
 
         with self._refusals(f"read the log of {pod}"):
@@ -124,6 +134,7 @@ class Cluster:
                 pod,
                 self.namespace,
                 follow=follow,
+                previous=previous,
                 _preload_content=False,
                 _request_timeout=(TIMEOUT_S, QUIET_S) if follow else TIMEOUT_S,
             )

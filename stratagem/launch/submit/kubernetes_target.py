@@ -10,9 +10,10 @@ from pathlib import Path
 
 import yaml
 
+from stratagem.errors import SubmitError
 from stratagem.launch.actions import rank_of
 from stratagem.launch.manifests import kubernetes
-from stratagem.launch.manifests.pod import to_yaml
+from stratagem.launch.manifests.pod import NO_RETRY, to_yaml
 from stratagem.launch.submit.docker_cli import build, forget, push
 from stratagem.launch.submit.kubernetes_client import Cluster, Object
 from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
@@ -40,7 +41,7 @@ def submit(plan: JobPlan, folder: Path, record: Record) -> None:
         build(plan.image)
         try:
             image = push(plan.image.name)
-            objects = kubernetes.render(plan.workload(image))
+            objects = kubernetes.render(plan.workload(image), cluster.is_at_least(26))
             (folder / FILE).write_text(to_yaml(objects))
             where = {"context": cluster.context, "namespace": cluster.namespace, "kubeconfig": cluster.kubeconfig}
             record(image, where)
@@ -64,10 +65,15 @@ def state(record: JobRecord, folder: Path) -> JobState:
         workers = [job for job in jobs if _role(job) == "worker"]
         if len(workers) == record.num_workers and all(_has(job, "Complete") for job in workers):
             return JobState("succeeded", 0)
+        pods = cluster.pods(_selector(record))
+        for pod in sorted(pods, key=lambda pod: rank_of(_role(pod))):
+            if (code := _end_of([pod])[0]) in NO_RETRY:  # a cluster older than 1.26 tries it again
+                why, what = "a restart would not help", f"`stratagem jobs remove {record.id}` ends what is left"
+                words = f"{task_of(pod)} has failed, and {why}: {what}"
+                return JobState("cancelled" if record.cancelled else "failed", code, words)
         there = {job["metadata"]["name"] for job in jobs}
         made = (str(one["metadata"]["name"]) for one in _objects(folder) if one["kind"] == "Job")
         gone = (f"the Job {name} is gone: cancel the job" for name in made if name not in there)
-        pods = cluster.pods(_selector(record))
         phases = sorted(f"{task_of(pod)} {pod['status'].get('phase')}" for pod in pods)
         running = any(pod["status"].get("phase") == "Running" for pod in pods)
         detail = "; ".join([", ".join(phases), *gone, *reasons_of(cluster, _selector(record), jobs, pods)])
@@ -75,13 +81,17 @@ def state(record: JobRecord, folder: Path) -> JobState:
 
 
 def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
-    """Lines of every pod with the name of its task; ``follow`` is for worker 0, to the end of the job. What keeps
-    the job waiting is said too."""
+    """Lines of every pod with the name of its task, also of the container before the one that runs; ``follow``
+    is for worker 0, to the end of the job. What keeps the job waiting is said as well."""
     with contextlib.closing(Cluster(**record.place)) as cluster:
         if not follow:
             pods = cluster.pods(_selector(record))
             for pod in filter(_has_started, pods):
-                yield from (f"{task_of(pod)} | {line}" for line in cluster.log(pod["metadata"]["name"], False))
+                name, task = pod["metadata"]["name"], task_of(pod)
+                if _runs_again(pod):
+                    with contextlib.suppress(SubmitError):  # the node may have removed it
+                        yield from (f"{task} | {line}" for line in cluster.log(name, False, previous=True))
+                yield from (f"{task} | {line}" for line in cluster.log(name, False))
             waits = reasons_of(cluster, _selector(record), cluster.jobs(_selector(record)), pods)
             yield from (f"stratagem: {line}" for line in waits)
             return
@@ -149,6 +159,10 @@ def _containers(pod: Object) -> list[Object]:
 
 def _has_started(pod: Object) -> bool:
     return any(one["restartCount"] or {"running", "terminated"} & one["state"].keys() for one in _containers(pod))
+
+
+def _runs_again(pod: Object) -> bool:
+    return any("running" in one["state"] and "terminated" in one.get("lastState", {}) for one in _containers(pod))
 
 
 def _end_of(pods: list[Object]) -> tuple[int | None, str]:

@@ -426,7 +426,7 @@ class Welcome(_message.Message):
     heartbeat_interval_s: _builtins.float
     """Seconds between heartbeats."""
     job_started: _builtins.bool
-    """True when the job had trained before this process joined (the worker is a newcomer)."""
+    """True when somebody in the job had made a step before this process joined."""
     ps_replicas: _builtins.int
     """Copies of what each ps holds, its own included; 1 or 2."""
     wants_log: _builtins.bool

@@ -54,6 +54,21 @@ async def test_everybody_hears_when_the_cluster_is_ready() -> None:
         assert workers[0].events[0].HasField("welcome") and not workers[0].events[0].welcome.job_started
 
 
+async def test_who_comes_when_somebody_has_made_a_step_hears_that_the_job_has_begun() -> None:
+    async with cluster(num_ps=0) as (running, workers, _):
+        again = Task(running.address, "worker:1", "127.0.0.1:9")
+        await again.welcomed()
+        assert not again.events[0].welcome.job_started
+        workers[0].beat(step=1)
+        while not any(
+            task.progress.step for task in (await workers[0].stub.GetStatus(chief_pb2.GetStatusRequest())).tasks
+        ):
+            pass
+        again = Task(running.address, "worker:1", "127.0.0.1:9")
+        await again.welcomed()
+        assert again.events[0].welcome.job_started
+
+
 async def test_two_workers_share_an_epoch_and_see_its_end() -> None:
     async with cluster(seed=11) as (running, workers, _):
         for worker in workers:

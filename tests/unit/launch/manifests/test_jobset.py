@@ -12,7 +12,7 @@ import pytest
 from stratagem.cluster.sources import gather
 from stratagem.cluster.task import TaskId
 from stratagem.launch.manifests import jobset
-from stratagem.launch.manifests.pod import Object
+from stratagem.launch.manifests.pod import Object, pod_failure_policy
 from stratagem.launch.manifests.workload import Workload
 
 JOB = Workload("job", "image:1", "train.py", ("--lr", "1"), num_workers=2, num_ps=2, evaluator=True)
@@ -70,7 +70,7 @@ def test_one_replicated_job_a_role() -> None:
 
 
 def test_what_exit_codes_mean() -> None:
-    evicted, preempted, hopeless = jobset.pod_failure_policy()["rules"]
+    evicted, preempted, hopeless = pod_failure_policy()["rules"]
     assert (evicted["action"], preempted["action"], hopeless["action"]) == ("Ignore", "Ignore", "FailJob")
     assert (preempted["onExitCodes"]["values"], hopeless["onExitCodes"]["values"]) == ([143], [2, 42])
 

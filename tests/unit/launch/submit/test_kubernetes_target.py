@@ -149,6 +149,26 @@ def test_a_failed_job_has_the_exit_code_of_the_task_that_failed_first(
     assert (state.phase, state.exit_code, state.detail) == ("failed", 42, "worker-1 has failed")
 
 
+def test_a_task_that_is_not_to_be_tried_again_ends_the_job_also_where_the_cluster_tries_it(
+    server: ApiServer, record: JobRecord, tmp_path: Path
+) -> None:
+    for task, code in (("chief-0", 42), ("worker-1", 42), ("ps-0", 1)):
+        last = {"terminated": {"exitCode": code}}
+        status = {"name": "task", "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": last}
+        pod = {"phase": "Running", "containerStatuses": [{**status, "restartCount": 1}]}
+        server.add_pod(f"digits-1-{task}", f"digits-1-{task}-abc", task[:-2], "digits-1", pod)
+    state = kubernetes_target.state(record, tmp_path)
+    words = "worker-1 has failed, and a restart would not help: `stratagem jobs remove digits-1` ends what is left"
+    assert state == JobState("failed", 42, words)
+
+
+@pytest.mark.parametrize(("minor", "is_new"), [("20", False), ("26+", True), ("", False), ("33", True)])
+def test_a_cluster_says_how_old_it_is(server: ApiServer, cluster: Cluster, minor: str, is_new: bool) -> None:
+    names = ("gitVersion", "gitCommit", "gitTreeState", "buildDate", "goVersion", "compiler", "platform")
+    server.handler["get /version/"] << {"major": "1", "minor": minor, **dict.fromkeys(names, "x")}
+    assert cluster.is_at_least(26) == is_new
+
+
 def test_logs_are_read_from_every_pod_and_followed_from_worker_0(
     server: ApiServer, record: JobRecord, tmp_path: Path
 ) -> None:
@@ -160,6 +180,18 @@ def test_logs_are_read_from_every_pod_and_followed_from_worker_0(
     for task in ("worker-0", "worker-1"):
         server.set_status(JOBS, f"digits-1-{task}", conditions=[{"type": "Complete", "status": "True"}])
     assert list(kubernetes_target.logs(record, tmp_path, follow=True)) == ["worker-0 line 1", "worker-0 line 2"]
+
+
+def test_the_log_has_why_the_container_before_ended(server: ApiServer, record: JobRecord, tmp_path: Path) -> None:
+    status = {"name": "task", "restartCount": 1, "state": {"running": {}}, "lastState": {"terminated": {"exitCode": 1}}}
+    pod = {"phase": "Running", "containerStatuses": [status]}
+    server.add_pod("digits-1-worker-0", "abc", "worker", "digits-1", pod)
+    path = f"get /api/v1/namespaces/{NAMESPACE}/pods/abc/log"
+    server.handler[path] << (
+        lambda request: b"NameError\n" if request.params["previous"].lower() == "true" else b"again\n"
+    )
+    lines = list(kubernetes_target.logs(record, tmp_path, follow=False))
+    assert lines == ["worker-0 | NameError", "worker-0 | again"]
 
 
 def test_cancel_deletes_the_jobs_and_remove_the_rest(server: ApiServer, record: JobRecord, tmp_path: Path) -> None:
