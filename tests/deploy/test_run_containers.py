@@ -13,8 +13,11 @@ import pytest
 import stratagem as sg
 from stratagem.launch.manifests.kubernetes import render
 from stratagem.launch.manifests.workload import Workload
+from stratagem.launch.submit import compose_target
 from stratagem.launch.submit.build_context import read_context
+from stratagem.launch.submit.compose_target import FILE
 from stratagem.launch.submit.dockerignore import IgnoreRules
+from stratagem.launch.submit.record import JobRecord
 from stratagem.launch.submit.request import machine_of
 from tests.deploy.containers import need_engine, run, wait_for
 from tests.deploy.desk import Desk, answers
@@ -253,3 +256,20 @@ def test_dockerignore_means_here_what_it_means_to_docker(lines: str, tmp_path: P
     docker = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert set(read_context(tree).files) == docker
     assert {name for name in TREE if not IgnoreRules(lines).ignores(name)} == docker & set(TREE)
+
+
+def test_a_job_whose_task_had_too_little_memory_says_so(tmp_path: Path) -> None:
+    need_engine()
+    name = f"memory-{os.getpid()}"
+    service = {"image": "python:3.11-slim", "deploy": {"resources": {"limits": {"memory": "64m"}}}}
+    service |= {"command": ["python3", "-c", "b'1' * 2**31"]}
+    (tmp_path / FILE).write_text(json.dumps({"name": name, "services": {"worker-0": service}}))
+    compose = ["docker", "compose", "--file", str(tmp_path / FILE)]
+    run([*compose, "up", "--detach"])
+    try:
+        record = JobRecord(name, "compose", "train.py", "one", 1, 0, "2026-01-01")
+        wait_for(lambda: compose_target.state(record, tmp_path).is_over, "its end")
+        state = compose_target.state(record, tmp_path)
+        assert state.detail == "worker-0 ended with exit code 137 (OOMKilled: it needs more memory)"
+    finally:
+        run([*compose, "down", "--timeout", "1"])

@@ -52,6 +52,9 @@ def state(record: JobRecord, folder: Path) -> JobState:
         return JobState("pending" if waits else "running", None, ", ".join(sorted(living)))
     first = min(containers, key=_rank)
     detail = "" if first["ExitCode"] == 0 else f"{first['Service']} ended with exit code {first['ExitCode']}"
+    if first["ExitCode"] == 137:
+        killed = docker(["inspect", "--format", "{{.State.OOMKilled}}", first["ID"]], "look at a container")
+        detail += " (OOMKilled: it needs more memory)" if killed.strip() == "true" else ""
     return JobState.ended(int(first["ExitCode"]), record.cancelled, detail)
 
 
