@@ -136,9 +136,11 @@ def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> int:
 
 
 def _code(config: RoleConfig, outcome: Outcome, session: SessionClient) -> int:
-    """The exit code: 42 for a script that fails under a supervisor (``run_id``) before anybody in the job has made a
-    step. It has a mistake, and Kubernetes would start it 20 times more."""
-    is_broken = outcome.exit_code == EXIT_SCRIPT_FAILED and not (outcome.follows or script_runner.has_stepped())
+    """The exit code: 42 for a script that fails by an error of its own (which has a traceback; a peer that is away has
+    none) under a supervisor (``run_id``) before anybody in the job has made a step. It has a mistake, and Kubernetes
+    would start it 20 times more."""
+    may_be_peer = outcome.follows or not outcome.traceback or script_runner.uses_torch_distributed()
+    is_broken = outcome.exit_code == EXIT_SCRIPT_FAILED and not (may_be_peer or script_runner.has_stepped())
     return EXIT_NO_RETRY if config.run_id and is_broken and not session.job_started else outcome.exit_code
 
 

@@ -98,7 +98,14 @@ def test_a_worker_beyond_the_greatest_number_is_refused(start: Start) -> None:
     assert "'worker:2' is not a task of this cluster" in errors and "Traceback" not in errors
 
 
-@pytest.mark.parametrize(("begins", "code"), [("", 42), ("weight.sum().backward(); optimizer.step()", 1)])
+@pytest.mark.parametrize(
+    ("begins", "code"),
+    [
+        ("", 42),
+        ("weight.sum().backward(); optimizer.step()", 1),
+        ("from stratagem.errors import PeerUnavailableError as away; raise away('gone')", 1),
+    ],
+)
 def test_under_a_supervisor_a_script_that_fails_before_the_first_step_is_not_to_be_tried_again(
     start: Start, tmp_path: Path, begins: str, code: int
 ) -> None:
@@ -110,7 +117,8 @@ def test_under_a_supervisor_a_script_that_fails_before_the_first_step_is_not_to_
     worker = start("worker", "--task", "worker:0", "--chief", address, "--run-id", "uid", script)
     logs = Logs(worker)
     assert logs.finish() == [code], logs
-    assert "worker:0: NameError: name 'undefined' is not defined" in logs.texts[0]
+    words = "PeerUnavailableError: gone" if "away" in begins else "NameError: name 'undefined' is not defined"
+    assert f"worker:0: {words}" in logs.texts[0]
     assert ("the job has made no step yet" in logs.texts[0]) == (code == 42)
     if code == 42:
         logs = Logs(chief)
