@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from stratagem.worker.ring.communicator import Position
 from stratagem.worker.ring.group import OutOfStepError
 from stratagem.worker.ring.members import MembershipSource
 from stratagem.worker.ring.peers import Peers
+
+logger = logging.getLogger(__name__)
 
 BLAME_S = 6.0
 """Seconds that finding out may take; a killed process is known at once, a stopped one when it has not answered."""
@@ -105,6 +108,8 @@ class FailureDiagnosis:
         broke."""
         self.suspect = error.rank
         self._cause = self._find_cause(error)
+        if self._lost_rank:
+            logger.warning("The ring stands still: %s; waiting for the chief to say who is lost", self._lost_rank)
         return not self._lost_rank
 
     def membership_changed(self, membership: Membership) -> None:
@@ -138,21 +143,26 @@ class FailureDiagnosis:
     def _find_cause(self, error: CollectiveError) -> str:
         deadline = time.monotonic() + BLAME_S
         suspect = error.rank
-        asked: set[int] = set()
+        asked: dict[int, None] = {}
         while suspect is not None and suspect not in asked and time.monotonic() < deadline:
             if self._reason:
                 return self._reason
-            asked.add(suspect)
+            asked[suspect] = None
             task = self._peers.members.ranks[suspect].task
             try:
                 reply = self._peers.position(suspect, ASK_S)
             except PeerUnavailableError:
-                self._lost_rank = f"{task} is gone or does not answer ({error})"
+                self._lost_rank = f"{task} is gone or does not answer {self._session.task} ({error})"
                 return self.reason() or self._from_chief() or self._lost_rank
             if reply.broken:
                 return reply.broken
             if reply.waiting_on is None:
                 return f"{task} is at {reply.position} and does not take part: {error}"
+            if reply.waiting_on == self._peers.rank and len(asked) > 1:
+                if self._explaining:  # two that are cut off from each other answer the others: one of them finds out
+                    self.hears(max(0.0, deadline - time.monotonic()))
+                tasks = [self._peers.members.ranks[rank].task for rank in (*asked, self._peers.rank)]
+                return self._reason or f"{self._session.task} waits for {', which waits for '.join(tasks)}: {error}"
             if reply.waiting_on == self._peers.rank:
                 return f"{task} is at {reply.position} and waits for {self._session.task}: {error}"
             suspect = reply.waiting_on
