@@ -24,6 +24,8 @@ class Join:
     """ps: epoch of its store; 0 when it holds no variables."""
     finished: bool = False
     """Worker: its script has ended with exit code 0, and nobody starts it again."""
+    stratagem_version: str = ""
+    torch_version: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

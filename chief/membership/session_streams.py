@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import importlib
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,7 +27,7 @@ from stratagem.chief.recovery import Recovery
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
-from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, StratagemError
+from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError, ProtocolError, StratagemError
 from stratagem.rpc.binding import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class SessionStreams(ChiefPart):
         self._recovery = recovery
         self._outboxes: dict[int, asyncio.Queue[Event | None]] = {}
         self._newest_stream = 0
+        self._torch_versions: dict[str, str] = {}
         self._last_missing: list[str] = []
         self._told: StopJob | None = None
         self._closed = False
@@ -140,6 +142,7 @@ class SessionStreams(ChiefPart):
             await asyncio.sleep(PROBE_S)
 
     def _join(self, join: Join, stream: int, outbox: asyncio.Queue[Event | None]) -> Session:
+        self._check_versions(join)
         known = self._sessions.tasks.get(join.task)
         was_open = known is not None and known.open
         resumed = join.resume_incarnation
@@ -174,6 +177,22 @@ class SessionStreams(ChiefPart):
         if self._told is not None:
             outbox.put_nowait(self._told)
         return session
+
+    def _check_versions(self, join: Join) -> None:
+        own = importlib.import_module("stratagem").__version__
+        if join.stratagem_version and join.stratagem_version.split(".")[:2] != own.split(".")[:2]:
+            raise ConfigurationError(
+                f"{join.task} runs stratagem {join.stratagem_version} and its chief {own}: install the same one on "
+                "every machine (the first two numbers have to agree)"
+            )
+        self._torch_versions.pop(join.task, None)
+        for task, version in self._torch_versions.items():
+            if join.torch_version and version != join.torch_version:
+                words = "%s has torch %s and %s torch %s: their numbers may differ, install the same on every machine"
+                logger.warning(words, join.task, join.torch_version, task, version)
+                break
+        if join.torch_version:
+            self._torch_versions[join.task] = join.torch_version
 
     async def _read(
         self, task: str, stream: int, requests: AsyncIterator[Request], outbox: asyncio.Queue[Event | None]

@@ -5,8 +5,10 @@ One background thread holds the stream and opens it again, with the same incarna
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -325,6 +327,8 @@ class SessionClient:
                 held=map(lease_to_proto, self._held() if self.incarnation else ()),
                 store_epoch=self._store_epoch(),
                 finished=self._goodbye is not None and self._goodbye.goodbye.exit_code == 0,
+                stratagem_version=importlib.import_module("stratagem").__version__,
+                torch_version=str(getattr(sys.modules.get("torch"), "__version__", "")),
             )
         )
 

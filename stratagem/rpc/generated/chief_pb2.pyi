@@ -66,6 +66,8 @@ class Join(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     STORE_EPOCH_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    STRATAGEM_VERSION_FIELD_NUMBER: _builtins.int
+    TORCH_VERSION_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """Task id, for example "worker:1"."""
     address: _builtins.str
@@ -78,6 +80,10 @@ class Join(_message.Message):
     """ps only: epoch of its store (changes with every restore); 0 when it holds no variables."""
     finished: _builtins.bool
     """Worker: its script has ended with exit code 0, and nobody starts it again, whatever the chief has taken it for."""
+    stratagem_version: _builtins.str
+    """Of the package that the task runs; the chief refuses one whose first two numbers are not its own. Empty: not said."""
+    torch_version: _builtins.str
+    """Of torch; the chief warns where it is not that of the other tasks. Empty: not said."""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
         """Units the worker holds while it resumes; the chief rebuilds its leases from them."""
@@ -92,10 +98,12 @@ class Join(_message.Message):
         held: _abc.Iterable[Global___Lease] | None = ...,
         store_epoch: _builtins.int = ...,
         finished: _builtins.bool = ...,
+        stratagem_version: _builtins.str = ...,
+        torch_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "finished", b"finished", "held", b"held", "pid", b"pid", "resume_incarnation", b"resume_incarnation", "store_epoch", b"store_epoch", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "finished", b"finished", "held", b"held", "pid", b"pid", "resume_incarnation", b"resume_incarnation", "store_epoch", b"store_epoch", "stratagem_version", b"stratagem_version", "task", b"task", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

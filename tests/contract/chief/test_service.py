@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+import torch
 
+import stratagem
 from stratagem.chief import wire
 from stratagem.chief.events import Heartbeat, Join, Request, Welcome
 from stratagem.chief.membership import session_streams
@@ -18,6 +21,7 @@ from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.session import SessionClient
 from stratagem.rpc.status_view import from_reply
 from tests.contract.chief.fakes import Task, chief, cluster, indices, refused, run, until
 
@@ -169,6 +173,31 @@ async def test_unknown_and_wrong_callers_are_refused() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="expected Join as the first message"):
             async for _ in call:
                 pass
+
+
+async def test_versions_are_compared_where_a_task_joins(caplog: pytest.LogCaptureFixture) -> None:
+    def join(stratagem_version: str, torch_version: str = "") -> list[chief_pb2.SessionRequest]:
+        said = chief_pb2.Join(
+            task="worker:1",
+            address="127.0.0.1:1",
+            stratagem_version=stratagem_version,
+            torch_version=torch_version,
+        )
+        return [chief_pb2.SessionRequest(join=said)]
+
+    async with cluster(num_workers=2, num_ps=0) as (running, workers, _):
+        session = SessionClient(running.address, "worker:0", "127.0.0.1:1")
+        await asyncio.to_thread(session.start)
+        call = workers[1].stub.Session(
+            iter(join(stratagem_version=f"{stratagem.__version__}.9", torch_version="1.13.1"))
+        )
+        assert (await anext(aiter(call))).HasField("welcome"), "another patch, and another torch"
+        assert f"worker:1 has torch 1.13.1 and worker:0 torch {torch.__version__}" in caplog.text
+        call = workers[1].stub.Session(iter(join(stratagem_version="0.99.0")))
+        ours = re.escape(f"worker:1 runs stratagem 0.99.0 and its chief {stratagem.__version__}: install the same one")
+        with pytest.raises(grpc.aio.AioRpcError, match=ours):
+            await anext(aiter(call))
+        await asyncio.to_thread(session.close)
 
 
 def test_what_every_ps_has_closed_of_a_dead_worker_is_accepted_unless_it_has_to_be_counted() -> None:
