@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from stratagem.worker.ring.ring_group import RingGroup
 from stratagem.worker.ring.ring_service import PeerKey, RingService
 from stratagem.worker.ring.torch_group import TorchGroup
 from stratagem.worker.ring.two_level_group import TwoLevelGroup
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -247,6 +250,7 @@ def _trying(lane: str, made: Sequence[Group], deadline: float) -> Iterator[None]
         if isinstance(error, FencedError | JobStoppedError):
             raise
         broke = isinstance(error, CollectiveError | PeerUnavailableError) and time.monotonic() < deadline
+        logger.info("The ring could not open its lanes (%s): %s", lane, error)  # only who is cut off may know
         broke = broke and lane != "nccl"  # which says of everything that goes wrong no more than that
         raise LaneFailedError(lane, error, broke) from None
 

@@ -279,7 +279,7 @@ def test_a_connection_that_breaks_while_others_take_newcomers_in_is_made_again(t
 
 
 def test_who_cannot_open_a_lane_says_so_until_all_have_heard(
-    told_twice: list[str], monkeypatch: pytest.MonkeyPatch
+    told_twice: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others waited in the first barrier, or for the lane, as long as one may stand still."""
     sender, failed = Opener.sender, threading.Event()
@@ -294,6 +294,7 @@ def test_who_cannot_open_a_lane_says_so_until_all_have_heard(
     monkeypatch.setattr(Opener, "sender", failing)
     with ring_of(3, "tcp") as (_, ring):
         assert sums(ring) == [7.0] * 3 and failed.is_set() and len(told_twice) > 1
+    assert "The ring could not open its lanes (tcp): worker:0 cannot be reached" in caplog.text, "and in its own log"
 
 
 def test_a_ring_forms_once_it_is_known_where_all_listen(monkeypatch: pytest.MonkeyPatch) -> None:
