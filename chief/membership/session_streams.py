@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import importlib
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,6 +28,7 @@ from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError, ProtocolError, StratagemError
 from stratagem.rpc.binding import is_loopback
+from stratagem.rpc.versions import own_version
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class SessionStreams(ChiefPart):
         return session
 
     def _check_versions(self, join: Join) -> None:
-        own = importlib.import_module("stratagem").__version__
+        own = own_version()
         if join.stratagem_version and join.stratagem_version.split(".")[:2] != own.split(".")[:2]:
             raise ConfigurationError(
                 f"{join.task} runs stratagem {join.stratagem_version} and its chief {own}: install the same one on "

@@ -5,10 +5,8 @@ One background thread holds the stream and opens it again, with the same incarna
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +37,7 @@ from stratagem.rpc.handshake import explain_refusal
 from stratagem.rpc.logs import PACKAGE, LogTail
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.units import lease_to_proto
+from stratagem.rpc.versions import own_version, torch_version
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +241,8 @@ class SessionClient:
             if exit_code == 0 and self._welcomed and self.stopped is None and self._thread.is_alive():
                 logger.info("Finished; the chief at %s is away and has to hear of it", self.chief_address)
                 self._thread.join(min(self._chief_timeout_s, threading.TIMEOUT_MAX))
+                if self._thread.is_alive() or isinstance(self.stopped, PeerUnavailableError):
+                    logger.warning("The chief takes %s for lost: within peer_timeout_s it heard of no end", self.task)
         if exit_code == 0 and isinstance(self.stopped, FencedError):
             self._insist()
         self.close()
@@ -318,19 +319,18 @@ class SessionClient:
         return heartbeat
 
     def _join(self) -> chief_pb2.SessionRequest:
-        return chief_pb2.SessionRequest(
-            join=chief_pb2.Join(
-                task=self.task,
-                address=self.address,
-                pid=os.getpid(),
-                resume_incarnation=self.incarnation,
-                held=map(lease_to_proto, self._held() if self.incarnation else ()),
-                store_epoch=self._store_epoch(),
-                finished=self._goodbye is not None and self._goodbye.goodbye.exit_code == 0,
-                stratagem_version=importlib.import_module("stratagem").__version__,
-                torch_version=str(getattr(sys.modules.get("torch"), "__version__", "")),
-            )
+        join = chief_pb2.Join(
+            task=self.task,
+            address=self.address,
+            pid=os.getpid(),
+            resume_incarnation=self.incarnation,
+            held=map(lease_to_proto, self._held() if self.incarnation else ()),
+            store_epoch=self._store_epoch(),
+            finished=self._goodbye is not None and self._goodbye.goodbye.exit_code == 0,
+            stratagem_version=own_version(),
+            torch_version=torch_version(),
         )
+        return chief_pb2.SessionRequest(join=join)
 
     def _requests(self) -> Iterator[chief_pb2.SessionRequest]:
         yield self._join()

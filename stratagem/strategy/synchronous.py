@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -289,6 +290,12 @@ class SynchronousStrategy(SynchronousInput):
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A replica whose share of the batch is empty gets a batch of size 0; its gradient counts as zeros, and the
         buffers of its modules are what they were."""
+        if self.communicator is not None and self._drawn_in not in (0, threading.get_ident()):
+            raise ConfigurationError(
+                "strategy.run in another thread than the one that takes the batches: on a ring both make collectives, "
+                "in another order on every worker. Take batches in the thread that trains; to have them read ahead, "
+                "give the DataLoader num_workers"
+            )
         self._shares.start_run(args, kwargs)
         replicas = range(len(self._local.devices))
         work = [functools.partial(self._step, replica, fn, args, kwargs) for replica in replicas]

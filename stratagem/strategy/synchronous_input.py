@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -38,6 +39,8 @@ class SynchronousInput(Strategy):
     _seed: int
     _shares: StepShares
     _membership_callbacks: list[Callable[[int, int], None]]
+    _drawn_in = 0
+    """The thread that took the newest batch; 0: there was none."""
     _newcomers: Newcomers | None = None
     """How others come into a ring that heals; None: nobody does."""
 
@@ -148,6 +151,7 @@ class StepListener(Listener):
     def begin(self, share: StepShare, batch: Any) -> None:
         for communicator in self._communicators:
             communicator.step += 1
+        self._strategy._drawn_in = threading.get_ident()
         if self._strategy._newcomers is not None:
             self._strategy._newcomers.has_stepped = False
         self._strategy._look_at_members()

@@ -185,6 +185,14 @@ def test_who_has_finished_waits_for_ever_for_a_chief_that_is_away_where_it_is_to
             said.result(30.0)
 
 
+def test_who_has_finished_says_that_its_chief_has_not_heard_it(caplog: pytest.LogCaptureFixture) -> None:
+    with chief(OPEN) as (_, address):
+        session = SessionClient(address, "worker:1", "", chief_timeout_s=0.5)
+        session.start(30.0)
+    session.goodbye(0, timeout_s=0.0)
+    assert "The chief takes worker:1 for lost" in caplog.text
+
+
 def test_a_chief_at_an_address_to_which_no_token_is_sent_ends_the_wait_for_it(tmp_path: Path) -> None:
     """The thread of the session ended without a word: a task waited for its start_timeout_s, one that had joined for
     ever."""
