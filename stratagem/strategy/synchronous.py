@@ -290,7 +290,7 @@ class SynchronousStrategy(SynchronousInput):
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A replica whose share of the batch is empty gets a batch of size 0; its gradient counts as zeros, and the
         buffers of its modules are what they were."""
-        if self.communicator is not None and self._drawn_in not in (0, threading.get_ident()):
+        if self.communicator is not None and self._drawn_in not in (None, threading.current_thread()):
             raise ConfigurationError(
                 "strategy.run in another thread than the one that takes the batches: on a ring both make collectives, "
                 "in another order on every worker. Take batches in the thread that trains; to have them read ahead, "

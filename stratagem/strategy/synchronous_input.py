@@ -39,8 +39,8 @@ class SynchronousInput(Strategy):
     _seed: int
     _shares: StepShares
     _membership_callbacks: list[Callable[[int, int], None]]
-    _drawn_in = 0
-    """The thread that took the newest batch; 0: there was none."""
+    _drawn_in: threading.Thread | None = None
+    """The thread that took the newest batch; None: there was none."""
     _newcomers: Newcomers | None = None
     """How others come into a ring that heals; None: nobody does."""
 
@@ -151,7 +151,7 @@ class StepListener(Listener):
     def begin(self, share: StepShare, batch: Any) -> None:
         for communicator in self._communicators:
             communicator.step += 1
-        self._strategy._drawn_in = threading.get_ident()
+        self._strategy._drawn_in = threading.current_thread()
         if self._strategy._newcomers is not None:
             self._strategy._newcomers.has_stepped = False
         self._strategy._look_at_members()

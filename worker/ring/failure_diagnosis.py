@@ -159,7 +159,8 @@ class FailureDiagnosis:
             if reply.waiting_on is None:
                 return f"{task} is at {reply.position} and does not take part: {error}"
             if reply.waiting_on == self._peers.rank and len(asked) > 1:
-                if self._explaining:  # two that are cut off from each other answer the others: one of them finds out
+                # Two that are cut off from each other answer the others: one finds out. So did who is out of step.
+                if self._explaining and not isinstance(error, OutOfStepError):
                     self.hears(max(0.0, deadline - time.monotonic()))
                 tasks = [self._peers.members.ranks[rank].task for rank in (*asked, self._peers.rank)]
                 return self._reason or f"{self._session.task} waits for {', which waits for '.join(tasks)}: {error}"
