@@ -219,10 +219,11 @@ class Model(ModelState):
                 "give steps_per_epoch=, or something that starts anew with each iter()"
             )
         validates = at_epochs(validation_freq)
-        if isinstance(validation, Iterator) and (times := sum(map(validates, range(initial_epoch, epochs)))) > 1:
+        num_validations = 0 if validation is None else sum(map(validates, range(initial_epoch, epochs)))
+        if isinstance(validation, Iterator) and num_validations > 1:
             raise ConfigurationError(
-                f"a {type(validation).__name__} can be gone through once, and there are {times} validations: give "
-                "validation_data= a list, or something that starts anew with each iter()"
+                f"a {type(validation).__name__} can be gone through once, and there are {num_validations} validations: "
+                "give validation_data= a list, or something that starts anew with each iter()"
             )
         with self._scope(), self._fitting():
             dataset = sources.for_training(self.strategy, source, self.module, self._device, self._num_fits)
@@ -249,8 +250,7 @@ class Model(ModelState):
             passes = sources.Passes(heard, steps_per_epoch, isinstance(source, Iterator))
             agreement = self._agreement(dataset, self._position)
             together = sorted(type(each).__name__ for each in callbacks if getattr(each, "in_step", False))
-            validations = [*filter(validates, range(initial_epoch, epochs))] if validation is not None else []
-            agreement.meet({"epochs": epochs, "callbacks": together, "the epochs with a validation": len(validations)})
+            agreement.meet({"epochs": epochs, "callbacks": together, "the epochs with a validation": num_validations})
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
             training.run(epochs)
             self._example = self._position.example if self._example is None else self._example

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.errors import ConfigurationError
+from stratagem.rpc.versions import own_version
 
 PairLane = Literal["grpc", "tcp", "shm"]
 """What two ranks may have between them; whoever receives takes shm for tcp and the other way round."""
@@ -68,7 +68,7 @@ class LanePlan:
 def alike(options: CommunicationOptions) -> dict[str, str]:
     """What has to be the same on every rank, by name."""
     chosen = {field.name: str(getattr(options, field.name)) for field in dataclasses.fields(options)}
-    return {"version of stratagem": str(importlib.import_module("stratagem").__version__)} | chosen
+    return {"version of stratagem": own_version()} | chosen
 
 
 def wants_nccl(options: CommunicationOptions) -> bool:
