@@ -19,6 +19,7 @@ from benchmarks.links.cases import LANES as LINK_LANES
 from benchmarks.links.cases import WIRES, link_cases
 from benchmarks.options import (
     DEFAULT_BLOCKS,
+    device_option,
     lane_option,
     mpi_python_option,
     peer_option,
@@ -34,7 +35,16 @@ from benchmarks.peers import MPI, TENSORFLOW
 from benchmarks.runner import Case
 from benchmarks.training.cases import LANES as TRAIN_LANES
 from benchmarks.training.cases import fit_cases, ps_cases, step_cases, train_cases
-from benchmarks.training.workloads import ALL_REDUCED, CHANNELS_LAST, CLASSIFIERS, ON_SERVERS, TOWERS, WORKLOADS
+from benchmarks.training.workloads import (
+    ALL_REDUCED,
+    CHANNELS_LAST,
+    CLASSIFIERS,
+    EMPTY,
+    ON_SERVERS,
+    TOWERS,
+    WORKLOADS,
+    workload_on,
+)
 from stratagem.cli.options import Number
 
 LINK_SIZES = "4MB,16MB"
@@ -95,7 +105,7 @@ def allreduce_command(
 @lane_option(ALL_LANES, ("shm", "tcp"))
 @sizes_option("4KB,64KB,1MB,16MB,64MB")
 @workers_option
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the tensors.")
+@device_option
 @peer_option("gloo", "mpi")
 @mpi_python_option
 def collectives_command(
@@ -115,12 +125,14 @@ def collectives_command(
 @workload_option(ALL_REDUCED)
 @lane_option(ALL_LANES, TRAIN_LANES)
 @workers_option
+@device_option
 @peer_option("ddp", "tf")
 @tf_python_option
 def train_command(
     workloads: tuple[str, ...],
     lanes: tuple[str, ...],
     num_workers: int,
+    device: str,
     peers: tuple[str, ...],
     tf_python: str | None,
 ) -> Groups:
@@ -129,7 +141,7 @@ def train_command(
     ddp = takes_part("ddp", peers)
     try:
         return [
-            train_cases(WORKLOADS[name], num_workers, lanes, ddp=ddp, tf_python=python)
+            train_cases(workload_on(name, device), num_workers, lanes, ddp=ddp, tf_python=python)
             for name in workloads or ALL_REDUCED
         ]
     except ValueError as error:
@@ -161,26 +173,29 @@ def links_command(
 @benchmark("ps")
 @workload_option((*ON_SERVERS, CHANNELS_LAST.name))
 @lane_option(ALL_LANES, ALL_LANES)
+@device_option
 @peer_option("tf")
 @tf_python_option
 @click.option("--tls", is_flag=True, help="Measure each of our lanes under TLS 1.3 too.")
 def ps_command(
     workloads: tuple[str, ...],
     lanes: tuple[str, ...],
+    device: str,
     peers: tuple[str, ...],
     tf_python: str | None,
     tls: bool,
 ) -> Groups:
     """Training with parameter servers, beside TensorFlow's."""
     python = python_of(TENSORFLOW, peers, tf_python)
-    return [ps_cases(WORKLOADS[name], lanes, python, tls=tls) for name in workloads or CLASSIFIERS]
+    return [ps_cases(workload_on(name, device), lanes, python, tls=tls) for name in workloads or CLASSIFIERS]
 
 
 @benchmark("step")
 @lane_option(ALL_LANES, ALL_LANES)
-def step_command(lanes: tuple[str, ...]) -> Groups:
+@device_option
+def step_command(lanes: tuple[str, ...], device: str) -> Groups:
     """What a step on a parameter server costs beside model and bytes, by role."""
-    return [step_cases(lanes)]
+    return [step_cases(lanes, workload_on(EMPTY.name, device))]
 
 
 @benchmark("fit")

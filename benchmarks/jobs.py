@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from benchmarks.job_files import RESULT_VARIABLE, ROOT_VARIABLE
 from benchmarks.signals import exit_on_sigterm
 from stratagem.rpc import heap
@@ -38,6 +40,11 @@ class Task:
     command: Sequence[str]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What it gets beside what all processes of all jobs get."""
+
+
+def gpus(device: str) -> dict[str, str]:
+    """The environment of a task that computes on ``device``: "cuda" shows it the GPUs, which no other task sees."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))} if device == "cuda" else {}
 
 
 def python_module(module: str, *arguments: str, python: str = sys.executable) -> list[str]:

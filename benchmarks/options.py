@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import click
+import torch
 
 from benchmarks import machine
 from benchmarks.collectives.sizes import parse_sizes
@@ -26,6 +27,22 @@ tf_python_option = click.option(
 )
 mpi_python_option = click.option("--mpi-python", help=f"Interpreter that has mpi4py; also from {MPI.variable}.")
 workers_option = click.option("--workers", "num_workers", type=click.IntRange(min=2), default=2, show_default=True)
+
+
+def _device_that_is_here(context: click.Context, option: click.Parameter, device: str) -> str:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter("torch finds no CUDA device on this machine")
+    return device
+
+
+device_option = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    callback=_device_that_is_here,
+    help="Of the tensors; peers that have none there are left out.",
+)
 
 
 def workload_option(names: Iterable[str] = tuple(WORKLOADS)) -> Callable[[Function], Function]:

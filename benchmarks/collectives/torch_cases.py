@@ -7,12 +7,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from benchmarks.collectives.calls import COLLECTIVES
 from benchmarks.collectives.jobs import sizes_argument, torch_environment
 from benchmarks.job_files import rank_path
-from benchmarks.jobs import Task, free_addresses, python_module, run_job
+from benchmarks.jobs import Task, free_addresses, gpus, python_module, run_job
 from benchmarks.runner import Case, Identity, Sample
 
 Ranks = list[dict[str, list[float]]]
@@ -87,9 +85,7 @@ def run(num_workers: int, sizes: Sequence[int], system: str, lane: str, device: 
     """One job of a system."""
     host, port = free_addresses(1)[0].split(":")
     command = python_module("collectives.torch_job", system, sizes_argument(sizes), device)
-    ways = {"STRATAGEM_TRANSPORT": lane}
-    if device == "cuda":
-        ways["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
+    ways = {"STRATAGEM_TRANSPORT": lane, **gpus(device)}
     if lane == "nccl":
         ways["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     tasks = [Task(command, torch_environment(rank, num_workers, host, int(port)) | ways) for rank in range(num_workers)]

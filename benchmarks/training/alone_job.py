@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.job_files import root_pid
 from benchmarks.training.result import write_result, write_steps
-from benchmarks.training.torch_models import in_format, make_loader, make_model, make_step, weights_finite
+from benchmarks.training.torch_models import in_format, make_loader, make_model, make_step, own_device, weights_finite
 from benchmarks.training.workloads import LEARNING_RATE, SEED, WORKLOADS
 from benchmarks.window import between, read_counters
 
@@ -18,8 +18,10 @@ def main() -> None:
     workload, warmup_steps, timed_steps = WORKLOADS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    model = in_format(make_model(workload), workload)
-    train_step = make_step(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=workload.momentum))
+    device = own_device()
+    model = in_format(make_model(workload), workload).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=workload.momentum)
+    train_step = make_step(model, optimizer, device)
     losses = [train_step(batch) for batch in make_loader(workload, warmup_steps)]
     loader = make_loader(workload, timed_steps)
     begin = read_counters(root_pid())

@@ -9,7 +9,7 @@ from benchmarks import machine
 from benchmarks.runner import Case, Sample, Value
 from benchmarks.training import jobs
 from benchmarks.training.result import JobResult
-from benchmarks.training.workloads import BARE, CLASSIFIERS, EMPTY, ON_SERVERS, Workload
+from benchmarks.training.workloads import BARE, CLASSIFIERS, ON_SERVERS, Workload
 from benchmarks.window import ROLES
 
 NUM_WORKERS = 2
@@ -38,21 +38,23 @@ def ps_cases(workload: Workload, lanes: Sequence[str], tf_python: str | None, *,
         for lane in lanes
         for suffix in (["", "+tls"] if tls else [""])
     ]
-    if tf_python is not None and workload.name in ON_SERVERS:
+    on_cpu = workload.device == "cpu"  # what the peers beside torch have been made for
+    if tf_python is not None and workload.name in ON_SERVERS and on_cpu:
         peer = functools.partial(jobs.run_tensorflow_ps, workload, NUM_WORKERS, NUM_PS, tf_python)
         cases.append(case("tensorflow", "grpc", NUM_WORKERS, NUM_PS, peer))
-    if workload.name in BARE:
+    if workload.name in BARE and on_cpu:
         bare = functools.partial(jobs.run_bare, workload, NUM_WORKERS, NUM_PS)
         cases.append(case("bare sockets", "tcp", NUM_WORKERS, NUM_PS, bare))
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
 
 
-def step_cases(lanes: Sequence[str]) -> list[Case]:
+def step_cases(lanes: Sequence[str], workload: Workload) -> list[Case]:
     """An empty model with one variable of 4 KB, one worker and one ps: what a step costs beside model and bytes."""
-    case = functools.partial(_case, "step", EMPTY, sample=to_step_sample)
-    cases = [case("stratagem", lane, 1, 1, functools.partial(jobs.run_ps, EMPTY, 1, 1, lane)) for lane in lanes]
-    cases.append(case("bare sockets", "tcp", 1, 1, functools.partial(jobs.run_bare, EMPTY, 1, 1)))
-    return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, EMPTY))]
+    case = functools.partial(_case, "step", workload, sample=to_step_sample)
+    cases = [case("stratagem", lane, 1, 1, functools.partial(jobs.run_ps, workload, 1, 1, lane)) for lane in lanes]
+    if workload.device == "cpu":
+        cases.append(case("bare sockets", "tcp", 1, 1, functools.partial(jobs.run_bare, workload, 1, 1)))
+    return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
 
 
 def train_cases(
@@ -80,7 +82,7 @@ def train_cases(
         for lane in ("gloo", *lanes):
             run = functools.partial(jobs.run_ddp, workload, num_workers, lane=lane)
             cases.append(case("ddp", lane, num_workers, 0, run))
-    if tf_python is not None and workload.name in CLASSIFIERS:
+    if tf_python is not None and workload.name in CLASSIFIERS and workload.device == "cpu":
         peer = functools.partial(jobs.run_tensorflow_ring, workload, num_workers, tf_python)
         cases.append(case("tensorflow", "grpc", num_workers, 0, peer))
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
@@ -154,6 +156,7 @@ def identity_of(
         "system": system,
         "workload": workload.name,
         "lane": lane,
+        **({"device": workload.device} if workload.device != "cpu" else {}),
         "workers": num_workers,
         "ps": num_ps,
     }

@@ -19,6 +19,7 @@ from benchmarks.training.torch_models import (
     make_loader,
     make_model,
     make_step,
+    own_device,
     weights_checksum,
     weights_finite,
 )
@@ -30,10 +31,12 @@ def train(workload: Workload, warmup_steps: int, timed_steps: int) -> None:
     """Warms up, times, reports; every rank runs this. Steps are counted over all ranks."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED)
-    model = in_format(make_model(workload), workload)
+    device = own_device(rank)
+    model = in_format(make_model(workload), workload).to(device)
     # A static graph lets DDP plan its buckets once; gradients that are views of the buckets need no copy.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    train_step = make_step(replica, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=workload.momentum))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=workload.momentum)
+    train_step = make_step(replica, optimizer, device)
     losses = [train_step(batch) for batch in make_loader(workload, warmup_steps, rank, num_ranks)]
     loader = make_loader(workload, timed_steps, rank, num_ranks)
     dist.barrier()

@@ -6,14 +6,15 @@ import json
 from collections.abc import Mapping
 
 from benchmarks.collectives.jobs import tensorflow_environments, torch_environment
-from benchmarks.jobs import Task, free_addresses, python_module, run_job, stratagem_run
+from benchmarks.jobs import Task, free_addresses, gpus, python_module, run_job, stratagem_run
 from benchmarks.training.result import JobResult, read_result, read_results
 from benchmarks.training.workloads import Workload
 
 
 def run_alone(workload: Workload) -> JobResult:
     """One process, plain PyTorch, no communication: the compute floor."""
-    return run_job([Task(python_module("training.alone_job", *_arguments(workload)))], read_result)
+    command = python_module("training.alone_job", *_arguments(workload))
+    return run_job([Task(command, gpus(workload.device))], read_result)
 
 
 def run_fit(workload: Workload) -> list[JobResult]:
@@ -25,7 +26,8 @@ def run_ps(workload: Workload, num_workers: int, num_ps: int, lane: str, *, tls:
     """A chief, ``num_ps`` parameter servers and ``num_workers`` workers that reach them over ``lane``."""
     options = ["--workers", str(num_workers), "--ps", str(num_ps), "--strategy", "ps", "--transport", lane]
     options += ["--tls", "auto"] if tls else []
-    return run_job([Task(stratagem_run("training/stratagem_job.py", _arguments(workload), *options))], read_result)
+    command = stratagem_run("training/stratagem_job.py", _arguments(workload), *options)
+    return run_job([Task(command, gpus(workload.device))], read_result)
 
 
 def run_bare(workload: Workload, num_workers: int, num_ps: int) -> JobResult:
@@ -43,7 +45,7 @@ def run_ring(workload: Workload, num_workers: int, lane: str) -> JobResult:
     """A chief and ``num_workers`` workers that all-reduce over ``lane``."""
     options = ["--workers", str(num_workers), "--strategy", "ring", "--transport", lane]
     command = stratagem_run("training/stratagem_job.py", [*_arguments(workload), lane], *options)
-    return run_job([Task(command)], read_result)
+    return run_job([Task(command, gpus(workload.device))], read_result)
 
 
 def run_ddp(
@@ -54,7 +56,7 @@ def run_ddp(
     backend, transport = ("gloo", {}) if lane == "gloo" else ("stratagem", {"STRATAGEM_TRANSPORT": lane})
     host, port = free_addresses(1)[0].split(":")
     command = python_module("training.ddp_job", *_arguments(workload), backend)
-    more = {**transport, **(environment or {})}
+    more = {**transport, **gpus(workload.device), **(environment or {})}
     ranks = [torch_environment(rank, num_workers, host, int(port)) for rank in range(num_workers)]
     tasks = [Task(command, {**rank, **more}) for rank in ranks]
     return run_job(tasks, read_result, num_members=num_workers)

@@ -96,11 +96,20 @@ class SumOfWeights(nn.Module):
         return self.weight.sum()
 
 
-def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], float]:
-    """One step on one batch; returns its loss."""
+def own_device(rank: int = 0) -> torch.device:
+    """A GPU where this process may see one, which ranks share where there are not enough."""
+    return torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def make_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | None = None
+) -> Callable[[Batch], float]:
+    """One step on one batch, which is brought to ``device`` first; returns its loss."""
 
     def train_step(batch: Batch) -> float:
         inputs, labels = batch
+        if device is not None:
+            inputs, labels = inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         outputs = model(inputs)
         loss = nn.functional.cross_entropy(outputs.flatten(0, -2), labels.flatten()) if outputs.dim() else outputs
@@ -157,10 +166,17 @@ def make_loader(workload: Workload, num_steps: int, rank: int = 0, num_ranks: in
         num_ranks: 1: this process gets all of them.
     """
     examples = MemoryExamples(workload, num_steps)
-    if num_ranks == 1:
-        return DataLoader(examples, batch_size=workload.batch_size, shuffle=True, collate_fn=take_as_is)
-    sampler: DistributedSampler[Batch] = DistributedSampler(examples, num_ranks, rank, seed=SEED)
-    return DataLoader(examples, batch_size=workload.batch_size, sampler=sampler, collate_fn=take_as_is)
+    sampler: DistributedSampler[Batch] | None = None
+    if num_ranks > 1:
+        sampler = DistributedSampler(examples, num_ranks, rank, seed=SEED)
+    return DataLoader(
+        examples,
+        batch_size=workload.batch_size,
+        shuffle=sampler is None,
+        sampler=sampler,
+        collate_fn=take_as_is,
+        pin_memory=torch.cuda.is_available(),
+    )
 
 
 def weights_finite(model: nn.Module) -> bool:
@@ -175,5 +191,5 @@ def weights_checksum(model: nn.Module) -> int:
     """32 bits over the bits of all weights; equal on replicas that are equal."""
     found = 0
     for parameter in model.parameters():
-        found = zlib.crc32(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data, found)
+        found = zlib.crc32(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found

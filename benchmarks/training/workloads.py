@@ -28,6 +28,8 @@ class Workload:
     """Worker-steps, summed over the workers, in the timed window."""
     momentum: float = 0.0
     """Of SGD; with it an optimizer keeps one slot for each parameter."""
+    device: str = "cpu"
+    """Where the workers of torch compute: "cpu" or "cuda"."""
 
     def of_all(self, num_workers: int) -> Workload:
         """The same work as one process would see it: batches of all workers joined, and so many times fewer steps.
@@ -85,6 +87,12 @@ BARE = ("sparse", EMPTY.name)
 """Workloads of :mod:`benchmarks.training.bare_job`."""
 NUM_CLASSES = 10
 TABLE_ROWS, TABLE_WIDTH = 1_000_000, 64
+
+
+def workload_on(name: str, device: str) -> Workload:
+    """A workload of :data:`WORKLOADS` whose workers compute on ``device``."""
+    return dataclasses.replace(WORKLOADS[name], device=device)
+
 
 Arrays = tuple[npt.NDArray[np.float32] | npt.NDArray[np.int64], npt.NDArray[np.int64]]
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from benchmarks import apply, commands, machine, memory, start
@@ -19,6 +20,8 @@ from benchmarks.jobs import JobFailedError
 from benchmarks.peers import MPI, TENSORFLOW, PeerMissingError
 from benchmarks.runner import Case, Sample
 from stratagem.ps.shard_group import ShardGroup
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
 
 def fake_case(system: str) -> Case:
@@ -54,6 +57,7 @@ def test_the_table_is_the_result_without_json(monkeypatch: pytest.MonkeyPatch) -
         (["allreduce", "--workers", "1"], "--workers"),
         (["allreduce", "--peer", "none", "--peer", "gloo"], "--peer none alone"),
         (["train", "--workers", "3", "--workload", "dense"], "number of workers that divides 8 and 64"),
+        pytest.param(["ps", "--device", "cuda"], "no CUDA device", marks=without_gpu),
         (["links", "--lane", "shm"], "shm"),
         (["links", "--rates", "fast"], "100mbit,1gbit"),
         (["chief", "--rate", "nan"], "nan is not in the range"),

@@ -14,7 +14,7 @@ from benchmarks.pull import to_sample as pull_sample
 from benchmarks.training import result as results
 from benchmarks.training.cases import ps_cases, step_cases, to_sample, to_step_sample, train_cases
 from benchmarks.training.result import InvalidResultError, JobResult, mean_of_ends, read_result
-from benchmarks.training.workloads import WORKLOADS
+from benchmarks.training.workloads import EMPTY, WORKLOADS, workload_on
 from benchmarks.window import Window
 
 GOOD = JobResult(
@@ -109,13 +109,24 @@ def test_rows_of_ps_under_tls_stand_beside_those_in_the_clear() -> None:
 
 
 def test_rows_of_step() -> None:
-    rows = [case.identities[0] for case in step_cases(["shm", "grpc"])]
+    rows = [case.identities[0] for case in step_cases(["shm", "grpc"], EMPTY)]
     assert [(row["system"], row["lane"], row["workers"], row["ps"]) for row in rows] == [
         ("stratagem", "shm", 1, 1),
         ("stratagem", "grpc", 1, 1),
         ("bare sockets", "tcp", 1, 1),
         ("torch alone", None, 1, 0),
     ]
+
+
+def test_rows_on_a_gpu_say_so_and_leave_out_who_has_none_there() -> None:
+    cases = [
+        *step_cases(["shm"], workload_on("empty", "cuda")),
+        *ps_cases(workload_on("sparse", "cuda"), ["shm"], "/somewhere/python"),
+        *train_cases(workload_on("dense", "cuda"), 2, ["shm"], ddp=True, tf_python="/somewhere/python"),
+    ]
+    assert all(case.identities[0]["device"] == "cuda" for case in cases)
+    systems = [str(case.identities[0]["system"]) for case in cases]
+    assert systems == [*["stratagem", "torch alone"] * 2, "stratagem", "ddp", "ddp", "torch alone"]
 
 
 def test_rows_of_train() -> None:
