@@ -124,6 +124,8 @@ class Cluster:
         world.cluster = self  # type: ignore[attr-defined]
         self.calm_until = 0.0
         """When what is calm goes on; 0: it has not been yet."""
+        self.doomed_between: set[str] = set()
+        """Workers that die at the next :meth:`between_updates`."""
         self.dismissed: set[str] = set()
         """Tasks that ended because fewer were wanted."""
         self._loops: dict[Process, Loop] = {}
@@ -141,6 +143,13 @@ class Cluster:
             self.calm_until = self.calm_until or world.now + job.calm_s
             if self.calm_until > world.now:
                 world.block(self.calm_until - world.now)
+
+    def between_updates(self, process: Process) -> None:
+        """A worker has made an update of its batch, and another one follows; or it dies here."""
+        if process.name in self.doomed_between:
+            self.doomed_between.discard(process.name)
+            self.world.after(0.0, None, process.kill)
+            self.world.block()
 
     # -- processes -------------------------------------------------------------------------------------------
 

@@ -79,6 +79,9 @@ def plan(seed: int, form: str = "") -> Schedule:
         job = dataclasses.replace(job, num_optimizers=2, num_variables=each * job.num_variables)
         if not job.staleness and seed % 2 == 0:  # a checkpoint falls between the two
             job = dataclasses.replace(job, checkpoint_every_s=0.3)
+        if (between := random.Random(-23 * seed - 1)).random() < 0.4:
+            worker = f"worker:{between.randrange(job.num_workers)}"
+            faults = [*faults, Fault(2.5 * between.random(), "kill between", worker)]
     scripts = random.Random(-15 * seed - 1)
     saves, loads = scripts.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3)), scripts.random() < 0.2
     if form != "fit":

@@ -89,6 +89,7 @@ class _Faults:
             "kill": lambda fault: self._kill(fault.task),
             "kill copied": self._kill_copied,
             "kill ahead": lambda fault: self._world.copies.doomed.add(fault.task),  # type: ignore[attr-defined]
+            "kill between": lambda fault: self._cluster.doomed_between.add(fault.task),
             "kill late": lambda fault: self._world.rings.doomed.add(fault.task),  # type: ignore[attr-defined]
             "kill early": lambda fault: self._world.rings.doomed_early.add(fault.task),  # type: ignore[attr-defined]
             "crash": self._crash,

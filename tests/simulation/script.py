@@ -108,6 +108,8 @@ def train(cluster: Cluster, process: Process) -> None:
             gradient = torch.zeros(job.num_examples).index_fill_(0, batch[0], -scale)
             torch.autograd.backward(trained, [gradient] * len(trained))
             other.step()
+            if other is not others[-1]:
+                cluster.between_updates(process)
             cluster.compute(0, share=0.5)
 
     num_taken = 0
