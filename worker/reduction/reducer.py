@@ -207,23 +207,24 @@ class GradientReducer(BackwardReducer["_Backward"]):
             return
         bucket.area.wrote()
         backward.num_missing[bucket.index] -= 1
-        while backward.waiting and backward.num_missing[backward.waiting[0].index] == 0:
+        # Behind the last one nothing is left to compute: it leaves where its sum is waited for.
+        while len(backward.waiting) > 1 and backward.num_missing[backward.waiting[0].index] == 0:
             self._launch(backward, backward.waiting.pop(0))
 
-    def _launch(self, backward: _Backward, bucket: PlacedBucket) -> None:
+    def _launch(self, backward: _Backward, bucket: PlacedBucket, is_awaited: bool = False) -> None:
         for slot in bucket.slots:
             slot.fill()
         bucket.area.seal()
         backward.launched.append(bucket)
         if backward.generation == self._communicator.generation:  # else all are reduced once more, at the end
-            self._submit(bucket)
+            self._submit(bucket, is_awaited)
 
-    def _submit(self, bucket: PlacedBucket) -> None:
+    def _submit(self, bucket: PlacedBucket, is_awaited: bool = False) -> None:
         again = self._compression is not None and any(
             slot.stash is not None and bool(slot.stash.any())  # zeroed: nothing is added to
             for slot in bucket.slots
         )
-        self._futures.append(self._communicator.submit(functools.partial(self._reduce, bucket, again)))
+        self._futures.append(self._communicator.submit(functools.partial(self._reduce, bucket, again), is_awaited))
 
     def _reduce(self, bucket: PlacedBucket, again: bool) -> None:
         """Runs in the communicator's thread."""
@@ -236,10 +237,10 @@ class GradientReducer(BackwardReducer["_Backward"]):
 
     def _synchronise(self, backward: _Backward) -> None:
         self.num_early = len(backward.launched)
-        for bucket in backward.waiting:
-            self._launch(backward, bucket)
-        backward.num_before_status = len(backward.launched)
         with self._meter.exposed("the gradients of the other ranks"):
+            for bucket in backward.waiting:
+                self._launch(backward, bucket, is_awaited=bucket is backward.waiting[-1])
+            backward.num_before_status = len(backward.launched)
             try:
                 merged, sparse = self._communicator.atomic(
                     functools.partial(self._exchange, backward),
@@ -317,7 +318,8 @@ class GradientReducer(BackwardReducer["_Backward"]):
         status = BackwardStatus(self._present(), backward.weights, group, self._num_groups, self._num_reduced, *told)
         mine = status.encode(self._communicator.rank, self._communicator.size)
         total = torch.empty_like(mine)
-        self._futures.append(self._communicator.submit(lambda: self._communicator.all_reduce(mine, out=total)))
+        all_reduce = functools.partial(self._communicator.all_reduce, mine, out=total)
+        self._futures.append(self._communicator.submit(all_reduce, is_awaited=True))
         return status, total
 
     def _gather(self, slot: SparseSlot, merged: MergedStatus) -> torch.Tensor | None:

@@ -297,21 +297,27 @@ class Communicator:
         rank, position, since = self.group.waiting_on(), self.position, self._since
         return None if rank is None else (rank, position.what, time.monotonic() - since)
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
+    def submit(self, work: Callable[[], T], is_awaited: bool = False) -> Future[T]:
         """Runs ``work``, which makes collectives, in the communicator's own thread, after all submitted before.
 
         A collective called directly waits for its turn behind everything submitted before it. What that thread itself
-        submits, for example where a future is completed, runs at once: behind the queue it would wait for itself.
+        submits, for example where a future is completed, runs at once: behind the queue it would wait for itself. So
+        does what is submitted to be waited for right away (``is_awaited``), where nothing is queued: here and now is
+        two changes of threads less.
         """
+        is_own = self._is_in_own_thread()
+        if is_own or (is_awaited and not self._num_queued):
+            future: Future[T] = Future()
+            self._is_own.thread = True
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+            finally:
+                self._is_own.thread = is_own
+            return future
         with self._counting:
             self._num_queued += 1
-        if self._is_in_own_thread():
-            future: Future[T] = Future()
-            try:
-                future.set_result(self._run_queued(work))
-            except BaseException as error:
-                future.set_exception(error)
-            return future
         return self._thread.submit(self._run_queued, work)
 
     def close(self, reason: str = "the job is over") -> None:

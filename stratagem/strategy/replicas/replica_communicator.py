@@ -37,7 +37,7 @@ class ReplicaCommunicator(Communicator):
         with self._meeting.replica_threads.changed:
             return self._meeting.replica_threads.doing(self._local) is None
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
+    def submit(self, work: Callable[[], T], is_awaited: bool = False) -> Future[T]:
         self._meeting.changed_queue(self._local, 1)
         try:
             future = super().submit(work)

@@ -471,7 +471,7 @@ def test_groups_that_come_together_leave_early_the_next_time() -> None:
             return early[0], early[1], len(reducer.buckets)
 
     for first, second, buckets in run_ranks(2, work):
-        assert 0 < first < second == buckets
+        assert first < second == buckets - 1  # the last one leaves where its sum is waited for
 
 
 class Gate(torch.autograd.Function):
