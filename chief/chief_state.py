@@ -119,11 +119,7 @@ class ChiefState(abc.ABC):
 
     async def admit(self, incarnation: Incarnation) -> None:
         """Waits until the cluster is complete and the books are open; everybody else may go on at once.
-
-        Raises:
-            JobStoppedError: the job is over.
-            FencedError: the caller is.
-        """
+        JobStoppedError: the job is over. FencedError: the caller is."""
         while True:
             stopping = self.sessions.stopping
             if stopping is not None:

@@ -81,14 +81,9 @@ class ChiefJob(ChiefState):
         await self.recovery.carry_out(self.lease_book.remove(reserved, {}))
 
     async def save_checkpoint(self, incarnation: Incarnation, directory: str) -> CommittedCheckpoint:
-        """Takes a checkpoint.
-
-        Raises:
-            ConfigurationError: no directory is given and the chief has none.
-            ForbiddenError: the directory is none of those that the chief was started for.
-            CheckpointError: it cannot be written.
-            PeerUnavailableError: a ps is away.
-        """
+        """Takes a checkpoint. ConfigurationError: no directory is given and the chief has none. ForbiddenError: the
+        directory is none of those that the chief was started for. CheckpointError: it cannot be written.
+        PeerUnavailableError: a ps is away."""
         await self.admit(incarnation)
         await self.recovery.count_torn(incarnation)
         target = self.config.checkpoint_dir

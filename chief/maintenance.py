@@ -65,11 +65,8 @@ class Maintenance(ChiefPart):
 
     async def first_checkpoint(self, caller: Incarnation, num_groups: int) -> None:
         """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one. It has
-        all of the shard groups that the caller has prepared: ``num_groups``, counted on each ps.
-
-        Raises:
-            StaleStoreError: a ps has no values, or not all, which the caller may give it.
-        """
+        all of the shard groups that the caller has prepared: ``num_groups``, counted on each ps. StaleStoreError: a ps
+        has no values, or not all, which the caller may give it."""
         while self._config.checkpoint_dir and not (self.newest is not None and self._lease_book.has_leased):
             await self._watch()
             if self._journal.history.initialized and not self._is_trained:
@@ -98,11 +95,8 @@ class Maintenance(ChiefPart):
         return not manifest.automatic or not manifest.lacks_groups(num_groups, self._ps_pool.num_ps)
 
     async def save_last(self) -> None:
-        """The checkpoint at the end, if there is anything that the last one lacks.
-
-        Raises:
-            StratagemError: it cannot be taken.
-        """
+        """The checkpoint at the end, if there is anything that the last one lacks. StratagemError: it cannot be
+        taken."""
         if not self._config.checkpoint_dir or not self._journal.history.initialized:
             return
         async with self._first:  # else one that waits meanwhile finds another of its step in its way
@@ -113,12 +107,8 @@ class Maintenance(ChiefPart):
 
     async def save_loaded(self) -> CommittedCheckpoint | None:
         """What a worker has just loaded: a ps that is lost would come back with what was there before. None: there
-        cannot be a checkpoint yet, or none is kept.
-
-        Raises:
-            PeerUnavailableError: a ps is away.
-            StaleStoreError: a ps was, or has no values, which the caller may give it: it is to load again.
-        """
+        cannot be a checkpoint yet, or none is kept. PeerUnavailableError: a ps is away. StaleStoreError: a ps was, or
+        has no values, which the caller may give it: it is to load again."""
         if not self._config.checkpoint_dir or untaken([*await self._described()]):
             return None  # of what ps began from, the rest is prepared after this, and then there is a checkpoint
         await self._watch()

@@ -74,11 +74,8 @@ class PsReturn(ChiefPart):
             await self._changed.wait()
 
     def await_back(self) -> None:
-        """Commits are held, and stay so until a ps is back that is to end now.
-
-        Raises:
-            PeerUnavailableError: a step is being closed.
-        """
+        """Commits are held, and stay so until a ps is back that is to end now. PeerUnavailableError: a step is being
+        closed."""
         if self._lease_book.synchronous and not self.is_awaited:
             if self.lock.locked():
                 raise PeerUnavailableError("what a worker or ps has left is being put in order")

@@ -183,11 +183,8 @@ class Recovery(ChiefPart):
 
     async def count_lost(self) -> None:
         """Of a ps that was put back alone, what it lacks of what is accepted, or what others have closed: in another
-        checkpoint, or after ledgers are joined, nobody could tell.
-
-        Raises:
-            PeerUnavailableError: at staleness 0 the others are yet to go back with it, when the books are opened.
-        """
+        checkpoint, or after ledgers are joined, nobody could tell. PeerUnavailableError: at staleness 0 the others are
+        yet to go back with it, when the books are opened."""
         alone = {server.incarnation for server in self._ps_pool.servers} & self.ps_return.restarted
         if alone and self._lease_book.synchronous and not self._state.is_open:
             tasks = ", ".join(sorted(incarnation.task for incarnation in alone))

@@ -74,12 +74,8 @@ class Scaling(ChiefPart):
         return ""
 
     def scale(self, num_workers: int, num_ps: int) -> None:
-        """There are to be so many from now on; 0: as many as there are. Answers before it is so.
-
-        Raises:
-            ConfigurationError: this job cannot have another number.
-            JobStoppedError: it is over.
-        """
+        """There are to be so many from now on; 0: as many as there are. Answers before it is so. ConfigurationError:
+        this job cannot have another number. JobStoppedError: it is over."""
         sessions = self._sessions
         if sessions.stopping is not None:
             raise JobStoppedError(f"the job is over: {sessions.stopping.reason}", sessions.stopping.exit_code)

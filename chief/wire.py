@@ -27,12 +27,7 @@ MAX_WANT = 1024
 
 
 def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:
-    """The plan a worker asks for.
-
-    Raises:
-        ProtocolError: the numbers make no plan.
-        LimitError: of too many units.
-    """
+    """The plan a worker asks for. ProtocolError: the numbers make no plan. LimitError: of too many units."""
     try:
         plan = from_message(Plan, request, seed=seed)
     except ValueError as error:
@@ -106,11 +101,7 @@ def page_to_proto(page: Page) -> chief_pb2.GetMetricStatesReply:
 
 
 def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
-    """What a task says in its session.
-
-    Raises:
-        ProtocolError: an empty message.
-    """
+    """What a task says in its session. ProtocolError: an empty message."""
     if request.HasField("join"):
         join = request.join
         held = tuple(lease_from_proto(lease) for lease in join.held)

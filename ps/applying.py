@@ -71,12 +71,8 @@ class Applying:
         self._state.staging.drop(request.sender, request.gradients.transfer, numbers)
 
     def present(self, groups: Sequence[GroupCommit]) -> Present:
-        """Decoded presence masks.
-
-        Raises:
-            VariableError: a group is unknown or has no values.
-            ProtocolError: a group comes twice, or its mask is too long.
-        """
+        """Decoded presence masks. VariableError: a group is unknown or has no values. ProtocolError: a group comes
+        twice, or its mask is too long."""
         present: Present = {}
         for commit in sorted(groups, key=_group_of):
             group = self._state.locked_group(commit.group).group

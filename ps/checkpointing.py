@@ -71,11 +71,8 @@ class Checkpointing:
             return StoreDescription(units, state.store_epoch, state.step, *has, (*groups,), untrained)
 
     def hold_commits(self, sender: Sender, token: int, hold_s: float, call: Call) -> StoreDescription:
-        """Holds commits for at most ``hold_s`` seconds; answers once those inside have finished.
-
-        Raises:
-            ProtocolError: another hold is on.
-        """
+        """Holds commits for at most ``hold_s`` seconds; answers once those inside have finished. ProtocolError: another
+        hold is on."""
         state = self._state
         with state.changed:
             state.gate.hold(token, time.monotonic(), hold_s)
@@ -83,11 +80,8 @@ class Checkpointing:
             return self._description()
 
     def admit_updates(self, sender: Sender, token: int, updates: Sequence[Update], wait_s: float, call: Call) -> bool:
-        """Lets updates through the hold; True when all of them are applied within ``wait_s`` seconds.
-
-        Raises:
-            ProtocolError: the hold is not on.
-        """
+        """Lets updates through the hold; True when all of them are applied within ``wait_s`` seconds. ProtocolError:
+        the hold is not on."""
         state = self._state
 
         def applied() -> bool:
@@ -101,13 +95,9 @@ class Checkpointing:
             return wait(state, applied, sender, call, wait_s)
 
     def save_shards(self, token: int, directory: str, nonce: str) -> tuple[list[SavedFile], int]:
-        """Writes this ps's shards durably while commits are held. Returns the files and the step.
-
-        Raises:
-            ProtocolError: commits are not held under ``token``.
-            CheckpointError: the directory is not the chief's, or cannot be written.
-            ForbiddenError: the directory is none of those that this ps was started for.
-        """
+        """Writes this ps's shards durably while commits are held. Returns the files and the step. ProtocolError:
+        commits are not held under ``token``. CheckpointError: the directory is not the chief's, or cannot be written.
+        ForbiddenError: the directory is none of those that this ps was started for."""
         path = self._place(directory)
         state = self._state
         with state.changed:
@@ -138,12 +128,10 @@ class Checkpointing:
 
         The files of one that ``is_fresh`` are not looked through once more.
 
-        Of a checkpoint that another number of ps made it takes what workers say that it is to hold, when they do.
-        Every sender must say Hello again, and whoever waits gets ``StaleStoreError``.
-
-        Raises:
-            CheckpointError: the checkpoint is not complete or damaged; the store stays as it is.
-            ForbiddenError: the directory is none of those that this ps was started for.
+        Of a checkpoint that another number of ps made it takes what workers say that it is to hold, when they do. Every
+        sender must say Hello again, and whoever waits gets ``StaleStoreError``. CheckpointError: the checkpoint is not
+        complete or damaged; the store stays as it is. ForbiddenError: the directory is none of those that this ps was
+        started for.
         """
         path = self._place(directory)
         state = self._state

@@ -31,11 +31,8 @@ class CommitGate:
 
     def hold(self, token: int, now: float, hold_s: float) -> None:
         """Closes the gate for ``hold_s`` seconds; the same token prolongs its own hold. A larger token takes its place:
-        the chief that had the smaller one is dead, or its release was lost.
-
-        Raises:
-            ProtocolError: a hold with a larger token is on, or that is no time to hold commits for.
-        """
+        the chief that had the smaller one is dead, or its release was lost. ProtocolError: a hold with a larger token
+        is on, or that is no time to hold commits for."""
         if not 0 <= hold_s <= MAX_HOLD_S:
             raise ProtocolError(f"commits can be held for 0 to {MAX_HOLD_S:.0f} seconds at a time, got {hold_s}")
         if self.is_held(now) and self._hold is not None and self._hold.token > token:

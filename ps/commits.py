@@ -30,10 +30,8 @@ class Commits(Applying):
     def prepare_update(self, request: PrepareUpdate, call: Call) -> Facts:
         """Waits for the frames of an update; with ``want_facts`` says what is in its gradient.
 
-        Repeating it does no harm, so its place in the sequence is only noted.
-
-        Raises:
-            ProtocolError: frames did not come, or do not fit.
+        Repeating it does no harm, so its place in the sequence is only noted. ProtocolError: frames did not come, or do
+        not fit.
         """
         state = self._state
         with noted(state, request.sender, call):
@@ -45,12 +43,9 @@ class Commits(Applying):
             return self.facts(gradient, present) if request.want_facts else Facts()
 
     def commit_update(self, request: CommitUpdate, call: Call) -> CommitResult:
-        """Applies a staged update unless it is applied already, and sends the weights.
-
-        Raises:
-            ProtocolError: frames, presence or units that cannot be; nothing is applied.
-            ConfigurationError: hyper-parameters that torch refuses, or that differ between slices.
-        """
+        """Applies a staged update unless it is applied already, and sends the weights. ProtocolError: frames, presence
+        or units that cannot be; nothing is applied. ConfigurationError: hyper-parameters that torch refuses, or that
+        differ between slices."""
         self._check(request)
         decision = begin(self._state, request.sender, call)
         if decision.verdict is Verdict.DONE and (decision.result is not None or not request.update.units):

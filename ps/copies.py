@@ -45,11 +45,7 @@ Answer = Callable[[StoreImage], None]
 
 
 class StoreCopy:
-    """The copy of another ps's store, in a ``state`` that is empty.
-
-    Raises:
-        LimitError: there is no room for it here.
-    """
+    """The copy of another ps's store, in a ``state`` that is empty. LimitError: there is no room for it here."""
 
     def __init__(self, image: StoreImage, state: StoreState) -> None:
         groups = image.content.groups
@@ -135,11 +131,7 @@ class StoreCopies:
         answer: Answer,
     ) -> None:
         """Sends a store; of the own one also everything that changes from then on. ``number``: of the following.
-
-        Raises:
-            CheckpointError: there is no whole copy of that process here.
-            ProtocolError: the job keeps no copies.
-        """
+        CheckpointError: there is no whole copy of that process here. ProtocolError: the job keeps no copies."""
         if whose == self._task:
             self._begin(asker, number, lane, transfer, answer)
             return

@@ -56,11 +56,7 @@ class LaneRequests:
         self._follows = sender.task.startswith("ps:")
 
     def take(self, frame: Frame) -> None:
-        """Serves one frame.
-
-        Raises:
-            StratagemError: it cannot be what it says, or the sender is dead: the lane has to end.
-        """
+        """Serves one frame. StratagemError: it cannot be what it says, or the sender is dead: the lane has to end."""
         if self._follows or frame.kind in (FOLLOW, FOLLOWED):
             self._of_backup(frame)
             return

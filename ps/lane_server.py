@@ -156,11 +156,7 @@ class QueueLane(Corkable):
 
     def messages(self) -> Iterator[bytes]:
         """Messages as they come, until the lane is closed. A frame that was held for the transfer it is sent under is
-        not copied again.
-
-        Raises:
-            StratagemError: what the lane was closed with.
-        """
+        not copied again. StratagemError: what the lane was closed with."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -178,11 +174,7 @@ class QueueLane(Corkable):
 
 def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: WorkerStream) -> Iterator[bytes]:
     """Serves one Transfer stream: a thread of its own stages what comes, the caller's sends what is yielded.
-
-    Raises:
-        FencedError: the sender is or becomes dead.
-        FrameError: a frame that cannot be what it says.
-    """
+    FencedError: the sender is or becomes dead. FrameError: a frame that cannot be what it says."""
     lane = QueueLane(store.state.peer_bytes, store.state.memory, stream)
     store.open_lane(sender, lane)
     requests = LaneRequests(store, sender, lane)

@@ -69,13 +69,8 @@ class LockedGroup:
             return GroupVersion(spec.group, version, frames, group.num_updates)
 
     def send_rows(self, lane: ReplyLane, transfer: int, offset: int, numbers: torch.Tensor) -> None:
-        """Sends some rows of a table, one after the other, in one frame.
-
-        Raises:
-            VariableError: it is no table, or has no values yet.
-            FrameError: a row is not held here.
-            LimitError: more than go into one frame.
-        """
+        """Sends some rows of a table, one after the other, in one frame. VariableError: it is no table, or has no
+        values yet. FrameError: a row is not held here. LimitError: more than go into one frame."""
         if not isinstance(self.group, TableGroup):
             raise VariableError(f"group {self.spec.group} is no table: its weights are not asked for by row")
         self.group.check_rows(numbers)
@@ -85,11 +80,8 @@ class LockedGroup:
         lane.send(transfer, frame)
 
     def send_slot(self, lane: ReplyLane, transfer: int, slot: str) -> GroupVersion:
-        """Sends an optimizer slot. Slots are read rarely, so their frames are not kept.
-
-        Raises:
-            ProtocolError: no update has made the slot yet.
-        """
+        """Sends an optimizer slot. Slots are read rarely, so their frames are not kept. ProtocolError: no update has
+        made the slot yet."""
         with self.lock:
             if slot not in self.group.slots:
                 known = ", ".join(self.group.slots) or "none yet"

@@ -192,10 +192,7 @@ def rule_for(name: str, by_rows: bool = False) -> OptimizerRule:
 
 def check_for_rows(name: str, hyper_parameters: HyperParameters) -> OptimizerRule:
     """The rule of a torch.optim class for tables; refuses what cannot be done for the rows of a batch alone.
-
-    Raises:
-        UnsupportedOptimizerError: another class, or momentum or weight decay.
-    """
+    UnsupportedOptimizerError: another class, or momentum or weight decay."""
     rule = _ROW_RULES.get(name)
     if rule is None:
         raise UnsupportedOptimizerError(
@@ -217,13 +214,9 @@ def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:
     ``param_group`` without ``params``; tuples may have become lists.
 
     Entries that are not arguments of the class (``initial_lr`` and other marks of schedulers) do not take part in
-    torch's ``step()`` either; ``foreach``, ``fused`` and ``capturable`` choose an implementation, and the ps
-    chooses its own.
-
-    Raises:
-        ConfigurationError: torch refuses the values. A rate of 0 or less, to which a schedule may come, is fine: torch
-            refuses it of new optimizers alone.
-        UnsupportedOptimizerError: ``differentiable=True``.
+    torch's ``step()`` either; ``foreach``, ``fused`` and ``capturable`` choose an implementation, and the ps chooses
+    its own. ConfigurationError: torch refuses the values. A rate of 0 or less, to which a schedule may come, is fine:
+    torch refuses it of new optimizers alone. UnsupportedOptimizerError: ``differentiable=True``.
     """
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(rule.cls).parameters.items():

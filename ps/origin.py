@@ -39,11 +39,8 @@ class _Rows:
 
 class Origin:
     """Where all rows are, until each is on some ps. The files stay open: a newer checkpoint may take their place.
-    ``directory``: a committed checkpoint, whose files have been checked.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    ``directory``: a committed checkpoint, whose files have been checked. CheckpointError: a file is missing or
+    damaged."""
 
     def __init__(self, directory: pathlib.Path) -> None:
         self._lock = threading.Lock()
@@ -79,11 +76,8 @@ class Origin:
     def take(self, spec: GroupSpec) -> ShardGroup | None:
         """A group with its rows, optimizer state and counts; None where the checkpoint has none of its variables, or
         not all and those were not trained: a worker was about to give their values, and gives all of them again.
-
-        Raises:
-            VariableError: it has some of what was trained, or under another optimizer or shape.
-            CheckpointError: it cannot be read any more.
-        """
+        VariableError: it has some of what was trained, or under another optimizer or shape. CheckpointError: it cannot
+        be read any more."""
         if not any(shard.variable in self._rows for shard in spec.shards):
             return None
         group, num_taken, lacking = new_group(spec), 0, ""

@@ -34,11 +34,8 @@ Change = tuple[CommitUpdate, Mapping[int, Parts]]
 
 class PeerStore:
     """A context: the lane is open inside. ``asker`` is this ps, ``task`` the other one, which serves at ``address``;
-    ``goes_on`` is asked now and then while a read waits: whether there is still a reason to.
-
-    Raises:
-        PeerUnavailableError: it does not answer.
-    """
+    ``goes_on`` is asked now and then while a read waits: whether there is still a reason to. PeerUnavailableError: it
+    does not answer."""
 
     def __init__(
         self,
@@ -80,12 +77,7 @@ class PeerStore:
     ) -> StoreImage:
         """Asks for a store, and reads all that it holds. ``incarnation``: of a copy, the process that it must be of;
         ``number``: the how manieth following this is, 0: whoever asks takes over; ``begun`` is called when the answer
-        begins to come.
-
-        Raises:
-            CheckpointError: there is no such copy.
-            StratagemError: the other ps is gone, or refuses.
-        """
+        begins to come. CheckpointError: there is no such copy. StratagemError: the other ps is gone, or refuses."""
         request = ps_pb2.FollowRequest(sender=self._sender, store=whose, incarnation=incarnation, number=number)
         message = request.SerializeToString()
         self._lane.send(FOLLOW, _TRANSFER, 0, 0, lambda: (message,), len(message))
@@ -110,11 +102,8 @@ class PeerStore:
         self._lane.send(FOLLOWED, _TRANSFER, 0, number, lambda: (b"\0",), 1)
 
     def changes(self) -> Iterator[Change | None]:
-        """What changes there, as it comes; None: the copy counts as whole from here on.
-
-        Raises:
-            StratagemError: the other ps is gone.
-        """
+        """What changes there, as it comes; None: the copy counts as whole from here on. StratagemError: the other ps is
+        gone."""
         gradient: dict[int, list[tuple[int, torch.Tensor]]] = collections.defaultdict(list)
         while True:
             frame = self._next()

@@ -42,11 +42,8 @@ def check_piece(spec: GroupSpec, offset: int, piece: torch.Tensor) -> None:
 
 
 def unpack(spec: GroupSpec, pieces: Pieces) -> list[Block]:
-    """Row numbers and rows of a gradient, checked.
-
-    Raises:
-        ProtocolError: a piece is missing, a row is not held here, or the numbers do not ascend.
-    """
+    """Row numbers and rows of a gradient, checked. ProtocolError: a piece is missing, a row is not held here, or the
+    numbers do not ascend."""
     blocks: list[Block] = []
     num_rows, last = 0, -1
     for offset, piece in sorted(pieces, key=lambda one: one[0]):

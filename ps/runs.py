@@ -29,11 +29,8 @@ def cut_runs(
     extents: Sequence[Extent], shards: Sequence[ShardSpec], present: Sequence[bool], likeness: Sequence[Hashable]
 ) -> tuple[Run, ...]:
     """The runs of a gradient. Its pieces lie at ``extents``, in any order; they may cover several shards or a part of
-    one. Shards that are not ``present`` are skipped; neighbours of equal ``likeness`` may share a run.
-
-    Raises:
-        ProtocolError: pieces overlap, or do not cover a shard that has a gradient; names the variable.
-    """
+    one. Shards that are not ``present`` are skipped; neighbours of equal ``likeness`` may share a run. ProtocolError:
+    pieces overlap, or do not cover a shard that has a gradient; names the variable."""
     order = sorted(range(len(extents)), key=lambda piece: extents[piece])
     runs: list[Run] = []
     covered = [0] * len(shards)
@@ -82,10 +79,7 @@ def covers(extents: Sequence[Extent], shards: Sequence[ShardSpec], present: Sequ
 
 def presence(mask: bytes, num_shards: int) -> tuple[bool, ...]:
     """Decodes a presence mask: bit i, least significant bit of byte 0 first, is shard i; empty means all.
-
-    Raises:
-        ProtocolError: more bytes than there are shards.
-    """
+    ProtocolError: more bytes than there are shards."""
     if not mask:
         return (True,) * num_shards
     if len(mask) > -(-num_shards // 8):

@@ -52,11 +52,7 @@ class Senders:
 
     def hello(self, sender: Sender, next_sequence: int, abandoned: Iterable[int] = ()) -> int:
         """Introduces a sender. Returns the number expected next: the remembered one, else ``next_sequence``.
-
-        Raises:
-            LimitError: too many are remembered; names the limit.
-            SequenceError: a number that no job reaches.
-        """
+        LimitError: too many are remembered; names the limit. SequenceError: a number that no job reaches."""
         if next_sequence >= MAX_SEQUENCE:
             raise SequenceError(f"expected a next request below {MAX_SEQUENCE}, got {next_sequence}")
         window = self._windows.get(sender.key)
@@ -75,11 +71,8 @@ class Senders:
         return window.next_sequence
 
     def window(self, sender: Sender) -> SequenceWindow:
-        """The sender's sequence.
-
-        Raises:
-            StaleStoreError: the sender has not introduced itself since this ps started or restored.
-        """
+        """The sender's sequence. StaleStoreError: the sender has not introduced itself since this ps started or
+        restored."""
         window = self._windows.get(sender.key)
         if window is None:
             raise StaleStoreError(

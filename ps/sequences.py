@@ -65,11 +65,7 @@ class SequenceWindow:
         return list(self._results)
 
     def begin(self, sequence: int) -> SequenceDecision:
-        """Decides about a request.
-
-        Raises:
-            SequenceError: beyond the window; names the number expected.
-        """
+        """Decides about a request. SequenceError: beyond the window; names the number expected."""
         if sequence >= self._mark + WINDOW:
             raise SequenceError(
                 f"expected request {self._mark} (or one of the {WINDOW} from there), got {sequence}; "

@@ -15,11 +15,7 @@ from stratagem.ps.waiting import TICK_S, Call
 
 def begin(state: StoreState, sender: Sender, call: Call) -> SequenceDecision:
     """Enters a state-changing request into its sender's sequence; waits while the same request is being done.
-
-    Raises:
-        SequenceError: out of the window.
-        StaleStoreError: no Hello since the last restore.
-    """
+    SequenceError: out of the window. StaleStoreError: no Hello since the last restore."""
     with state.lock:
         state.senders.check(sender)
         if not sender.sequence:

@@ -62,13 +62,9 @@ class ShardGroup:
         return self.spec.num_bytes * (1 + len(self.slots))
 
     def prepare(self, parts: Parts, present: Sequence[bool], hyper_parameters: Sequence[Mapping[str, Any]]) -> None:
-        """Makes everything ready for :meth:`apply` with pieces that lie like these; changes no weight.
-
-        Raises:
-            ProtocolError: pieces overlap or do not cover what is present; hyper-parameters are missing.
-            ConfigurationError: torch refuses the hyper-parameters.
-            VariableError: the group has no optimizer.
-        """
+        """Makes everything ready for :meth:`apply` with pieces that lie like these; changes no weight. ProtocolError:
+        pieces overlap or do not cover what is present; hyper-parameters are missing. ConfigurationError: torch refuses
+        the hyper-parameters. VariableError: the group has no optimizer."""
         has_other_hyper = self._set_hyper_parameters(hyper_parameters)
         extents = tuple([(offset, piece.numel()) for offset, piece in parts])
         key = (extents, tuple(present))
@@ -115,11 +111,8 @@ class ShardGroup:
         self._plan = None
 
     def slot(self, name: str) -> torch.Tensor:
-        """The flat slot ``name``, made if the optimizer can have it.
-
-        Raises:
-            VariableError: the optimizer keeps no such slot.
-        """
+        """The flat slot ``name``, made if the optimizer can have it. VariableError: the optimizer keeps no such
+        slot."""
         if name not in self.slots:
             possible = self._rule.possible_slots if self._rule is not None else ()
             if name not in possible:
@@ -139,10 +132,7 @@ class ShardGroup:
 
     def set_progress(self, counts: Sequence[int], scalars: Mapping[str, Sequence[float]]) -> None:
         """Replaces step counts and scalars, as after loading a state dict. A scalar "step" is what ``counts`` says.
-
-        Raises:
-            ProtocolError: not one value per shard, or a scalar the optimizer does not keep.
-        """
+        ProtocolError: not one value per shard, or a scalar the optimizer does not keep."""
         known = [*self._rule.scalars, *(["step"] if self.counts_steps else [])] if self._rule is not None else []
         if counts and len(counts) != len(self.counts):
             raise ProtocolError(

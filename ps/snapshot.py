@@ -62,11 +62,8 @@ class Content:
 
 
 def check_nonce(directory: pathlib.Path, nonce: str, index: int) -> None:
-    """Makes sure that the chief and the ps of this index mean the same directory.
-
-    Raises:
-        CheckpointError: the file ``nonce`` is missing or says something else.
-    """
+    """Makes sure that the chief and the ps of this index mean the same directory. CheckpointError: the file ``nonce``
+    is missing or says something else."""
     try:
         found = (directory / "nonce").read_text().strip()
     except OSError as error:
@@ -82,11 +79,8 @@ def check_nonce(directory: pathlib.Path, nonce: str, index: int) -> None:
 
 
 def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFile]:
-    """Writes the files of one ps, durably. Nobody may change the groups meanwhile.
-
-    Raises:
-        CheckpointError: they cannot be written.
-    """
+    """Writes the files of one ps, durably. Nobody may change the groups meanwhile. CheckpointError: they cannot be
+    written."""
     weights = {shard.key: _rows(group.weights, shard) for group in content.groups for shard in group.spec.shards}
     slots = {
         f"slot/{name}/{shard.key}": _rows(flat, shard)
@@ -110,11 +104,7 @@ def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFil
 
 
 def load(directory: pathlib.Path, index: int) -> Content:
-    """Reads what :func:`save` wrote for one ps.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    """Reads what :func:`save` wrote for one ps. CheckpointError: a file is missing or damaged."""
     stem = f"ps-{index}"
     with reading(f"the part of ps:{index} in checkpoint {directory}"):
         data = checked(json.loads((directory / f"{stem}.json").read_text()))
@@ -135,11 +125,8 @@ def load(directory: pathlib.Path, index: int) -> Content:
 
 
 def held_elsewhere(directory: pathlib.Path, index: int) -> list[GroupSpec]:
-    """What the other ps hold that made a checkpoint, of what has values.
-
-    Raises:
-        CheckpointError: a description cannot be read.
-    """
+    """What the other ps hold that made a checkpoint, of what has values. CheckpointError: a description cannot be
+    read."""
     with reading(f"the other parts of checkpoint {directory}"):
         parts = [path for path in directory.glob("ps-*.json") if path.name != f"ps-{index}.json"]
         groups = [entry for path in parts for entry in checked(json.loads(path.read_text()))["groups"]]
@@ -147,11 +134,8 @@ def held_elsewhere(directory: pathlib.Path, index: int) -> list[GroupSpec]:
 
 
 def without_values(data: Mapping[str, Any]) -> Content:
-    """What :func:`describe` told of; the tensors are there, and their elements have to be read.
-
-    Raises:
-        KeyError, TypeError, ValueError, StratagemError: it tells of something else.
-    """
+    """What :func:`describe` told of; the tensors are there, and their elements have to be read. KeyError, TypeError,
+    ValueError, StratagemError: it tells of something else."""
     groups = [_group(entry) for entry in checked(data)["groups"]]
     return Content(groups, UnitLedger.from_json(data["units"]), data["store_epoch"])
 
@@ -166,11 +150,8 @@ def checked(data: Any) -> Any:
 def check(directory: pathlib.Path, index: int, num_ps: int = 0, is_fresh: bool = False) -> bool:
     """Makes sure that the files that one of ``num_ps`` needs (0: of as many as made the checkpoint) are those that its
     manifest tells of; where it ``is_fresh``, made a moment ago, that they are there is enough. Returns whether these
-    are the ps's own: if another number of ps made the checkpoint, it needs those of all.
-
-    Raises:
-        CheckpointError: the checkpoint is not complete, was made without this ps, or a file is missing or was altered.
-    """
+    are the ps's own: if another number of ps made the checkpoint, it needs those of all. CheckpointError: the
+    checkpoint is not complete, was made without this ps, or a file is missing or was altered."""
     try:
         files = read_content(directory)["files"]
         is_own = num_ps in (0, len({file["ps"] for file in files}))

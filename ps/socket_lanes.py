@@ -169,14 +169,9 @@ class SocketLanes:
         """The newest lane of each sender that is expected: it may have asked for another, of another family, before."""
 
     def open(self, sender: Sender, family: Family, purpose: Purpose) -> LaneTicket:
-        """A ticket in for one direction; with the ticket "up" the lane begins.
-
-        Raises:
-            FencedError: the incarnation was declared dead.
-            LimitError: too many lanes of this task, open or not.
-            PeerUnavailableError: "down" comes first, or too late.
-            SegmentError: there is no shared memory here; take another lane.
-        """
+        """A ticket in for one direction; with the ticket "up" the lane begins. FencedError: the incarnation was
+        declared dead. LimitError: too many lanes of this task, open or not. PeerUnavailableError: "down" comes first,
+        or too late. SegmentError: there is no shared memory here; take another lane."""
         self._store.state.senders.check(sender)
         if purpose == "down":
             with self._guard:

@@ -142,12 +142,8 @@ class Limits:
 
 
 def check_group(spec: GroupSpec) -> None:
-    """Refuses a group that cannot be.
-
-    Raises:
-        VariableError: impossible rows, offsets, names or dtype; names the variable.
-        UnsupportedOptimizerError: an optimizer that a ps cannot run.
-    """
+    """Refuses a group that cannot be. VariableError: impossible rows, offsets, names or dtype; names the variable.
+    UnsupportedOptimizerError: an optimizer that a ps cannot run."""
     if spec.optimizer:
         optimizers.rule_for(spec.optimizer, spec.is_table)
         if not spec.dtype.is_floating_point:
@@ -189,11 +185,7 @@ def check_new_groups(
     new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits: Limits, elsewhere: Sequence[GroupSpec] = ()
 ) -> None:
     """Refuses groups that clash with each other, with those held or those of other ps, or that are over a limit.
-
-    Raises:
-        VariableError: a variable's rows come twice, or with two shapes.
-        LimitError: over ``limits``; names the limit.
-    """
+    VariableError: a variable's rows come twice, or with two shapes. LimitError: over ``limits``; names the limit."""
     every = [*held, *new]
     num_shards = sum(len(spec.shards) for spec in every)
     if num_shards > limits.max_variables:

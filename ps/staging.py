@@ -59,13 +59,9 @@ class Staging:
         piece: torch.Tensor,
         max_peer_bytes: Callable[[], int] = lambda: 1 << 40,
     ) -> None:
-        """Stages one frame; a later one for the same group and offset replaces an earlier one.
-
-        Raises:
-            FrameError: wrong dtype or shape, or outside of the group.
-            LimitError: more than the group can hold, too many transfers at once, or over ``max_peer_bytes``, which is
-                asked when it matters.
-        """
+        """Stages one frame; a later one for the same group and offset replaces an earlier one. FrameError: wrong dtype
+        or shape, or outside of the group. LimitError: more than the group can hold, too many transfers at once, or over
+        ``max_peer_bytes``, which is asked when it matters."""
         by_rows = spec.is_table and kind is FrameKind.GRADIENT
         if by_rows:
             check_piece(spec, offset, piece)

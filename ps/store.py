@@ -64,11 +64,7 @@ class Store:
 
     def hello(self, sender: Sender, next_sequence: int, abandoned: Iterable[int] = ()) -> Greeting:
         """Introduces a sender. It comes after a loss: what it staged is dropped, its lane closed, and requests that it
-        has abandoned are not waited for.
-
-        Raises:
-            FencedError: the incarnation was declared dead.
-        """
+        has abandoned are not waited for. FencedError: the incarnation was declared dead."""
         state = self.state
         with state.changed:
             if sender.task.startswith("ps:"):  # of a backup there is one process
@@ -84,12 +80,9 @@ class Store:
             return Greeting(Sender(self.task, self.incarnation), state.store_epoch, expected, state.num_ps)
 
     def open_lane(self, sender: Sender, lane: ReplyLane) -> None:
-        """Replies to the sender go over ``lane`` from now on; a lane that it replaces ends.
-
-        Raises:
-            FencedError: the incarnation was declared dead.
-            StaleStoreError: this ps went back to a checkpoint since the sender said Hello.
-        """
+        """Replies to the sender go over ``lane`` from now on; a lane that it replaces ends. FencedError: the
+        incarnation was declared dead. StaleStoreError: this ps went back to a checkpoint since the sender said
+        Hello."""
         state = self.state
         with state.changed:
             state.senders.check(sender)

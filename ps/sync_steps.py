@@ -92,12 +92,8 @@ class SyncSteps:
         return bool(self._open or self._applied)
 
     def prepare(self, key: StepKey, contribution: Contribution) -> None:
-        """Takes a slice.
-
-        Raises:
-            ProtocolError: another plan of the step, or the unit is not in it.
-            ConfigurationError: hyper-parameters or merge differ from another slice's; names both senders.
-        """
+        """Takes a slice. ProtocolError: another plan of the step, or the unit is not in it. ConfigurationError:
+        hyper-parameters or merge differ from another slice's; names both senders."""
         step = self._open.setdefault(key, _Step(contribution.slice.units))
         if step.planned != contribution.slice.units or contribution.unit not in step.planned:
             raise ProtocolError(
@@ -156,11 +152,8 @@ class SyncSteps:
         return step is not None and unit in step.contributions
 
     def commit(self, key: StepKey, unit: Unit, action: UpdateAction, scale: float, num_servers: int) -> None:
-        """The slice's worker commits.
-
-        Raises:
-            ConfigurationError: another action or scale than a slice committed before; names both senders.
-        """
+        """The slice's worker commits. ConfigurationError: another action or scale than a slice committed before; names
+        both senders."""
         step = self._open[key]
         mine = step.contributions[unit]
         for other in step.contributions.values():
@@ -182,11 +175,8 @@ class SyncSteps:
     ) -> list[StepKey]:
         """The chief closes a step. Returns the keys of it that are open here. ``is_applied``: whether an update of a
         unit was here before: of one that is computed again for the rest of its updates, say. Such a one counts as
-        committed, and need not have come again.
-
-        Raises:
-            ProtocolError: an included slice that counts as committed is not here.
-        """
+        committed, and need not have come again. ProtocolError: an included slice that counts as committed is not
+        here."""
         pairs = [(unit, update.ordinal) for update in committed for unit in update.units]
         came = [pair for pair in pairs if self.is_prepared((step, pair[1]), pair[0]) or not is_applied(*pair)]
         closing = _Closing(frozenset(included), frozenset(unit for unit, _ in pairs), frozenset(came))

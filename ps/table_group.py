@@ -62,11 +62,8 @@ class TableGroup(ShardGroup):
         self.touch()
 
     def copy_rows(self, numbers: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies some rows into flat memory. ``numbers``: within this part of the table; checked.
-
-        Raises:
-            FrameError: a row is not held here.
-        """
+        """Copies some rows into flat memory. ``numbers``: within this part of the table; checked. FrameError: a row is
+        not held here."""
         try:
             self._table("").take(numbers, out)
         except IndexError:
@@ -76,13 +73,8 @@ class TableGroup(ShardGroup):
             ) from None
 
     def check_rows(self, numbers: torch.Tensor) -> None:
-        """Refuses to give rows. ``numbers``: within this part of the table; int64.
-
-        Raises:
-            VariableError: the table has no values yet.
-            FrameError: not row numbers.
-            LimitError: more than :data:`MAX_ANSWER_BYTES`.
-        """
+        """Refuses to give rows. ``numbers``: within this part of the table; int64. VariableError: the table has no
+        values yet. FrameError: not row numbers. LimitError: more than :data:`MAX_ANSWER_BYTES`."""
         if not self.initialized:
             raise VariableError(f"group {self.spec.group} has no values yet")
         if numbers.dtype != torch.int64 or numbers.dim() != 1:
@@ -92,14 +84,9 @@ class TableGroup(ShardGroup):
             raise LimitError(f"group {self.spec.group}: ask for at most {most} rows at once, not {numbers.numel()}")
 
     def prepare(self, parts: Parts, present: Sequence[bool], hyper_parameters: Sequence[Mapping[str, Any]]) -> None:
-        """Makes sure that :meth:`apply` can be called with this; changes no weight.
-
-        Raises:
-            ProtocolError: rows that are not held here, or not in order.
-            UnsupportedOptimizerError: momentum or weight decay.
-            ConfigurationError: torch refuses the hyper-parameters.
-            VariableError: the table has no optimizer.
-        """
+        """Makes sure that :meth:`apply` can be called with this; changes no weight. ProtocolError: rows that are not
+        held here, or not in order. UnsupportedOptimizerError: momentum or weight decay. ConfigurationError: torch
+        refuses the hyper-parameters. VariableError: the table has no optimizer."""
         self._set_hyper_parameters(hyper_parameters)
         check_for_rows(self.spec.optimizer, self._hyper[self.spec.shards[0].param_group])
         self._checked = unpack(self.spec, parts)

@@ -66,12 +66,8 @@ class UnitLedger:
         return self._is_closed(unit) or ordinal in self._open.get(unit, ())
 
     def is_new(self, update: Update) -> bool:
-        """True when the update must be applied, False when it is applied already.
-
-        Raises:
-            ProtocolError: some of its units are applied and some are not: its sum cannot be taken apart.
-            LimitError: a unit index beyond :data:`MAX_UNITS`.
-        """
+        """True when the update must be applied, False when it is applied already. ProtocolError: some of its units are
+        applied and some are not: its sum cannot be taken apart. LimitError: a unit index beyond :data:`MAX_UNITS`."""
         for unit in update.units:
             if unit.index >= MAX_UNITS:
                 _check_index(unit.index, unit)
@@ -95,10 +91,8 @@ class UnitLedger:
         """Closes units: nothing of them can be applied again.
 
         A unit stays open when the worker counts more updates here than there are: this ps went back to a checkpoint
-        since. The chief then finds that the unit is lacking, and has it marked as lost.
-
-        Raises:
-            LimitError: a unit index beyond :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`.
+        since. The chief then finds that the unit is lacking, and has it marked as lost. LimitError: a unit index beyond
+        :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`.
         """
         for close in closes:
             unit = close.unit
@@ -116,11 +110,8 @@ class UnitLedger:
             self._counted.pop(unit, None)
 
     def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
-        """Closes units whose updates were lost in a restore. Returns how many of them were not here.
-
-        Raises:
-            LimitError: a unit index beyond :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`.
-        """
+        """Closes units whose updates were lost in a restore. Returns how many of them were not here. LimitError: a unit
+        index beyond :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`."""
         num_lost = 0
         for epoch, bitmap in units.items():
             self._make_room(epoch, 8 * len(bitmap.to_bytes()) - 1)

@@ -73,12 +73,9 @@ class Variables:
         return [group for group in initialize if group not in initialized], initialized
 
     def assign_values(self, request: AssignValues, call: Call) -> tuple[GroupVersion, ...]:
-        """Assigns weights, or a slot with the optimizer's progress, from frames that went before.
-
-        Raises:
-            ProtocolError: frames did not come, do not cover a group without values, or another sender must give them.
-            VariableError: a group or slot is unknown.
-        """
+        """Assigns weights, or a slot with the optimizer's progress, from frames that went before. ProtocolError: frames
+        did not come, do not cover a group without values, or another sender must give them. VariableError: a group or
+        slot is unknown."""
         decision = begin(self._state, request.sender, call)
         if decision.verdict is Verdict.DONE and decision.result is not None:
             return decision.result_as(tuple)
@@ -90,11 +87,7 @@ class Variables:
 
     def pull_weights(self, request: PullWeights, call: Call) -> PullResult:
         """Sends weights that the caller does not have, or a slot. Without initial values after ``wait_s``: no versions.
-
-        Raises:
-            VariableError: a group is unknown.
-            ProtocolError: the slot does not exist, or the caller has no lane.
-        """
+        VariableError: a group is unknown. ProtocolError: the slot does not exist, or the caller has no lane."""
         state = self._state
         with state.lock:
             state.senders.check(request.sender)
@@ -122,14 +115,10 @@ class Variables:
             return PullResult(versions, tuple(first.slots), tuple(first.counts), scalars)
 
     def stage(self, sender: Sender, kind: FrameKind, frame: Frame, call: Call | None = None) -> None:
-        """Takes one frame that came over a lane: keeps it until a request names it, or answers it. Waits while there
-        is no room for it, unless there is no ``call``: the lane is not read meanwhile, its sender keeps what is in it.
-
-        Raises:
-            FencedError: the sender has been declared dead.
-            FrameError: the piece does not fit its group.
-            LimitError: more than the group can hold, or than one sender may have here.
-        """
+        """Takes one frame that came over a lane: keeps it until a request names it, or answers it. Waits while there is
+        no room for it, unless there is no ``call``: the lane is not read meanwhile, its sender keeps what is in it.
+        FencedError: the sender has been declared dead. FrameError: the piece does not fit its group. LimitError: more
+        than the group can hold, or than one sender may have here."""
         state = self._state
         if kind is FrameKind.WANTED_ROWS:
             self._send_rows(sender, frame)

@@ -42,13 +42,9 @@ def wait(
     timeout_s: float | None,
     store_epoch: int | None = None,
 ) -> bool:
-    """Waits with ``changed`` held until ``ready()``; False after ``timeout_s`` seconds.
-
-    Raises:
-        FencedError: the sender was fenced meanwhile.
-        StaleStoreError: the ps went back to a checkpoint meanwhile.
-        PeerUnavailableError: the caller is gone.
-    """
+    """Waits with ``changed`` held until ``ready()``; False after ``timeout_s`` seconds. FencedError: the sender was
+    fenced meanwhile. StaleStoreError: the ps went back to a checkpoint meanwhile. PeerUnavailableError: the caller is
+    gone."""
     epoch = state.store_epoch if store_epoch is None else store_epoch
     deadline: float | None = None
     while True:
@@ -68,12 +64,8 @@ def wait(
 def wait_frames(
     state: StoreState, sender: Sender, ref: TransferRef, groups: list[int], covered: Callable[[], bool], call: Call
 ) -> None:
-    """With ``changed`` held: waits until a transfer is complete.
-
-    Raises:
-        ProtocolError: it was replaced by a newer one, or did not come in time; names the numbers.
-        StaleStoreError: the lane on which it was to come is gone.
-    """
+    """With ``changed`` held: waits until a transfer is complete. ProtocolError: it was replaced by a newer one, or did
+    not come in time; names the numbers. StaleStoreError: the lane on which it was to come is gone."""
     seen_at = time.monotonic()
 
     def ready() -> bool:
@@ -96,13 +88,9 @@ def wait_frames(
 
 
 def wait_lane(state: StoreState, sender: Sender, call: Call) -> ReplyLane:
-    """The sender's lane, waited for: the stream may open a moment after the control message.
-
-    Raises:
-        StaleStoreError: none is open, and the sender has not introduced itself since this ps started: its channel
-            found the address again by itself.
-        ProtocolError: none was opened in time.
-    """
+    """The sender's lane, waited for: the stream may open a moment after the control message. StaleStoreError: none is
+    open, and the sender has not introduced itself since this ps started: its channel found the address again by itself.
+    ProtocolError: none was opened in time."""
 
     def is_open() -> bool:
         if sender.key in state.senders.lanes:

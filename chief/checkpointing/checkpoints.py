@@ -91,10 +91,7 @@ class ServersManifest(Manifest):
 
 def begin(directory: str) -> CheckpointDraft:
     """Makes the directory that the ps write into, with a nonce that proves that they see the same file system.
-
-    Raises:
-        CheckpointError: the directory cannot be made.
-    """
+    CheckpointError: the directory cannot be made."""
     try:
         draft = CheckpointDraft(pathlib.Path(directory).absolute())
         with contextlib.ExitStack() as undone:
@@ -111,10 +108,8 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
     automatic one of this step is removed that was taken before another model was prepared, or in the middle of a batch;
-    with ``replaces`` also one of other weights.
-
-    Raises:
-        CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
+    with ``replaces`` also one of other weights. CheckpointError: a file is missing or short, or a checkpoint of this
+    step with other weights exists.
     """
 
     def is_same(there: pathlib.Path) -> bool:

@@ -104,10 +104,7 @@ class CommitHold:
 
     async def outlive_chief(self) -> None:
         """Inside: from now on the hold ends when this chief, or the next one, says so, and not by itself before that.
-
-        Raises:
-            PeerUnavailableError: a ps has not heard it.
-        """
+        PeerUnavailableError: a ps has not heard it."""
         self._hold_s = LONG_HOLD_S
         servers, token = self._ps_pool.ready, self.token
         await asyncio.gather(*(server.hold_commits(token, LONG_HOLD_S) for server in servers))
@@ -123,11 +120,7 @@ class CommitHold:
                 await self._ps_pool.insist(server, lambda each: each.release_commits(token))
 
     def check_all(self, what: str) -> list[Server]:
-        """All ps of the cluster.
-
-        Raises:
-            PeerUnavailableError: one is away, or is being put back to a checkpoint.
-        """
+        """All ps of the cluster. PeerUnavailableError: one is away, or is being put back to a checkpoint."""
         servers = self._ps_pool.ready
         if len(servers) < self._ps_pool.num_ps:
             raise PeerUnavailableError(

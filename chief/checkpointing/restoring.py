@@ -43,11 +43,8 @@ class Restoring:
     async def newest(self, servers: Sequence[Server]) -> RestoredServers | None:
         """Puts these ps back to the newest checkpoint that is whole on each of them; None when there is none at all.
 
-        Those that are not whole are set aside, so that nobody takes them for checkpoints again.
-
-        Raises:
-            CheckpointError: none is whole.
-            ForbiddenError: a ps was not started for this directory.
+        Those that are not whole are set aside, so that nobody takes them for checkpoints again. CheckpointError: none
+        is whole. ForbiddenError: a ps was not started for this directory.
         """
         found = await asyncio.to_thread(checkpoints.scan_all, self.directory) if self.directory else []
         left_out: list[tuple[pathlib.Path, int, str]] = []

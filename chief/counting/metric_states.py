@@ -49,11 +49,7 @@ class MetricStates:
     """By group, dataset and epoch: units of training data that are counted in what came of a topic."""
 
     def check(self, state: MetricState) -> None:
-        """Whether a state can be kept.
-
-        Raises:
-            LimitError: it is too large, or all of its topic are.
-        """
+        """Whether a state can be kept. LimitError: it is too large, or all of its topic are."""
         if len(state.data) > MAX_STATE_BYTES:
             raise LimitError(f"{state.unit}: expected at most {MAX_STATE_BYTES} bytes counted, got {len(state.data)}")
         if self._num_bytes.get(state.topic, 0) + len(state.data) > MAX_TOPIC_BYTES:

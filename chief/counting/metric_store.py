@@ -100,11 +100,7 @@ class MetricStore(ChiefPart):
         return metric_states.logs(name) or ()
 
     def write(self, state: MetricState) -> None:
-        """Keeps a state that nobody has kept.
-
-        Raises:
-            LimitError: it is too much.
-        """
+        """Keeps a state that nobody has kept. LimitError: it is too much."""
         self._journal.history.metric_states.check(state)
         self._journal.write("state", durable=False, state=encode_state(state))
 

@@ -114,11 +114,7 @@ class JobHistory:
         return sum(len(bitmap) for units in self.lost.values() for bitmap in units.values())
 
     def apply(self, record: Mapping[str, Any]) -> None:
-        """Adds one record.
-
-        Raises:
-            KeyError: not a record of this journal.
-        """
+        """Adds one record. KeyError: not a record of this journal."""
         match record["kind"]:
             case "summary":
                 self._replace_by(record)

@@ -26,12 +26,8 @@ COMPACT_BYTES = 8 << 20
 
 class Journal:
     """The journal of a job. Without a ``directory`` nothing is kept; a file of ``compact_bytes`` is replaced by one
-    line that says the same.
-
-    Raises:
-        ConfigurationError: a line in the middle cannot be read.
-        JournalLostError: the file cannot be read or written.
-    """
+    line that says the same. ConfigurationError: a line in the middle cannot be read. JournalLostError: the file cannot
+    be read or written."""
 
     def __init__(self, directory: str, *, compact_bytes: int = COMPACT_BYTES) -> None:
         self.history = JobHistory()
@@ -89,12 +85,9 @@ class Journal:
             self._lose(f"cannot be written ({error}): make room there, or give another --state-dir")
 
     def check(self) -> None:
-        """Whether the file is the one that was opened, and all that is in it is ours.
-
-        Raises:
-            JournalLostError: another chief has written it (its lock was lost: removed, or taken by an NFS server), it
-                was removed, or a write has failed before.
-        """
+        """Whether the file is the one that was opened, and all that is in it is ours. JournalLostError: another chief
+        has written it (its lock was lost: removed, or taken by an NFS server), it was removed, or a write has failed
+        before."""
         if self._lost:
             raise JournalLostError(self._lost)
         if self._fd < 0:
@@ -134,11 +127,8 @@ class Journal:
 
 
 def replay(path: pathlib.Path) -> JobHistory:
-    """What a journal says; a last line that is torn is cut off.
-
-    Raises:
-        ConfigurationError: a line in the middle cannot be read, or one is of another version.
-    """
+    """What a journal says; a last line that is torn is cut off. ConfigurationError: a line in the middle cannot be
+    read, or one is of another version."""
     history = JobHistory()
     data = path.read_bytes() if path.exists() else b""
     offset = 0

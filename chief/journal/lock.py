@@ -28,11 +28,7 @@ PREDECESSOR_S = 5.0
 
 
 class JournalLock:
-    """The lock of a journal's folder, the chief's state_dir, which is made.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """The lock of a journal's folder, the chief's state_dir, which is made. OSError: the file cannot be opened."""
 
     refusal = (
         "the journal in {where} is that of a chief that runs: {holder}. End that one, give this one another "
@@ -56,11 +52,7 @@ class JournalLock:
 
     async def wait(self, standby: bool) -> bool:
         """Waits until it is ours, on ``standby`` for as long as that takes, otherwise for as long as a chief needs to
-        end; returns whether another chief had it.
-
-        Raises:
-            ConfigurationError: another chief keeps it.
-        """
+        end; returns whether another chief had it. ConfigurationError: another chief keeps it."""
         if self.acquire():
             return False
         holder = os.pread(self._fd, 256, 0).decode(errors="replace") or "another process"

@@ -32,12 +32,8 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
             self.evaluations.restore(name, pin, metric_states.units(name), metric_states.logs(name) is not None)
 
     async def accept(self, request: LeaseRequest[EvaluationPass]) -> None:
-        """Takes in what was counted.
-
-        Raises:
-            ConfigurationError: the evaluation is over other data.
-            ProtocolError: it has no such unit.
-        """
+        """Takes in what was counted. ConfigurationError: the evaluation is over other data. ProtocolError: it has no
+        such unit."""
         evaluated = request.units_of
         name, evaluation = evaluated.name, self.evaluations.open(evaluated.name, evaluated.plan)
         if evaluated.attempt != evaluation.attempt:
@@ -60,11 +56,7 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
         self._changed.notify()
 
     async def ask(self, request: LeaseRequest[EvaluationPass]) -> Leases:
-        """Leases units of the weights that there are now.
-
-        Raises:
-            PeerUnavailableError: commits cannot be held now.
-        """
+        """Leases units of the weights that there are now. PeerUnavailableError: commits cannot be held now."""
         evaluated = request.units_of
         name, evaluation = evaluated.name, self.evaluations.open(evaluated.name, evaluated.plan)
         while True:

@@ -83,11 +83,7 @@ class Evaluations(dict[Topic, RunningEvaluation]):
         self[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_over)
 
     def open(self, name: Topic, plan: Plan) -> RunningEvaluation:
-        """The evaluation of a name.
-
-        Raises:
-            ConfigurationError: it is over other data.
-        """
+        """The evaluation of a name. ConfigurationError: it is over other data."""
         known = self.setdefault(name, RunningEvaluation(plan, EpochLeases(plan)))
         if known.plan != plan:
             raise ConfigurationError(

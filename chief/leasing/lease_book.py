@@ -72,11 +72,8 @@ class LeaseBook:
         return bool(self._prior) or any(leases.has_begun for leases in self.epochs.values())
 
     def open_dataset(self, dataset: int, plan: Plan) -> Plan:
-        """Registers a plan, or checks that it is the one registered; returns the one registered.
-
-        Raises:
-            ConfigurationError: another plan stands; names each difference.
-        """
+        """Registers a plan, or checks that it is the one registered; returns the one registered. ConfigurationError:
+        another plan stands; names each difference."""
         known = self.plans.setdefault(dataset, plan)
         differences = [
             f"{field.name} is {getattr(known, field.name)!r} in the job and {getattr(plan, field.name)!r} here"
@@ -108,11 +105,7 @@ class LeaseBook:
         return self.plans[dataset]
 
     def epoch(self, dataset: int, epoch: int) -> EpochLeases:
-        """The units of one epoch.
-
-        Raises:
-            ProtocolError: the dataset was never opened.
-        """
+        """The units of one epoch. ProtocolError: the dataset was never opened."""
         key = (dataset, epoch)
         if key not in self.epochs:
             self.epochs[key] = EpochLeases(self._plan(dataset))

@@ -113,11 +113,8 @@ class EpochLeases:
     def accept(self, incarnation: Incarnation, indices: Iterable[int]) -> list[int]:
         """Counts units as accepted, as ``incarnation`` reports; returns those that were not yet.
 
-        A unit that is pending counts too: the caller speaks the truth about its updates, whoever held the unit
-        before the chief lost sight of it.
-
-        Raises:
-            ProtocolError: no such unit, or it is leased to somebody else.
+        A unit that is pending counts too: the caller speaks the truth about its updates, whoever held the unit before
+        the chief lost sight of it. ProtocolError: no such unit, or it is leased to somebody else.
         """
         new: list[int] = []
         for index in indices:

@@ -122,12 +122,9 @@ class TrainingUnits(UnitLender[TrainingPass]):
         """A step lacked parts of its batch."""
 
     async def open_dataset(self, incarnation: Incarnation, dataset: int, plan: Plan) -> Plan:
-        """Registers a plan, or checks it against the one that stands; returns that.
-
-        Raises:
-            ConfigurationError: another plan stands; names each difference. Or the worker was added to a job whose
-                batches are cut for those it started with.
-        """
+        """Registers a plan, or checks it against the one that stands; returns that. ConfigurationError: another plan
+        stands; names each difference. Or the worker was added to a job whose batches are cut for those it started
+        with."""
         await self._admit(incarnation)
         if dataset < 1:
             raise ConfigurationError(f"datasets are counted from 1, got {dataset}")

@@ -195,10 +195,7 @@ class JobSteps:
 
     def waits_for(self, incarnation: Incarnation, step: JobStep) -> list[Incarnation]:
         """Workers whose earlier slices must be accepted before ``incarnation`` may have its slice of ``step``.
-
-        Raises:
-            ConfigurationError: one of them accumulates over these, for an update that wants that slice too.
-        """
+        ConfigurationError: one of them accumulates over these, for an update that wants that slice too."""
         if not self._own(incarnation, step).refresh and incarnation not in self._missed:
             return []
         earlier = (other for other in self.open.values() if other.number < step.number)

@@ -195,11 +195,7 @@ class Roster:
         return task not in self.required and self.tasks[task].task.type in ("worker", "ps")
 
     def check(self, incarnation: Incarnation) -> None:
-        """Whether ``incarnation`` may speak.
-
-        Raises:
-            FencedError: it is over, or unknown.
-        """
+        """Whether ``incarnation`` may speak. FencedError: it is over, or unknown."""
         session = self.tasks.get(incarnation.task)
         if (
             session is None

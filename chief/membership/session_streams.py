@@ -82,13 +82,8 @@ class SessionStreams(ChiefPart):
         self._probes: set[asyncio.Future[None]] = set()
 
     async def attend(self, requests: AsyncIterator[Request]) -> AsyncIterator[Event]:
-        """One stream, from join to end.
-
-        Raises:
-            ProtocolError: a message that cannot be; the first one is no join.
-            LimitError: too long a heartbeat.
-            ConfigurationError: the cluster has no such task.
-        """
+        """One stream, from join to end. ProtocolError: a message that cannot be; the first one is no join. LimitError:
+        too long a heartbeat. ConfigurationError: the cluster has no such task."""
         join = await anext(requests, None)
         if not isinstance(join, Join):
             raise ProtocolError(f"expected Join as the first message of a session, got {type(join).__name__}")

@@ -78,11 +78,8 @@ class Sessions(Roster):
         self, task: str, address: str, pid: int, resume_incarnation: int, stream: int, now: float
     ) -> tuple[Session, list[Action]]:
         """A task opened a session. Gives its session, with the incarnation it has from now on, and what follows.
-
-        Raises:
-            ConfigurationError: the cluster has no such task; or it runs, and who comes only says goodbye (no address).
-            FencedError: the incarnation it wants to resume is over.
-        """
+        ConfigurationError: the cluster has no such task; or it runs, and who comes only says goodbye (no address).
+        FencedError: the incarnation it wants to resume is over."""
         session = self._session(task)
         if session is not None and self.is_dismissed(session) and not resume_incarnation:
             raise ConfigurationError(

@@ -259,10 +259,7 @@ class PsPool:
 
     async def insist(self, server: Server, call: Callable[[Server], Awaitable[_Result]]) -> _Result | None:
         """Calls until an answer comes; None when the ps is lost before, or has been left out and taken in again since.
-
-        Raises:
-            StratagemError: the ps refused.
-        """
+        StratagemError: the ps refused."""
         level = logging.INFO
         while self._is_open(server.incarnation) and self._servers.get(server.incarnation) is server:
             try:
@@ -284,11 +281,7 @@ class PsPool:
         return await self.insist_all(lambda server: server.describe_units())
 
     async def describe_all(self) -> dict[Incarnation, ServerDescription]:
-        """The same of all there are: one that is away may have most updates.
-
-        Raises:
-            PeerUnavailableError: one is.
-        """
+        """The same of all there are: one that is away may have most updates. PeerUnavailableError: one is."""
         described = await self.describe()
         if len(described) < (num_ps := self.num_ps):
             raise PeerUnavailableError(f"{num_ps - len(described)} of {num_ps} ps are away")

@@ -198,10 +198,7 @@ class HttpServer:
 
 def of_loop(loop: asyncio.AbstractEventLoop, look: Callable[[], T]) -> Callable[[], Awaitable[T]]:
     """``look`` as another loop can call it: it runs in ``loop``, where nothing else touches the job's state meanwhile.
-
-    Raises:
-        TimeoutError: of the function returned: ``loop`` has no time for it.
-    """
+    TimeoutError: of the function returned: ``loop`` has no time for it."""
 
     async def here() -> T:
         return look()

@@ -58,11 +58,7 @@ class PageWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While somebody does.
-
-        Raises:
-            OverflowError: too many do.
-        """
+        """While somebody does. OverflowError: too many do."""
         if self._num_viewers >= MAX_VIEWERS:
             raise OverflowError(f"{MAX_VIEWERS} pages are open already")
         self._num_viewers += 1

@@ -11,9 +11,7 @@ class NamedEnum(enum.Enum):
     """Base of the enums of the public API: ``Kind(given)`` is where everything that a caller gives goes through.
 
     ``Kind(Kind.SUM)``, ``Kind("SUM")`` and ``Kind("sum")`` are ``Kind.SUM``; the text of a value counts as a name.
-
-    Raises:
-        ConfigurationError: anything else.
+    ConfigurationError: anything else.
     """
 
     __hash__ = object.__hash__  # a member is equal to itself alone; Enum's own is written in Python

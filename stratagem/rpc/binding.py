@@ -19,11 +19,7 @@ ANY_HOST = ("0.0.0.0", "::")
 
 def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
     """Refuses to listen beyond loopback in the clear. With TLS, or if the user says that it is all right
-    (``insecure``), it may be.
-
-    Raises:
-        ConfigurationError: with the ways out.
-    """
+    (``insecure``), it may be. ConfigurationError: with the ways out."""
     host, colon, port = bind.rpartition(":")
     if not colon or not is_port(port):
         raise ConfigurationError(f"expected host:port to listen on, got {bind!r}")
@@ -37,11 +33,7 @@ def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
 
 
 def advertised_address(advertise: str, bound: str) -> str:
-    """As :func:`told_address`.
-
-    Raises:
-        ConfigurationError: nobody could call it there.
-    """
+    """As :func:`told_address`. ConfigurationError: nobody could call it there."""
     host, _ = split_address(advertise or bound)
     if host in ANY_HOST:
         raise ConfigurationError(
@@ -60,11 +52,7 @@ def told_address(advertise: str, bound: str) -> str:
 
 def listening(host: str, port: int = 0) -> socket.socket:
     """A TCP socket that listens at ``host``: an IPv4 address, an IPv6 one ("::" is both), or a name, IPv4 first. IPv6
-    without brackets; port 0 takes a free one.
-
-    Raises:
-        OSError: the host is not of this machine, or the port is taken.
-    """
+    without brackets; port 0 takes a free one. OSError: the host is not of this machine, or the port is taken."""
     family, *_, address = _found(host, port, socket.AI_PASSIVE)[0]
     is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=is_dual)
@@ -72,11 +60,7 @@ def listening(host: str, port: int = 0) -> socket.socket:
 
 def connected(host: str, port: int, timeout_s: float) -> socket.socket:
     """A TCP socket to what :func:`listening` has opened at ``host``: a name's IPv4 addresses are tried first here too,
-    since a firewall may let an IPv6 one wait for the whole of ``timeout_s``.
-
-    Raises:
-        OSError: nobody is there.
-    """
+    since a firewall may let an IPv6 one wait for the whole of ``timeout_s``. OSError: nobody is there."""
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in _found(host, port):
         sock = socket.socket(family, kind, protocol)
@@ -101,10 +85,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """A port for a server that starts later: for a minute nobody who asks for any port gets it.
 
     A connection to it was closed at this end (TIME_WAIT). That keeps no server from it which sets SO_REUSEADDR, as
-    ours, gRPC's and torch's do.
-
-    Raises:
-        ConfigurationError: no server can be reached at ``host``, with the way out.
+    ours, gRPC's and torch's do. ConfigurationError: no server can be reached at ``host``, with the way out.
     """
     try:
         with listening(host) as server:

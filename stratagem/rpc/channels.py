@@ -50,10 +50,7 @@ def channel_options(max_message_bytes: int = -1) -> list[_Option]:
 
 def connect(address: str, peer: str = "", security: Security = OPEN) -> grpc.Channel:
     """A channel of its own connection to ``host:port``. With TLS nobody but ``peer`` is accepted there.
-
-    Raises:
-        ConfigurationError: the certificates cannot be used, or the token would travel in the clear.
-    """
+    ConfigurationError: the certificates cannot be used, or the token would travel in the clear."""
     options, credentials = _prepared(address, peer, security)
     if credentials is None:
         channel = grpc.insecure_channel(address, options=options)
@@ -76,12 +73,8 @@ def connect_aio(address: str, peer: str = "", security: Security = OPEN) -> grpc
 @contextlib.contextmanager
 def asking(address: str, task: str, security: Security, words: str) -> Iterator[grpc.Channel]:
     """A channel to ``task`` for the ``with`` block; what goes wrong in it is raised as an error of ours. ``address``:
-    host:port; ``words``: the task, in the error.
-
-    Raises:
-        IdentityError: TLS does not come about, or the task does not know us.
-        PeerUnavailableError: it does not answer.
-    """
+    host:port; ``words``: the task, in the error. IdentityError: TLS does not come about, or the task does not know us.
+    PeerUnavailableError: it does not answer."""
     channel = connect(address, task, security)
     try:
         yield channel

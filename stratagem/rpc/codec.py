@@ -162,11 +162,7 @@ def _parts(
 
 def decode_frames(message: bytes) -> list[Frame]:
     """The frames of a message: one, or several together. What is a small part of such a message is copied, so that
-    whoever keeps it does not keep the message.
-
-    Raises:
-        FrameError: the message, or what is in it, is not a frame.
-    """
+    whoever keeps it does not keep the message. FrameError: the message, or what is in it, is not a frame."""
     whole = decode_frame(message)
     if whole.kind != _FRAMES:
         return [whole]
@@ -187,11 +183,8 @@ def decode_frames(message: bytes) -> list[Frame]:
 
 
 def decode_frame(message: bytes | memoryview) -> Frame:
-    """Takes a message apart without copying the payload.
-
-    Raises:
-        FrameError: the message is not a frame, or its payload is not what dtype and shape say.
-    """
+    """Takes a message apart without copying the payload. FrameError: the message is not a frame, or its payload is not
+    what dtype and shape say."""
     if len(message) < _OFFSET_FIELD_BYTES or message[0] != 0x0D:
         raise FrameError(f"expected a frame (payload_offset first), got {len(message)} bytes of something else")
     (payload_offset,) = struct.unpack_from("<I", message, 1)

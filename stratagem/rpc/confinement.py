@@ -22,10 +22,7 @@ class AllowedFolders:
 
     def resolve(self, directory: str) -> pathlib.Path:
         """The place that a request means, without links and ".."; ``directory``: absolute, and need not exist.
-
-        Raises:
-            ForbiddenError: it lies elsewhere; says where it may lie.
-        """
+        ForbiddenError: it lies elsewhere; says where it may lie."""
         path = pathlib.Path(directory)
         known = ", ".join(map(str, self._folders)) or "no folder at all"
         try:

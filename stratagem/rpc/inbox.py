@@ -47,11 +47,7 @@ class Inbox:
         return bool(self._frames) or self.error is not None
 
     def put(self, *frames: Frame) -> bool:
-        """Adds frames that came together; False when the lane is broken.
-
-        Raises:
-            LimitError: too much lies here.
-        """
+        """Adds frames that came together; False when the lane is broken. LimitError: too much lies here."""
         with self._changed:
             if self._max_frames:
                 self._changed.wait_for(lambda: len(self._frames) < self._max_frames or self.error is not None)

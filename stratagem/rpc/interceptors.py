@@ -44,12 +44,8 @@ class _Gate:
         self.counter = counter
 
     def entered(self, context: Any, cancel: Callable[[], object]) -> contextlib.AbstractContextManager[CountedCall]:
-        """Around a call: of the owner of a certificate, without TLS over a connection.
-
-        Raises:
-            SecurityError: the caller may not make it.
-            LimitError: it is one too many.
-        """
+        """Around a call: of the owner of a certificate, without TLS over a connection. SecurityError: the caller may
+        not make it. LimitError: it is one too many."""
         proven, identity = context.auth_context(), ""
         if self._security.asks_who_calls and self._method not in OPEN_METHODS:
             metadata = dict(context.invocation_metadata())
@@ -62,10 +58,7 @@ class _Gate:
 
     def check(self, identity: str, request: Any) -> Any:
         """Refuses a request that did not come, cannot be parsed, is in the name of another task, or is too long.
-
-        Raises:
-            ProtocolError, IdentityError, LimitError: says which.
-        """
+        ProtocolError, IdentityError, LimitError: says which."""
         if request is None:
             raise ProtocolError(f"expected a request for {self._name}, got none")
         if isinstance(request, _Malformed):

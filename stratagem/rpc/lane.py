@@ -91,17 +91,11 @@ class SendingLane(Protocol):
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
         """Queues one frame of ``num_elements`` elements. ``pieces`` is called now or later, in the lane's thread.
-
-        Raises:
-            PeerUnavailableError: the lane is broken.
-        """
+        PeerUnavailableError: the lane is broken."""
 
     def flush(self, deadline: float) -> None:
         """Waits until everything queued has left the memory it was in (``deadline``: ``time.monotonic()`` seconds).
-
-        Raises:
-            PeerUnavailableError: the lane broke, or the deadline passed.
-        """
+        PeerUnavailableError: the lane broke, or the deadline passed."""
 
     def close(self, reason: str) -> None:
         """Ends the lane; whoever waits on it gets ``PeerUnavailableError`` with the reason."""

@@ -99,11 +99,8 @@ class LaneListener:
         return LaneTicket(token, port=listener.getsockname()[1])
 
     def wait(self, who: Hashable, deadline: float) -> socket.socket:
-        """The socket of ``who``, once it has come in; the caller owns it.
-
-        Raises:
-            PeerUnavailableError: not before ``deadline`` (``time.monotonic()`` seconds), or the listener closed.
-        """
+        """The socket of ``who``, once it has come in; the caller owns it. PeerUnavailableError: not before ``deadline``
+        (``time.monotonic()`` seconds), or the listener closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: who in self._arrived or self._closed.is_set(), max(0.0, deadline - time.monotonic())
@@ -247,11 +244,8 @@ def connect_lane(
     ticket: LaneTicket, host: str, deadline: float, peer: str = "", security: Security = OPEN
 ) -> socket.socket:
     """Goes in at the listener of ``peer``, by the ticket that it gave over gRPC; over TLS nobody else is accepted.
-    ``host``: not used for a Unix socket; ``deadline``: ``time.monotonic()`` seconds.
-
-    Raises:
-        PeerUnavailableError: nobody is there, or it does not let us in.
-    """
+    ``host``: not used for a Unix socket; ``deadline``: ``time.monotonic()`` seconds. PeerUnavailableError: nobody is
+    there, or it does not let us in."""
     timeout_s = max(0.1, deadline - time.monotonic())
     try:
         if ticket.socket_name:

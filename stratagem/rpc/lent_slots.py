@@ -35,12 +35,8 @@ class Lender:
         self._closed = False
 
     def lend(self, num_bytes: int) -> list[Said]:
-        """The sender asks for a slot. Returns what is to be said to it.
-
-        Raises:
-            LimitError: it has too many.
-            SegmentError: there is no memory.
-        """
+        """The sender asks for a slot. Returns what is to be said to it. LimitError: it has too many. SegmentError:
+        there is no memory."""
         lent_bytes = sum([slot.size for slot in [*self._lent.values()]])
         if lent_bytes + num_bytes > (limit := self._max_bytes()):
             raise LimitError(f"{lent_bytes:,} bytes are lent and not used, over max_peer_bytes of {limit:,}")

@@ -109,11 +109,8 @@ class CallCounter:
 
 
 def check_ids(request: Message, max_ids: int) -> None:
-    """Refuses a request whose lists are too long, before anything of ours is made of them.
-
-    Raises:
-        LimitError: names the limit.
-    """
+    """Refuses a request whose lists are too long, before anything of ours is made of them. LimitError: names the
+    limit."""
     # An entry takes a byte at least: most requests are too small to hold too many.
     if request.ByteSize() > max_ids and (num_ids := _num_entries(request, max_ids)) > max_ids:
         raise LimitError(

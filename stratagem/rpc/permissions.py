@@ -71,12 +71,8 @@ OPEN_METHODS = frozenset({f"/grpc.health.v1.Health/{method}" for method in ("Che
 
 def authorize(identity: str, method: str) -> None:
     """Refuses a call that the table does not allow. ``identity``: proven; empty: none. ``method``: its full name,
-    "/stratagem.Chief/GetStatus" say.
-
-    Raises:
-        IdentityError: the method needs an identity, and there is none.
-        ForbiddenError: the caller's role may not call it.
-    """
+    "/stratagem.Chief/GetStatus" say. IdentityError: the method needs an identity, and there is none. ForbiddenError:
+    the caller's role may not call it."""
     name = method.rpartition("/")[2]
     if not identity:
         raise IdentityError(f"{name} needs a caller that says who it is, and this one did not: give --token-file")

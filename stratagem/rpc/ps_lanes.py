@@ -54,11 +54,7 @@ class PsLaneOpener:
 
     def open(self, transport: Transport, place: str) -> Lane:
         """The lane asked for; ``auto`` takes the fastest that works. ``place``: where the ps runs, by its own words.
-
-        Raises:
-            ConfigurationError: the lane asked for cannot be had here.
-            PeerUnavailableError: the ps does not answer.
-        """
+        ConfigurationError: the lane asked for cannot be had here. PeerUnavailableError: the ps does not answer."""
         is_here = place == own_host_id()
         kinds, better = _candidates(transport, is_here, self.ps), ""
         for kind in kinds:

@@ -37,11 +37,8 @@ class Token:
 
     @classmethod
     def read(cls, path: str) -> Token:
-        """The token in a file; space around it does not count.
-
-        Raises:
-            ConfigurationError: the file cannot be read, or holds no token.
-        """
+        """The token in a file; space around it does not count. ConfigurationError: the file cannot be read, or holds no
+        token."""
         try:
             text = Path(path).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -115,10 +112,7 @@ class Security:
 
     def who_calls(self, proven: Mapping[str, Any], metadata: Mapping[str, str | bytes]) -> str:
         """The caller's identity; empty when it has none. ``proven``: ``auth_context()`` of the call, what TLS knows.
-
-        Raises:
-            IdentityError: a wrong token, or a name that nobody has.
-        """
+        IdentityError: a wrong token, or a name that nobody has."""
         if self.token is not None:
             shown = metadata.get(TOKEN_KEY, "")
             if not shown:
@@ -144,11 +138,7 @@ def security_of(config: RoleConfig) -> Security:
 
 def make_security(identity: str, tls: str, token_file: str, insecure: bool = False) -> Security:
     """What these words say. ``tls``: folder of the certificates, ``token_file``: file with the token; empty: none.
-    ``insecure``: the network may be trusted.
-
-    Raises:
-        ConfigurationError: certificates or token cannot be used; says why.
-    """
+    ``insecure``: the network may be trusted. ConfigurationError: certificates or token cannot be used; says why."""
     files = TlsFiles(tls, identity) if tls else None
     if files is not None:
         files.check()
@@ -161,11 +151,8 @@ def operator_security(tls: str, token_file: str, insecure: bool = False) -> Secu
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """Server's side of gRPC; a renewed certificate is used from the next connection on.
-
-    Raises:
-        ConfigurationError: the files cannot be used.
-    """
+    """Server's side of gRPC; a renewed certificate is used from the next connection on. ConfigurationError: the files
+    cannot be used."""
     used = [tls.stamp()]
     pems = tls.read()
 

@@ -39,10 +39,7 @@ class Segment:
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
         """New memory, at least 1 byte, all zero, every page present; :meth:`send_to` works until :meth:`stop_sharing`.
-
-        Raises:
-            SegmentError: there is not that much memory, a limit forbids it, or the system has no memfd.
-        """
+        SegmentError: there is not that much memory, a limit forbids it, or the system has no memfd."""
         if num_bytes < 1:
             raise SegmentError(f"expected a segment of at least 1 byte, got {num_bytes:,}", errno.EINVAL)
         free = free_bytes()
@@ -71,11 +68,8 @@ class Segment:
     def attach(cls, descriptor: int, num_bytes: int) -> Segment:
         """Maps what a peer made. Takes the descriptor over and closes it.
 
-        A peer that shrank the memory later would end this process with SIGBUS: only memory that is sealed against it
-        is mapped.
-
-        Raises:
-            SegmentError: it is not a sealed memfd of exactly ``num_bytes``, or cannot be mapped.
+        A peer that shrank the memory later would end this process with SIGBUS: only memory that is sealed against it is
+        mapped. SegmentError: it is not a sealed memfd of exactly ``num_bytes``, or cannot be mapped.
         """
         try:
             size = os.fstat(descriptor).st_size

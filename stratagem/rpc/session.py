@@ -122,12 +122,8 @@ class SessionClient:
 
     def start(self, timeout_s: float = 60.0, look: Callable[[], StratagemError | None] = lambda: None) -> int:
         """Joins; returns the incarnation. ``look`` is asked every :data:`LOOK_S` seconds without an answer for a reason
-        to give up.
-
-        Raises:
-            PeerUnavailableError: no chief answers at the address within ``timeout_s`` seconds.
-            StratagemError: the session has ended already, or ``look`` gave this.
-        """
+        to give up. PeerUnavailableError: no chief answers at the address within ``timeout_s`` seconds. StratagemError:
+        the session has ended already, or ``look`` gave this."""
         deadline = time.monotonic() + timeout_s
         self._thread.start()
         with self._changed:
@@ -153,12 +149,8 @@ class SessionClient:
         return self.incarnation
 
     def wait_ready(self, timeout_s: float) -> Membership:
-        """Waits until every task of the cluster has joined.
-
-        Raises:
-            ClusterTimeoutError: not within ``timeout_s`` seconds; names who is missing.
-            StratagemError: the session ended meanwhile.
-        """
+        """Waits until every task of the cluster has joined. ClusterTimeoutError: not within ``timeout_s`` seconds;
+        names who is missing. StratagemError: the session ended meanwhile."""
         deadline = time.monotonic() + timeout_s
         last = ""
         while True:

@@ -53,11 +53,8 @@ class SlotPool:
         self._closed = False
 
     def take(self, num_bytes: int) -> ShmBlock:
-        """A slot of at least ``num_bytes``, with whatever is in it.
-
-        Raises:
-            SegmentError: there is no memory for another segment.
-        """
+        """A slot of at least ``num_bytes``, with whatever is in it. SegmentError: there is no memory for another
+        segment."""
         size = slot_bytes(num_bytes)
         with self._guard:
             if not self._free.get(size):

@@ -75,11 +75,8 @@ class TlsFiles:
         return tuple((fact.st_ino, fact.st_mtime_ns, fact.st_size) for fact in facts)
 
     def read(self) -> Pems:
-        """The files, after :meth:`check`.
-
-        Raises:
-            ConfigurationError: as :meth:`check`, or somebody is replacing them right now.
-        """
+        """The files, after :meth:`check`. ConfigurationError: as :meth:`check`, or somebody is replacing them right
+        now."""
         before = self.stamp()
         self.check()
         try:
@@ -92,11 +89,8 @@ class TlsFiles:
         return pems
 
     def read_or_keep(self) -> Pems:
-        """The files; while they cannot be used, what they held when they last could.
-
-        Raises:
-            ConfigurationError: they never could.
-        """
+        """The files; while they cannot be used, what they held when they last could. ConfigurationError: they never
+        could."""
         try:
             return self.read()
         except ConfigurationError as error:
@@ -106,11 +100,8 @@ class TlsFiles:
             return self._last
 
     def check(self) -> None:
-        """Tries the certificate against itself, as peers will: a TLS handshake in memory.
-
-        Raises:
-            ConfigurationError: it is missing, expired, of another authority or of another task; says which.
-        """
+        """Tries the certificate against itself, as peers will: a TLS handshake in memory. ConfigurationError: it is
+        missing, expired, of another authority or of another task; says which."""
         self.stamp()
         try:
             shown = _handshake(self.server_context(), self.client_context(), server_name(self.identity))

@@ -140,12 +140,8 @@ class Loss:
         return twin
 
     def __call__(self, outputs: Any, targets: Any, weights: torch.Tensor | None = None) -> LossValue:
-        """The loss of a batch, of which each example may have a weight.
-
-        Raises:
-            ConfigurationError: targets or weights that do not fit, or, at the first batch, outputs that are not what
-                the name of the loss expects.
-        """
+        """The loss of a batch, of which each example may have a weight. ConfigurationError: targets or weights that do
+        not fit, or, at the first batch, outputs that are not what the name of the loss expects."""
         if targets is None:
             raise ConfigurationError("the loss needs targets: give y, or batches of (inputs, targets)")
         if self._is_named:
@@ -281,10 +277,7 @@ def check_tensors(who: str, outputs: Any, targets: Any, instead: str) -> None:
 
 def formed(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """Targets in the shape of the outputs, from which theirs may differ by sizes of 1, or in that one of them is flat.
-
-    Raises:
-        ConfigurationError: they are of another shape, as where the channels come last in one of them.
-    """
+    ConfigurationError: they are of another shape, as where the channels come last in one of them."""
     here, there = ([size for size in each.shape if size != 1] for each in (targets, outputs))
     is_flat = targets.shape[:1] == outputs.shape[:1] and min(targets.dim(), outputs.dim()) <= 2
     if here != there and not (is_flat and targets.numel() == outputs.numel()):

@@ -74,11 +74,7 @@ class Mean:
 
 class OfTorchmetrics:
     """Implements :class:`Metric` by a copy of one of torchmetrics, merged by its own reductions, wherever its states
-    are.
-
-    Raises:
-        ConfigurationError: it does not count all.
-    """
+    are. ConfigurationError: it does not count all."""
 
     def __init__(self, metric: torchmetrics.Metric, device: torch.device) -> None:
         check_counts_all(metric)

@@ -65,11 +65,7 @@ class ModelState(WithWaysOut):
             logger.warning("%s defines %s, %s", type(module).__name__, name, _NOT_CALLED)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuses what Keras would call, and nothing here does.
-
-        Raises:
-            ConfigurationError: the class defines one of them.
-        """
+        """Refuses what Keras would call, and nothing here does. ConfigurationError: the class defines one of them."""
         super().__init_subclass__(**options)
         for name in _NEVER_CALLED.intersection(dir(cls)):
             raise ConfigurationError(f"{cls.__name__} defines {name}, {_NOT_CALLED}")
@@ -105,10 +101,7 @@ class ModelState(WithWaysOut):
 
     def check_attributes(self) -> None:
         """Refuses attributes that Keras understands, and torch takes for some new attribute without a word.
-
-        Raises:
-            ConfigurationError: one of them was set.
-        """
+        ConfigurationError: one of them was set."""
         for name in _NEVER_CALLED.intersection(vars(self)):
             raise ConfigurationError(f"model.{name} was set, {_NOT_CALLED}")
         for name in ("lr", "learning_rate"):
@@ -123,11 +116,7 @@ class ModelState(WithWaysOut):
 
     @property
     def position(self) -> FitPosition:
-        """How far ``fit`` has come; a checkpoint can save and restore it.
-
-        Raises:
-            ConfigurationError: there was no ``fit``.
-        """
+        """How far ``fit`` has come; a checkpoint can save and restore it. ConfigurationError: there was no ``fit``."""
         if self._position is None:
             raise ConfigurationError("the position is that of fit, which has not been called")
         return self._position
@@ -231,11 +220,8 @@ class ModelState(WithWaysOut):
 
     @checked
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads the weights of a checkpoint of any strategy, or of the newest one in a folder.
-
-        Raises:
-            CheckpointError: it is damaged, or of another model.
-        """
+        """Loads the weights of a checkpoint of any strategy, or of the newest one in a folder. CheckpointError: it is
+        damaged, or of another model."""
         Checkpoint(strategy=self.strategy, model=self.module).restore(path, random=False)
 
     def state_dict(self) -> dict[str, Any]:

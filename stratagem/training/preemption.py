@@ -133,10 +133,7 @@ class PreemptionCheckpointHandler:
 def leave(strategy: Strategy, save: Callable[[], str]) -> NoReturn:
     """Ends this process as preempted, once ``save`` has saved; where workers run in step, every one calls it.
 
-    Under parameter servers nothing has to be saved.
-
-    Raises:
-        SystemExit: with code 143.
+    Under parameter servers nothing has to be saved. SystemExit: with code 143.
     """
     preemption.leave()
     if strategy.servers is not None:

@@ -53,12 +53,9 @@ def check_max_workers(most: int, num_workers: int, min_workers: int, num_ps: int
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What every renderer takes: docker-compose, Kubernetes, JobSet and TrainJob show the same job.
-
-    Raises:
-        ConfigurationError: the name cannot be part of a host name, or a count is too low.
-        ClusterSpecError: the strategy cannot run on these tasks.
-    """
+    """What every renderer takes: docker-compose, Kubernetes, JobSet and TrainJob show the same job. ConfigurationError:
+    the name cannot be part of a host name, or a count is too low. ClusterSpecError: the strategy cannot run on these
+    tasks."""
 
     name: str
     """Of the job: lower-case letters, digits and "-"; at most 40 characters, because pods add theirs."""

@@ -59,10 +59,7 @@ class RestoredObjects:
 
     def load(self, path: Path | None) -> int:
         """Takes the weights of a checkpoint; returns its step. None: those that the objects were created with.
-
-        Raises:
-            CheckpointError: it is damaged, gone, or lacks an object.
-        """
+        CheckpointError: it is damaged, gone, or lacks an object."""
         step = 0
         if path is None:
             logger.warning("There is no checkpoint: the model is as it was created")
@@ -95,12 +92,8 @@ class RestoredObjects:
 
 
 def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_batches: int | None) -> dict[str, float]:
-    """Loss, metrics and "global_step" of a checkpoint, over at most ``num_batches`` batches.
-
-    Raises:
-        CheckpointError: see :meth:`RestoredObjects.load`.
-        ConfigurationError: there is no example.
-    """
+    """Loss, metrics and "global_step" of a checkpoint, over at most ``num_batches`` batches. CheckpointError: see
+    :meth:`RestoredObjects.load`. ConfigurationError: there is no example."""
     batch, source = sample(given.open())
     first = restored.build(batch)
     step = restored.load(path)

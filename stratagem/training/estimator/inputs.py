@@ -43,11 +43,7 @@ class Input:
         return "input_context" in self._takes
 
     def open(self, context: InputContext | None = None) -> Any:
-        """Calls it.
-
-        Raises:
-            ConfigurationError: it gives no batches.
-        """
+        """Calls it. ConfigurationError: it gives no batches."""
         given = {**self._given, "input_context": context or InputContext()}
         source = self._function(**{name: given[name] for name in self._takes})
         if isinstance(source, Dataset):
@@ -77,10 +73,7 @@ def split(batch: Any) -> tuple[Any, Any]:
 def sample(source: Any) -> tuple[Any, Any]:
     """One or two examples as a batch, on the CPU, and the source, which gives as much as before.
 
-    Random number generators are left where they were.
-
-    Raises:
-        ConfigurationError: there are none.
+    Random number generators are left where they were. ConfigurationError: there are none.
     """
     try:
         with random_untouched():

@@ -86,11 +86,7 @@ class EstimatorSpec:
 
 class ModelFunction:
     """A ``model_fn``, which takes ``features``, and ``labels``, ``mode``, ``params``, ``config`` by these names where
-    it wants them.
-
-    Raises:
-        ConfigurationError: it takes no features, or something else.
-    """
+    it wants them. ConfigurationError: it takes no features, or something else."""
 
     def __init__(self, function: Callable[..., EstimatorSpec], params: Mapping[str, Any], config: RunConfig) -> None:
         self._function = function
@@ -102,11 +98,7 @@ class ModelFunction:
             raise ConfigurationError(f"{self._name} takes no argument called features")
 
     def __call__(self, features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
-        """The answer to a batch.
-
-        Raises:
-            ConfigurationError: it is no EstimatorSpec, or of another mode.
-        """
+        """The answer to a batch. ConfigurationError: it is no EstimatorSpec, or of another mode."""
         if labels is not None and "labels" not in self._takes:
             raise ConfigurationError(f"{self._name} takes no labels, but the input gives some: (features, labels)")
         given = {"features": features, "labels": labels, "mode": mode, "params": self._params, "config": self._config}
@@ -121,11 +113,7 @@ class ModelFunction:
 
 
 def taken(function: Callable[..., Any], name: str, known: tuple[str, ...]) -> list[str]:
-    """Which of the known arguments a function takes by name.
-
-    Raises:
-        ConfigurationError: it needs another one.
-    """
+    """Which of the known arguments a function takes by name. ConfigurationError: it needs another one."""
     takes = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):

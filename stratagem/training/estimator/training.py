@@ -51,11 +51,7 @@ SavingListener = Callable[[SavedStep], None]
 
 
 def listening(given: Sequence[SavingListener] | None) -> tuple[SavingListener, ...]:
-    """``saving_listeners``, or none.
-
-    Raises:
-        ConfigurationError: it is no list, or one is no function.
-    """
+    """``saving_listeners``, or none. ConfigurationError: it is no list, or one is no function."""
     check_kind(given, Sequence, NoneType)
     for listener in given or ():
         if not callable(listener):
@@ -234,10 +230,8 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     The lead's values become the job's where it has none yet (docs/protocol.md 13). So a checkpoint is read into the
     modules before they are prepared: a worker that was started again then takes the live values, and the older ones of
     the checkpoint are forgotten. The step at which the job started is a variable too. The lead creates it last, and
-    whoever has got it knows that the state of the optimizers is in place as well.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none can be restored.
+    whoever has got it knows that the state of the optimizers is in place as well. CheckpointError: there are
+    checkpoints, and none can be restored.
     """
     path, step, states = _read_newest(model_dir, list(objects.made))
     for name, module in objects.modules.items():

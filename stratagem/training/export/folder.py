@@ -27,11 +27,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Gives a folder to write files into and a description to fill in, and puts them in the place of ``target`` at the
-    end; an earlier export is replaced.
-
-    Raises:
-        ExportError: ``target`` is something else than an earlier export, or cannot be written.
-    """
+    end; an earlier export is replaced. ExportError: ``target`` is something else than an earlier export, or cannot be
+    written."""
     may_be_replaced = target.is_dir() and (_describe(target) is not None or not any(target.iterdir()))
     if target.exists() and not may_be_replaced:
         raise ExportError(f"expected a new folder or an earlier export to write to, but {target} is something else")
@@ -46,11 +43,8 @@ def writing(target: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What ``metadata.json`` of a folder says, after a look at every file.
-
-    Raises:
-        ExportError: this is no export, or of a newer format, or a file is missing or damaged; names the file.
-    """
+    """What ``metadata.json`` of a folder says, after a look at every file. ExportError: this is no export, or of a
+    newer format, or a file is missing or damaged; names the file."""
     description = _describe(folder)
     if description is None:
         what = ""

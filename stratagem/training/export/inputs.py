@@ -58,10 +58,7 @@ def spec_of(inputs: Any) -> Any:
 
 def as_arguments(inputs: Any) -> tuple[Any, ...]:
     """The positional arguments that ``inputs`` stand for: a tuple is all of them, anything else the only one.
-
-    Raises:
-        ConfigurationError: no tensor has rows, or tensors have different numbers of them.
-    """
+    ConfigurationError: no tensor has rows, or tensors have different numbers of them."""
     arguments = tuple(inputs) if type(inputs) is tuple else (inputs,)
     found = leaves(arguments)
     counts = {len(leaf) for leaf in found if is_rows(leaf)}

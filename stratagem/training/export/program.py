@@ -38,10 +38,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
     prepared or not, compiled or not, is not changed.
 
     A layer whose weights live elsewhere has a method ``export_form()`` that gives the plain layer to put in its place.
-
-    Raises:
-        ConfigurationError: a lazy layer has no weights yet.
-        ExportError: the model cannot be copied.
+    ConfigurationError: a lazy layer has no weights yet. ExportError: the model cannot be copied.
     """
     if isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # of torch.compile
         module = inner
@@ -65,11 +62,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
 @_by_itself()
 def trace(module: nn.Module, arguments: tuple[Any, ...]) -> ExportedProgram:
     """Exports what :func:`bare_copy` gave, with a batch of any number of rows like the examples or specs of its
-    positional arguments.
-
-    Raises:
-        ExportError: with torch's reason.
-    """
+    positional arguments. ExportError: with torch's reason."""
     batch = batch_of(arguments, _TRACED_ROWS)
     before = dict(vars(module))
     try:
@@ -115,9 +108,7 @@ def check(path: Path, module: nn.Module, arguments: tuple[Any, ...]) -> None:
     """Compares the program in a file with the model, on one row and on three.
 
     A model that branches on the number of rows is exported with the branch that two rows take; this finds it.
-
-    Raises:
-        ExportError: the program fails, or gives other numbers.
+    ExportError: the program fails, or gives other numbers.
     """
     program = torch.export.load(path).module()
     for num_rows in _CHECKED_ROWS:

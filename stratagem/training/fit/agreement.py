@@ -164,11 +164,8 @@ def check_groups(
     servers: Servers | None, dataset: Any, accumulate_steps: int, steps_per_epoch: int | None = None
 ) -> None:
     """Refuses accumulation on parameter servers where workers would not make the updates of one process, together.
-
-    Raises:
-        ConfigurationError: an update would be of batches of two passes over the data; or at staleness 0 workers have
-            another share of the last batch than of the others.
-    """
+    ConfigurationError: an update would be of batches of two passes over the data; or at staleness 0 workers have
+    another share of the last batch than of the others."""
     plan: Plan | None = getattr(dataset, "plan", None)
     if servers is None or accumulate_steps == 1 or plan is None:
         return

@@ -130,11 +130,7 @@ class UnitCounts:
     """Of this object alone: reset as a unit begins, and told of its steps."""
 
     def collect(self) -> bytes:
-        """What was counted since the unit began.
-
-        Raises:
-            ConfigurationError: it is too large to travel.
-        """
+        """What was counted since the unit began. ConfigurationError: it is too large to travel."""
         (states,) = self.running.states()  # a worker of parameter servers has one replica
         data = to_bytes(states)
         if len(data) > MAX_STATE_BYTES:

@@ -47,12 +47,8 @@ class CheckpointMembers:
 
     def from_first(self, work: Callable[[], Json], first: str | None = None) -> Json:
         """Runs ``work`` on rank 0 alone; everybody gets what it returns. ``first``: rank 0 as it was, if it was to have
-        something ready for that.
-
-        Raises:
-            CheckpointError: it failed; on rank 0 the error itself.
-            FirstLostError: rank 0 is lost, on all others.
-        """
+        something ready for that. CheckpointError: it failed; on rank 0 the error itself. FirstLostError: rank 0 is
+        lost, on all others."""
         first = self.first if first is None else first
         self._check(first)
         if self._ring is None:

@@ -39,11 +39,8 @@ class NewCheckpoint:
 
 class JobWatch:
     """In an evaluator: the job that it belongs to, for as long as the ``with`` block lasts. Checkpoints appear in
-    ``checkpoint_dir``, or where the configuration of this evaluator says.
-
-    Raises:
-        ConfigurationError: this process is no evaluator, or does not know the chief or the checkpoint directory.
-    """
+    ``checkpoint_dir``, or where the configuration of this evaluator says. ConfigurationError: this process is no
+    evaluator, or does not know the chief or the checkpoint directory."""
 
     def __init__(self, checkpoint_dir: str | None = None) -> None:
         resolved, _ = gather("evaluator", os.environ, {"checkpoint_dir": checkpoint_dir})

@@ -34,11 +34,7 @@ class Stateful(Protocol):
 
 
 def kind_of(name: str, item: Any) -> str:
-    """What an object is to a checkpoint.
-
-    Raises:
-        ConfigurationError: nothing that could be saved.
-    """
+    """What an object is to a checkpoint. ConfigurationError: nothing that could be saved."""
     if isinstance(item, Variable):
         return VARIABLE
     if item is None or isinstance(item, bool | int | float | str):
@@ -61,11 +57,8 @@ def take(
     objects: Mapping[str, Any], strategy: Strategy, servers: Servers | None, *, copy: bool, keep: bool
 ) -> dict[str, EncodedState]:
     """The states of objects. Under a synchronous strategy every worker has to call it. ``copy``: later changes must not
-    show; ``keep``: this process is the one that writes, the others only do their part.
-
-    Raises:
-        ConfigurationError: a state cannot be written.
-    """
+    show; ``keep``: this process is the one that writes, the others only do their part. ConfigurationError: a state
+    cannot be written."""
     models = [item for item in objects.values() if isinstance(item, torch.nn.Module)]
     names = servers.names() if servers is not None else {}
     states: dict[str, EncodedState] = {}
@@ -127,11 +120,7 @@ def beyond_variables(objects: Mapping[str, Any]) -> str:
 
 
 def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[str, EncodedState]:
-    """States out of a checkpoint that holds variables alone.
-
-    Raises:
-        CheckpointError: an object needs more than that.
-    """
+    """States out of a checkpoint that holds variables alone. CheckpointError: an object needs more than that."""
     if what := beyond_variables(objects):
         raise CheckpointError(
             f"it holds the variables of the parameter servers alone, and {what}: the chief took it by itself, or the "
@@ -157,10 +146,7 @@ def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[
 
 def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]]) -> None:
     """Gives objects the states that were read, each with its kind; plain values are replaced in ``objects``.
-
-    Raises:
-        CheckpointError: an object is not what the checkpoint says it was.
-    """
+    CheckpointError: an object is not what the checkpoint says it was."""
     kinds = {name: kind_of(name, item) for name, item in objects.items()}
     for name, kind in kinds.items():
         if states[name][0] != kind and {states[name][0], kind} != {LEASED, OBJECT}:
