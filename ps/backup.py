@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from stratagem.cluster.membership import Membership
 from stratagem.errors import PeerUnavailableError
 from stratagem.ps.frames import FOLLOWED
-from stratagem.ps.published import AnsweringLane, HeldFrame
+from stratagem.ps.published import HeldFrame, ReplyLane
 from stratagem.ps.requests import Sender
 from stratagem.ps.shard_group import Parts
 
@@ -35,7 +35,7 @@ class Backup:
     def __init__(self, held_bytes: Callable[[], int]) -> None:
         self._held_bytes = held_bytes
         self._changed = threading.Condition()
-        self._lane: AnsweringLane | None = None
+        self._lane: ReplyLane | None = None
         self._closed = False
         self._transfer = 0
         self._asker: tuple[str, int] | None = None
@@ -46,7 +46,7 @@ class Backup:
         """The process that may have a copy with everything acknowledged so far."""
         self._whole_number = 0
         """Of the following in which it was made."""
-        self._ended: list[AnsweringLane] = []
+        self._ended: list[ReplyLane] = []
         self._waiting = 0
         self._silent_since = 0.0
         """Threads that wait for the backup, and since when it has confirmed nothing that one of them waits for."""
@@ -73,9 +73,7 @@ class Backup:
             is_silent = self._waiting and time.monotonic() - self._silent_since > SILENCE_S
             return self._whole_number if is_silent and self._whole is not None else 0
 
-    def begin(
-        self, asker: Sender, number: int, lane: AnsweringLane, transfer: int, begin: Callable[[int], None]
-    ) -> None:
+    def begin(self, asker: Sender, number: int, lane: ReplyLane, transfer: int, begin: Callable[[int], None]) -> None:
         """The backup ``asker`` is told everything from here on, in answer to its request ``transfer`` for its following
         ``number``. ``begin`` sends all that is held, given the changes told so far; nobody changes anything meanwhile.
         """
@@ -207,7 +205,7 @@ class Backup:
         finally:
             self._waiting -= 1
 
-    def _end(self, lane: AnsweringLane | None) -> None:
+    def _end(self, lane: ReplyLane | None) -> None:
         """With the lock held; it is closed without it, by :meth:`_close_ended`."""
         if lane is not None:
             self._lane = None

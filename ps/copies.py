@@ -12,7 +12,7 @@ from stratagem.errors import CheckpointError, PeerUnavailableError, ProtocolErro
 from stratagem.ps.applying import Applying
 from stratagem.ps.checkpointing import Checkpointing
 from stratagem.ps.locked_group import LockedGroup
-from stratagem.ps.published import AnsweringLane, HeldFrame, cut_pieces
+from stratagem.ps.published import HeldFrame, ReplyLane, cut_pieces
 from stratagem.ps.requests import CommitUpdate, Sender, UpdateAction
 from stratagem.ps.shard_group import Parts, ShardGroup
 from stratagem.ps.snapshot import Content
@@ -91,7 +91,7 @@ class StoreCopy:
             with state.changed:
                 state.leave(sender)
 
-    def give(self, lane: AnsweringLane, transfer: int, answer: Answer) -> None:
+    def give(self, lane: ReplyLane, transfer: int, answer: Answer) -> None:
         """Sends all of it; it changes no more."""
         state = self.state
         with state.changed:
@@ -126,7 +126,7 @@ class StoreCopies:
         whose: str,
         incarnation: int,
         number: int,
-        lane: AnsweringLane,
+        lane: ReplyLane,
         transfer: int,
         answer: Answer,
     ) -> None:
@@ -147,7 +147,7 @@ class StoreCopies:
             self._checkpoints.become(image.content, image.content.store_epoch)
             state.senders.inherit(image.done)
 
-    def _begin(self, asker: Sender, number: int, lane: AnsweringLane, transfer: int, answer: Answer) -> None:
+    def _begin(self, asker: Sender, number: int, lane: ReplyLane, transfer: int, answer: Answer) -> None:
         state, backup = self._state, self._state.backup
         if backup is None:
             raise ProtocolError("expected nobody to follow: this job keeps no copies of what a ps holds")
@@ -165,9 +165,7 @@ class StoreCopies:
                 state.changed.notify_all()
 
 
-def send_image(
-    state: StoreState, source: Sender, number: int, lane: AnsweringLane, transfer: int, answer: Answer
-) -> None:
+def send_image(state: StoreState, source: Sender, number: int, lane: ReplyLane, transfer: int, answer: Answer) -> None:
     """With ``changed`` held and nobody inside: sends a copy of everything, without waiting for the reader."""
     groups = [locked.group for _, locked in sorted(state.locked_groups.items())]
     answer(StoreImage(source, Content(groups, state.units, state.store_epoch), state.senders.done(), number))

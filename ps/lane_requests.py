@@ -13,7 +13,7 @@ from stratagem.measuring import measures
 from stratagem.ps import wire
 from stratagem.ps.copies import StoreImage
 from stratagem.ps.frames import FOLLOW, FOLLOWED, kind_of
-from stratagem.ps.published import AnsweringLane
+from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
 from stratagem.ps.waiting import Call
@@ -49,7 +49,7 @@ class LaneRequests:
     """Serves one lane. What it waits for are the rules: staleness, a hold, a step that is not complete. ``sender``:
     whose lane it is; nobody else is spoken for over it."""
 
-    def __init__(self, store: Store, sender: Sender, lane: AnsweringLane) -> None:
+    def __init__(self, store: Store, sender: Sender, lane: ReplyLane) -> None:
         self._store = store
         self._sender = sender
         self._lane = lane

@@ -75,7 +75,7 @@ def _message(replies: list[_Reply]) -> bytes:
 
 
 class QueueLane(Corkable):
-    """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.AnsweringLane`. A
+    """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.ReplyLane`. A
     reader that lets more than ``max_pinned_bytes`` of messages wait is cut off; weights that change before they have
     left are kept in ``memory``."""
 

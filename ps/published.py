@@ -34,7 +34,7 @@ class HeldFrame(NamedTuple):
 
 
 class ReplyLane(Protocol):
-    """The way back to one worker. Whatever moves payload implements it (docs/protocol.md 34)."""
+    """The way back to one worker, or backup, for frames and replies (docs/protocol.md 34)."""
 
     def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
         """Memory for a frame that the caller fills, once, before it is sent: where this lane sends from."""
@@ -48,10 +48,6 @@ class ReplyLane(Protocol):
 
     def close(self, error: StratagemError) -> None:
         """Ends the lane for the given reason."""
-
-
-class AnsweringLane(ReplyLane, Protocol):
-    """A way back that carries replies too."""
 
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
         """Queues a reply behind the frames it announces. A closed lane drops it."""

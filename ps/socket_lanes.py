@@ -69,7 +69,7 @@ class _SocketReplies(Generic[S]):
 
 
 class TcpReplies(_SocketReplies[TcpSender]):
-    """Implements :class:`stratagem.ps.published.AnsweringLane`: sends from the weights themselves while they stay."""
+    """Implements :class:`stratagem.ps.published.ReplyLane`: sends from the weights themselves while they stay."""
 
     def __init__(
         self, sender: TcpSender, receiver: SocketReceiver, max_unread_bytes: Callable[[], int], memory: FrameMemory
@@ -117,7 +117,7 @@ class TcpReplies(_SocketReplies[TcpSender]):
 
 
 class ShmReplies(_SocketReplies[ShmSender]):
-    """Implements :class:`stratagem.ps.published.AnsweringLane`: workers on this host read copies where they lie."""
+    """Implements :class:`stratagem.ps.published.ReplyLane`: workers on this host read copies where they lie."""
 
     def __init__(self, sender: ShmSender, receiver: SocketReceiver, memory: FrameMemory) -> None:
         super().__init__(sender, receiver)
