@@ -1,13 +1,15 @@
-"""What the parts of the chief share: its books, the connections to the ps, work beside requests, and who may speak."""
+"""What the parts of the chief share: its books, the connections to the ps, work beside requests, who may speak, and who
+waits for what."""
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from stratagem.chief.checkpointing import checkpoints
@@ -16,7 +18,6 @@ from stratagem.chief.journal.journal import Journal
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.steps import NUM_UNSYNCED
 from stratagem.chief.membership.sessions import Sessions
-from stratagem.chief.monitoring.waits import Waits
 from stratagem.chief.servers.servers import PsPool, Server
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
@@ -72,6 +73,43 @@ class Background:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+SAME_S = 2.0
+"""A call that follows within this on one that waited for the same goes on waiting."""
+
+
+class Waits:
+    """Notes of who waits for what, and since when, by a monotonic ``clock`` of seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.noted: dict[Incarnation, tuple[str, float]] = {}
+        """In words, and since when."""
+        self.others: dict[Incarnation, Sequence[Incarnation]] = {}
+        """Who is waited for, of each that is noted for others."""
+        self._left: dict[Incarnation, tuple[str, float, float]] = {}
+
+    @contextlib.contextmanager
+    def of(self, incarnation: Incarnation, what: str = "") -> Iterator[None]:
+        """Around a call of ``incarnation``, which waits for nothing after it; all the time for ``what``, if given."""
+        if what:
+            self.noted[incarnation] = what, self._clock()
+        try:
+            yield
+        finally:
+            self.others.pop(incarnation, None)
+            if incarnation in self.noted:
+                self._left[incarnation] = (*self.noted.pop(incarnation), self._clock())
+
+    def note(self, incarnation: Incarnation, what: str, others: Sequence[Incarnation]) -> None:
+        self.others[incarnation] = others
+        text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
+        if self.noted.get(incarnation, ("",))[0] != text:
+            now = self._clock()
+            before, since, until = self._left.pop(incarnation, ("", now, now))
+            # Calls that wait long are made anew, to see the end of the job: it is the same wait then.
+            self.noted[incarnation] = (text, since if before == text and now - until < SAME_S else now)
 
 
 class ChiefState(abc.ABC):

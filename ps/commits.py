@@ -15,11 +15,10 @@ from stratagem.ps.backup import AsItCame
 from stratagem.ps.frames import CLOSE_UNITS, COMMIT_UPDATE
 from stratagem.ps.requests import CommitResult, CommitUpdate, Facts, PrepareUpdate, Sender, UpdateAction
 from stratagem.ps.sequences import Verdict
-from stratagem.ps.sequencing import Running, begin, noted
 from stratagem.ps.state import StoreState
 from stratagem.ps.sync_commits import SyncCommits
 from stratagem.ps.units import UnitClose
-from stratagem.ps.waiting import Call, wait_lane
+from stratagem.ps.waiting import Call, Running, begin, noted, wait_lane
 
 
 class Commits(Applying):

@@ -10,11 +10,10 @@ from stratagem.ps.applying import send_weights
 from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.requests import AssignValues, FrameKind, GroupVersion, PullResult, PullWeights, Sender
 from stratagem.ps.sequences import Verdict
-from stratagem.ps.sequencing import Running, begin, noted
 from stratagem.ps.specs import GroupSpec, check_group, check_new_groups, check_same
 from stratagem.ps.state import StoreState
 from stratagem.ps.table_group import TableGroup, new_group
-from stratagem.ps.waiting import Call, wait, wait_frames, wait_lane, wait_room
+from stratagem.ps.waiting import Call, Running, begin, noted, wait, wait_frames, wait_lane, wait_room
 from stratagem.rpc.codec import Frame
 
 MIN_AWAITED_BYTES = 1 << 20

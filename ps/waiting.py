@@ -1,14 +1,17 @@
-"""What a request waits for in the store, and what ends the wait: a fence, a restore, a caller that is gone."""
+"""What a request waits for in the store, and what ends the wait: a fence, a restore, a caller that is gone. And each
+state-changing request of a sender once: its place in the sequence, from its beginning to its result."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from stratagem.errors import PeerUnavailableError, ProtocolError, StaleStoreError
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender, TransferRef
+from stratagem.ps.sequences import NEW, SequenceDecision, SequenceWindow, Verdict
 from stratagem.ps.state import StoreState
 
 ROOM_S = 5.0
@@ -132,3 +135,59 @@ def wait_room(state: StoreState, sender: Sender, num_bytes: int, call: Call) -> 
             state.staging.waive(sender)
             state.memory.wait_no_more()
             return
+
+
+def begin(state: StoreState, sender: Sender, call: Call) -> SequenceDecision:
+    """Enters a state-changing request into its sender's sequence; waits while the same request is being done.
+    SequenceError: out of the window. StaleStoreError: no Hello since the last restore."""
+    with state.lock:
+        state.senders.check(sender)
+        if not sender.sequence:
+            return NEW
+        while (decision := state.senders.window(sender).begin(sender.sequence)).verdict is Verdict.RUNNING:
+            state.changed.wait(TICK_S)
+            state.senders.check(sender)
+            if not call.is_active():
+                raise PeerUnavailableError(f"{sender} left while its call waited")
+        return decision
+
+
+@contextlib.contextmanager
+def noted(state: StoreState, sender: Sender, call: Call) -> Iterator[None]:
+    """Around a request that does no harm when it is repeated: only its place in the sequence is kept."""
+    if begin(state, sender, call).verdict is Verdict.DONE:
+        yield
+        return
+    with Running(state, sender) as running:
+        yield
+        running.done(True)
+
+
+class Running:
+    """Around a request that :func:`begin` called new: it failed and changed nothing, unless :meth:`done` says that it
+    did what it was to do."""
+
+    __slots__ = ("_is_done", "_sender", "_state")
+
+    def __init__(self, state: StoreState, sender: Sender) -> None:
+        self._state, self._sender = state, sender
+        self._is_done = False
+
+    def done(self, result: Any) -> None:
+        """From here on a resend gets the result, whatever becomes of this call."""
+        self._end(lambda window: window.finish(self._sender.sequence, result))
+        self._is_done = True
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._is_done:
+            self._end(lambda window: window.fail(self._sender.sequence))
+
+    def _end(self, tell: Callable[[SequenceWindow], None]) -> None:
+        with self._state.lock:
+            if self._sender.sequence:
+                with contextlib.suppress(StaleStoreError):  # the ps went back meanwhile
+                    tell(self._state.senders.window(self._sender))
+            self._state.changed.notify_all()

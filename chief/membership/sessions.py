@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from stratagem.chief.journal.history import JobHistory
-from stratagem.chief.membership.heartbeats import Heartbeats
 from stratagem.chief.membership.roster import Roster
 from stratagem.chief.membership.session import (
     Action,
     Announce,
     Dismiss,
     Fence,
+    Heartbeats,
     Prepare,
     Release,
     Session,

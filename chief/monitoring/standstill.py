@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stratagem.chief.chief_state import ChiefState
+from stratagem.chief.chief_state import SAME_S, ChiefState
 from stratagem.chief.membership.session_streams import SessionStreams
-from stratagem.chief.monitoring.waits import SAME_S
 from stratagem.cluster.incarnation import Incarnation
 
 STANDSTILL_S = 20.0

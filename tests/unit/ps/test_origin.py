@@ -12,7 +12,7 @@ import torch
 
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import CheckpointError, StaleStoreError, VariableError
-from stratagem.ps import sequencing, variables
+from stratagem.ps import variables, waiting
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitClose, UnitLedger
@@ -243,7 +243,7 @@ def test_the_number_of_ps_changes_while_a_worker_attaches(
     [worker] = join([store], "SGD", {"lr": 0.1}, 1)
     worker.create(torch.zeros(sum(shard.num_elements for shard in worker.spec.shards)))
     path = checkpoint(tmp_path, [store], 1)
-    noted = sequencing.noted
+    noted = waiting.noted
 
     @contextlib.contextmanager
     def change(*arguments: Any) -> Iterator[None]:
