@@ -22,6 +22,7 @@ from stratagem.chief.journal.journal import exit_code_of
 from stratagem.chief.journal.lock import CheckpointsLock, JournalLock
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError, JournalLostError, StratagemError
 from stratagem.rpc.binding import ANY_HOST, told_address
@@ -30,7 +31,6 @@ from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import Security, security_of
 from stratagem.rpc.server import serve_aio
-from stratagem.rpc.session import PREEMPTED
 
 if TYPE_CHECKING:
     from stratagem.chief.web.http_server import HttpServer
@@ -68,7 +68,7 @@ async def serve(
                 has_waited = await _wait(journal_lock, config.standby)
             if has_waited is None:
                 logger.info("Told to end while it stood by")
-                return PREEMPTED
+                return EXIT_PREEMPTED
             code = exit_code_of(config.state_dir)
             if has_waited and config.standby and code is not None:
                 logger.info("The job that this chief stood by for is over, with exit code %d", code)
@@ -82,7 +82,7 @@ async def serve(
                 lock = CheckpointsLock(config.checkpoint_dir)
                 held.callback(lock.release)
                 if await _wait(lock, standby=False) is None:
-                    return PREEMPTED
+                    return EXIT_PREEMPTED
         job = ChiefJob(config, security)
         held.callback(job.close)
         if owns_process:
@@ -149,7 +149,7 @@ async def _serve(
             print(server.address, flush=True)
         loop = asyncio.get_running_loop()
         for number, end in zip(_ENDINGS, (job.leave, job.stop), strict=True):
-            loop.add_signal_handler(number, end, PREEMPTED, f"the chief got {signal.Signals(number).name}")
+            loop.add_signal_handler(number, end, EXIT_PREEMPTED, f"the chief got {signal.Signals(number).name}")
         if until_eof:
             loop.add_reader(sys.stdin.fileno(), _on_input, job)
         for serve_http in _http_servers(config):

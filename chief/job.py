@@ -29,11 +29,11 @@ from stratagem.chief.recovery import Recovery
 from stratagem.chief.scaling import Scaling
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, JournalLostError
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.security import OPEN, Security
-from stratagem.rpc.session import PREEMPTED
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class ChiefJob(ChiefState):
             return self.finished.result()
         except JournalLostError as error:
             logger.error("%s: this chief leaves, and the job goes on with the next one", error)
-            return PREEMPTED
+            return EXIT_PREEMPTED
         finally:
             self.streams.close()
             self.commit_hold.close()

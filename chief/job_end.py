@@ -13,6 +13,7 @@ from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import StopJob
 from stratagem.chief.membership.session_streams import SessionStreams
+from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from stratagem.errors import PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class JobEnd(ChiefPart):
         sessions, is_good = self._sessions, stop.exit_code == 0
         unsaved, goes_on = self._journal.history.unsaved, self._journal.history.ending
         if not goes_on:  # else an earlier incarnation of the chief has come that far
-            if stop.exit_code in (0, 143):
+            if stop.exit_code in (EXIT_DONE, EXIT_PREEMPTED):
                 unsaved = await self._save_last(self._clock() + (self._config.worker_timeout_s if is_good else 0.0))
             self._say_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
         # A chief that dies before it has told all, and ended, goes on with that; else the next one begins another job.
@@ -74,7 +75,7 @@ class JobEnd(ChiefPart):
         await self._until(all_gone, max(deadline, self._clock() + self._config.session_timeout_s))
         await self._until(lambda: False, self._returned_by)
         self._say_end(stop, sessions.absent_servers + sessions.unfinished)
-        if not (stop.exit_code in (0, 143) and unsaved and self._config.checkpoints_stay):
+        if not (stop.exit_code in (EXIT_DONE, EXIT_PREEMPTED) and unsaved and self._config.checkpoints_stay):
             return stop.exit_code
         what = "work is done" if is_good else "job was told to end"
         state_dir = self._config.state_dir

@@ -16,6 +16,7 @@ import torch
 
 from stratagem.checkpoint.ended import note_leaving, note_left, take_end
 from stratagem.cluster.config import PsConfig
+from stratagem.cluster.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
@@ -41,11 +42,6 @@ from stratagem.rpc.session import SessionClient
 
 logger = logging.getLogger("stratagem.ps")
 
-EXIT_FAILED = 1
-EXIT_CONFIGURATION = 2
-EXIT_TERMINATED = 143
-
-
 SIGNAL_S = 1.0
 """Seconds after which a signal is heeded at the latest."""
 LEAVE_S = 20.0
@@ -70,10 +66,10 @@ def run(config: PsConfig) -> int:
             return _run(config)
     except _Terminated:
         logger.info("Ended by a signal")
-        return EXIT_TERMINATED
+        return EXIT_PREEMPTED
     except StratagemError as error:
         logger.error("%s", error)
-        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
 
 
 def _run(config: PsConfig) -> int:
@@ -174,7 +170,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
         return stopped.exit_code
     except _Terminated:
         state.gate.is_paused = True  # what came before the chief hears of the end would be lost
-        session.goodbye(EXIT_TERMINATED, f"{config.task} was ended by a signal")
+        session.goodbye(EXIT_PREEMPTED, f"{config.task} was ended by a signal")
         raise
     finally:
         if following is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from stratagem.checkpoint.ended import note_left, take_end
 from stratagem.cluster.config import ChiefConfig, ServerConfig, WorkerConfig
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.sources import Layer, environment_layer, resolve
 from stratagem.cluster.spec import ClusterSpec
@@ -27,7 +28,7 @@ from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.observer import OBSERVER, observed
 from stratagem.rpc.security import security_of
 from stratagem.rpc.server import RunningServer, serve
-from stratagem.rpc.session import PREEMPTED, SessionClient
+from stratagem.rpc.session import SessionClient
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.interrupts import preemption
 from stratagem.worker.leases import LeaseClient
@@ -88,7 +89,7 @@ class ChiefProcess:
         try:
             self._process.wait(None if exit_code == 0 else 1.0)
         except subprocess.TimeoutExpired:
-            if exit_code == PREEMPTED:
+            if exit_code == EXIT_PREEMPTED:
                 self._process.terminate()
             self._process.stdin.close()  # it tells the others who has failed
             self._process.wait()
@@ -297,5 +298,5 @@ class WorkerRuntime:
 
 def _preempt(reason: JobStoppedError) -> None:
     """The chief was told to end, and so is this worker."""
-    if reason.exit_code == PREEMPTED:
+    if reason.exit_code == EXIT_PREEMPTED:
         preemption.request()

@@ -30,13 +30,12 @@ from stratagem.chief.membership.session import (
     StopJob,
 )
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.exit_codes import HOPELESS
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError
 
 AWAITED_TIMEOUTS = 3
 """Session timeouts for which a chief that was started again awaits each task: it may be at another address now."""
-HOPELESS = (2, 42)
-"""Exit codes after which a restart of the task helps nobody."""
 
 
 class Sessions(Roster):

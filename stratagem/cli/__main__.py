@@ -18,12 +18,11 @@ try:
     import click
 
     from stratagem.cli.first_process import stand_by_if_first
+    from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
     from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
     from stratagem.launch.streams import lead_nowhere
 except KeyboardInterrupt:  # in the first moment
     sys.exit(130)
-
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 _ROLES = ("chief", "evaluator", "ps", "worker")
 _COMMANDS = (

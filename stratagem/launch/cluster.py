@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from stratagem.chief.journal.journal import NAME, replay
+from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch.actions import Action, Finish, Kill, Renew, Say, Signal, Start, describe_exit, rank_of
@@ -25,7 +26,7 @@ from stratagem.launch.signals import heard
 from stratagem.launch.status import StatusPoller
 from stratagem.launch.streams import LastingStream
 from stratagem.launch.summary import read_report
-from stratagem.launch.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, Phase, Supervisor
+from stratagem.launch.supervisor import Phase, Supervisor
 from stratagem.rpc.security import Security
 from stratagem.rpc.status_view import StatusView
 

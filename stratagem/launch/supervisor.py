@@ -19,11 +19,10 @@ import signal
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, HOPELESS
 from stratagem.cluster.task import TaskId
 from stratagem.launch.actions import Action, Failure, Finish, Kill, Renew, Say, Signal, Start
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NO_RETRY, EXIT_PREEMPTED = 0, 1, 2, 42, 143
-_NEVER_RETRIED = (EXIT_USAGE, EXIT_NO_RETRY)
 LATE_S = 3.0
 """What a worker that was started again may take to end, once the chief has: with goodbye said, it is about to."""
 AWAY_S, PS_AWAY_S = 10.0, 30.0
@@ -171,7 +170,7 @@ class Supervisor:
                     return [*(self._signal_all() if task.type == "chief" else []), *self._renew(task, now)]
                 self.life += not self.servers
                 return [self._start(task)]
-            if task.type == "evaluator" and self.phase is Phase.RUNNING and code not in _NEVER_RETRIED:
+            if task.type == "evaluator" and self.phase is Phase.RUNNING and code not in HOPELESS:
                 self.failure = self.failure or Failure(task, code, "the training goes on without it")
             else:
                 actions = self._fail(Failure(task, code, reason), now)
@@ -304,14 +303,14 @@ class Supervisor:
 
     def _has_successor(self, task: TaskId, code: int) -> bool:
         """Whether a chief is lost, and not started again as another will do: at the end, or with no restart left."""
-        is_lost = task.type == "chief" and code not in (EXIT_FAILED, *_NEVER_RETRIED)
+        is_lost = task.type == "chief" and code not in (EXIT_FAILED, *HOPELESS)
         is_last = self.phase is Phase.DRAINING or self.num_restarts >= self.policy.max_restarts
         return is_lost and (self._chief_is_done or (is_last and self._chief_runs))
 
     def _is_hopeless(self, task: TaskId, code: int) -> bool:
         """Whether the job ends; not by a worker that came to a ring later, and could not join: the others go on."""
         came_later = self._is_in_ring(task) and self.policy.min_workers and self.restarts[task]
-        return code in _NEVER_RETRIED and not came_later
+        return code in HOPELESS and not came_later
 
     def _goes_on_without(self, task: TaskId, code: int) -> bool:
         if self._is_broken or not (self._is_in_ring(task) and self.policy.min_workers and self.was_complete):
@@ -322,7 +321,7 @@ class Supervisor:
         return not is_over and num_left >= self.policy.min_workers
 
     def _may_come_back(self, task: TaskId, code: int) -> bool:
-        is_broken = code in _NEVER_RETRIED or (code == EXIT_FAILED and task not in self._stepped)
+        is_broken = code in HOPELESS or (code == EXIT_FAILED and task not in self._stepped)
         is_ending = bool(self._done.intersection(self.workers))
         return not (is_broken or is_ending) and self.num_restarts < self.policy.max_restarts
 

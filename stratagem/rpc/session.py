@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.identity import CHIEF
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Lease
@@ -50,8 +51,6 @@ ABSENT_S = 2.0
 """Seconds that a task which is to end waits for a chief that is away."""
 SILENCE_S = 1.0
 """Seconds after which a task that waits for its chief says so."""
-PREEMPTED = 143
-"""Exit code of a job that was preempted: its members leave at their own time, and nobody breaks off because of it."""
 
 
 class SessionClient:
@@ -360,7 +359,8 @@ class SessionClient:
                 self.stopped = JobStoppedError(event.stop.reason, event.stop.exit_code)
             self._changed.notify_all()
         stopped = self.stopped
-        if kind == "membership" and not (isinstance(stopped, JobStoppedError) and stopped.exit_code == PREEMPTED):
+        # Members of a job that was preempted leave at their own time, and nobody breaks off because of it.
+        if kind == "membership" and not (isinstance(stopped, JobStoppedError) and stopped.exit_code == EXIT_PREEMPTED):
             for callback in self._callbacks:
                 callback(self.membership)
         elif kind == "stop" and isinstance(stopped, JobStoppedError):

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from stratagem.cluster.choice import ONE_PROCESS
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED, HOPELESS
 from stratagem.launch.machines import MachineConfig
 from stratagem.launch.manifests.workload import Workload
 
@@ -26,8 +27,6 @@ USER = 10001
 """Numeric user and group of every container; the volume belongs to the group."""
 MAX_TASKS = "1024"
 """Workers, and ps, that may join a job on parameter servers, those that come while it trains included."""
-NO_RETRY, PREEMPTED = (2, 42), 143
-"""Exit codes: docs/semantics.md."""
 SECRET_MODE = 0o440
 """Files of Secrets: for the container's group alone."""
 RESTARTS_S = "600"
@@ -234,7 +233,7 @@ def pod_failure_policy() -> Object:
         return {"action": action, "onExitCodes": {"operator": "In", "values": [*codes]}, "onPodConditions": []}
 
     evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    return {"rules": [evicted, on_exit("Ignore", PREEMPTED), on_exit("FailJob", *NO_RETRY)]}
+    return {"rules": [evicted, on_exit("Ignore", EXIT_PREEMPTED), on_exit("FailJob", *HOPELESS)]}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import yaml
 
+from stratagem.cluster.exit_codes import HOPELESS
 from stratagem.errors import SubmitError
 from stratagem.launch.actions import rank_of
 from stratagem.launch.manifests import kubernetes
-from stratagem.launch.manifests.pod import NO_RETRY, to_yaml
+from stratagem.launch.manifests.pod import to_yaml
 from stratagem.launch.submit.docker_cli import build, forget, push
 from stratagem.launch.submit.kubernetes_client import Cluster, Object
 from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
@@ -67,7 +68,7 @@ def state(record: JobRecord, folder: Path) -> JobState:
             return JobState("succeeded", 0)
         pods = cluster.pods(_selector(record))
         for pod in sorted(pods, key=lambda pod: rank_of(_role(pod))):
-            if (code := _end_of([pod])[0]) in NO_RETRY:  # a cluster older than 1.26 tries it again
+            if (code := _end_of([pod])[0]) in HOPELESS:  # a cluster older than 1.26 tries it again
                 why, what = "a restart would not help", f"`stratagem jobs remove {record.id}` ends what is left"
                 words = f"{task_of(pod)} has failed, and {why}: {what}"
                 return JobState("cancelled" if record.cancelled else "failed", code, words)
