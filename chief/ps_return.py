@@ -30,12 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class PsReturn(ChiefPart):
-    """Gives a ps its memory: from a checkpoint, or from another ps's copy.
-
-    Args:
-        saving: its lock keeps a restore and a checkpoint apart.
-        all_went_back: called when all ps went back to a checkpoint together.
-    """
+    """Gives a ps its memory: from a checkpoint, or from another ps's copy. ``saving``: its lock keeps a restore and a
+    checkpoint apart; ``all_went_back``: called when all ps went back to a checkpoint together."""
 
     def __init__(self, state: ChiefState, saving: Saving, *, all_went_back: Callable[[], None]) -> None:
         super().__init__(state)

@@ -32,12 +32,8 @@ NOBODY = Incarnation("chief:0", 0)
 
 
 class Recovery(ChiefPart):
-    """What happens to units when a worker, a ps or the chief died.
-
-    Args:
-        saving: its lock keeps a restore and a checkpoint apart.
-        begin_anew: told that the workers start from the beginning of their script.
-    """
+    """What happens to units when a worker, a ps or the chief died. ``saving``: its lock keeps a restore and a
+    checkpoint apart; ``begin_anew``: told that the workers start from the beginning of their script."""
 
     def __init__(self, state: ChiefState, saving: Saving, *, begin_anew: Callable[[], None]) -> None:
         super().__init__(state)

@@ -54,16 +54,8 @@ class Journal:
         self._open(path)
 
     def write(self, kind: str, *, durable: bool = True, **fields: Any) -> None:
-        """Appends a record.
-
-        Args:
-            kind: name of the record, as :class:`JobHistory` knows it.
-            durable: wait until it is on the disk.
-            fields: JSON values.
-
-        Raises:
-            JournalLostError: see :meth:`check`; the record counts for nobody.
-        """
+        """Appends a record. ``kind``: name of the record, as :class:`JobHistory` knows it; ``durable``: wait until it
+        is on the disk; ``fields``: JSON values. JournalLostError: see :meth:`check`; the record counts for nobody."""
         self.check()
         record = {"kind": kind, **fields}
         self.history.apply(record)

@@ -363,12 +363,9 @@ class LeaseBook:
 
         A worker cannot go on with a lease from before: the ps refuse it until it has said Hello, and then it forgets
         its leases and asks anew. So the units come in the order of the plan again. Units of closed epochs are lost
-        instead, because no worker asks for a closed epoch again.
-
-        Args:
-            saved: accepted units in the checkpoint.
-            reopen: the workers start anew as well and walk through the epochs from the first: nothing is lost.
-            is_last: no worker asks for any epoch again.
+        instead, because no worker asks for a closed epoch again. ``saved``: accepted units in the checkpoint;
+        ``reopen``: the workers start anew as well and walk through the epochs from the first: nothing is lost;
+        ``is_last``: no worker asks for any epoch again.
         """
         lost: Positions = {}
         revoked: set[Unit] = set()

@@ -16,15 +16,9 @@ MAX_CHARACTERS = 1024
 
 
 class ChiefAddress:
-    """The address at which to try next.
-
-    Args:
-        said: "host:port" (a name is resolved anew at every attempt), "host:port,host:port" (the chief and those that
-            stand by, in any order), or "file:PATH" (``chief.address`` in the chief's state_dir, read at every attempt).
-
-    Raises:
-        ClusterSpecError: it is none of these.
-    """
+    """The address at which to try next. ``said``: "host:port" (a name is resolved anew at every attempt),
+    "host:port,host:port" (the chief and those that stand by, in any order), or "file:PATH" (``chief.address`` in the
+    chief's state_dir, read at every attempt). ClusterSpecError: it is none of these."""
 
     def __init__(self, said: str) -> None:
         self._file = pathlib.Path(said.removeprefix(FILE_PREFIX)) if said.startswith(FILE_PREFIX) else None

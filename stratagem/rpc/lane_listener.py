@@ -75,17 +75,10 @@ class LaneListener:
         self._closed = threading.Event()
 
     def expect(self, who: Hashable, kind: Kind, task: str = "") -> LaneTicket:
-        """Lets ``who`` in once.
-
-        Args:
-            who: identity of the peer and its purpose; :meth:`wait` is asked for the same.
-            kind: of the lane: "shm" comes in by a Unix socket.
-            task: task id of the peer; over TLS its certificate has to say so too.
-
-        Raises:
-            PeerUnavailableError: the listener is closed, or cannot be opened at its host.
-            LimitError: too many are expected; names the limit.
-        """
+        """Lets ``who`` in once. ``who``: identity of the peer and its purpose; :meth:`wait` is asked for the same.
+        ``kind``: of the lane: "shm" comes in by a Unix socket. ``task``: task id of the peer; over TLS its certificate
+        has to say so too. PeerUnavailableError: the listener is closed, or cannot be opened at its host. LimitError:
+        too many are expected; names the limit."""
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._changed:
             if self._closed.is_set():

@@ -78,13 +78,8 @@ class Loss:
     others are "mse", "mae", "huber" and "smooth_l1".
 
     Weights of examples and classes make a weighted mean: divided by the sum of the weights, as torch does it.
-
-    Args:
-        given: a name, a loss module of torch, or ``f(outputs, targets)`` that returns a mean (a scalar) or one value an
-            example.
-
-    Raises:
-        ConfigurationError: an unknown name, or a loss that adds up where it should average.
+    ``given``: a name, a loss module of torch, or ``f(outputs, targets)`` that returns a mean (a scalar) or one value an
+    example. ConfigurationError: an unknown name, or a loss that adds up where it should average.
     """
 
     def __init__(self, given: str | LossFunction) -> None:

@@ -21,15 +21,9 @@ _NAMED: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a module.
-
-    Args:
-        given: a class of ``torch.optim`` by name, in any case, with torch's defaults; an optimizer over the module's
-            parameters; or what makes one of them.
-
-    Raises:
-        ConfigurationError: an unknown name, or an optimizer of other parameters.
-    """
+    """The optimizer of a module. ``given``: a class of ``torch.optim`` by name, in any case, with torch's defaults; an
+    optimizer over the module's parameters; or what makes one of them. ConfigurationError: an unknown name, or an
+    optimizer of other parameters."""
     if isinstance(given, str):
         cls = _NAMED.get(given.lower())
         if cls is None:

@@ -126,11 +126,8 @@ class Bar(Callback):
 
 
 def display(verbose: Verbose, is_lead: bool, pace: Pace, stream: TextIO | None = None) -> list[Callback]:
-    """What shows the progress of this process.
-
-    Args:
-        verbose: 0: nothing; 1: a bar on a terminal; 2: plain lines; "auto": a bar on a terminal, else plain lines.
-    """
+    """What shows the progress of this process. ``verbose``: 0: nothing; 1: a bar on a terminal; 2: plain lines; "auto":
+    a bar on a terminal, else plain lines."""
     if verbose not in ("auto", 0, 1, 2, True, False):
         raise ConfigurationError(f"expected verbose 'auto', 0, 1 or 2, got {verbose!r}")
     stream = stream or sys.stderr

@@ -18,16 +18,9 @@ _SHRINKING = ("loss", "err", "mse", "mae", "mape", "msle", "distance", "divergen
 
 
 class Monitor:
-    """Follows one value of the epochs' logs.
-
-    Args:
-        mode: whether less or more is better; "auto": more, where the name says accuracy, AUC, precision and the like,
-            less, where it says loss, error and the like.
-        min_delta: what counts as better.
-
-    Raises:
-        ConfigurationError: no mode, or "auto" and a name that does not say it.
-    """
+    """Follows one value of the epochs' logs. ``mode``: whether less or more is better; "auto": more, where the name
+    says accuracy, AUC, precision and the like, less, where it says loss, error and the like. ``min_delta``: what counts
+    as better. ConfigurationError: no mode, or "auto" and a name that does not say it."""
 
     def __init__(self, name: str, mode: Mode = "auto", min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):

@@ -162,12 +162,9 @@ class EvaluatorSchedule:
     """Decides when an evaluator evaluates, by the newest checkpoint and the clock. Pure, no I/O.
 
     Once the job is over, or its last step is reached, nothing is gained by waiting: the newest checkpoint is evaluated
-    at once.
-
-    Args:
-        max_steps: the step after which there is no other checkpoint; None: the job's end says so.
-        start_delay_s: seconds before the first evaluation.
-        throttle_s: seconds from the start of one evaluation to that of the next.
+    at once. ``max_steps``: the step after which there is no other checkpoint; None: the job's end says so.
+    ``start_delay_s``: seconds before the first evaluation. ``throttle_s``: seconds from the start of one evaluation to
+    that of the next.
     """
 
     def __init__(self, max_steps: int | None, start_delay_s: float, throttle_s: float, now: float) -> None:

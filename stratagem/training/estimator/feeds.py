@@ -146,14 +146,9 @@ def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> Dat
     ``max_steps``.
 
     Every batch is full: one may hold the end of an epoch and the beginning of the next. With ``drop_last`` each epoch
-    leaves out what does not fill a batch, and none does.
-
-    Args:
-        num_batches: of the pass; None: one epoch, whose last batch may be smaller.
-        start: batches that were before it: the order goes on there.
-
-    Raises:
-        ConfigurationError: the batches of ``source`` cannot be leased; says why.
+    leaves out what does not fill a batch, and none does. ``num_batches``: of the pass; None: one epoch, whose last
+    batch may be smaller. ``start``: batches that were before it: the order goes on there. ConfigurationError: the
+    batches of ``source`` cannot be leased; says why.
     """
     loader = leasable(source)
     plan = plan_of(loader, num_slices=1, staleness=float("inf"))

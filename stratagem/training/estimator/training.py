@@ -77,13 +77,9 @@ class EstimatorTraining:
     def run(
         self, given: Input, steps: int | None, max_steps: int | None, listeners: Sequence[SavingListener] = ()
     ) -> int:
-        """Trains; returns the number of updates that all trainings have made.
-
-        Args:
-            steps: updates to make.
-            max_steps: updates of all trainings together, after which to stop. With neither: one pass over the input.
-            listeners: hear of each checkpoint, on the workers that save it.
-        """
+        """Trains; returns the number of updates that all trainings have made. ``steps``: updates to make.
+        ``max_steps``: updates of all trainings together, after which to stop. With neither: one pass over the input.
+        ``listeners``: hear of each checkpoint, on the workers that save it."""
         workers = self.strategy.communicator
         if workers is not None and workers.healing is not None:
             workers.healing.refuse_newcomer("an Estimator's training")
@@ -265,13 +261,9 @@ def _read_newest(model_dir: Path, names: list[str]) -> tuple[Path | None, int, d
 
 
 class SaveSchedule:
-    """Says after which steps to save.
-
-    Args:
-        every_steps: steps between two checkpoints; None: go by the clock.
-        every_s: seconds between two.
-        workers: that run in step, and all ask after each step; None: this process decides for itself.
-    """
+    """Says after which steps to save. ``every_steps``: steps between two checkpoints; None: go by the clock.
+    ``every_s``: seconds between two. ``workers``: that run in step, and all ask after each step; None: this process
+    decides for itself."""
 
     def __init__(
         self,

@@ -139,14 +139,10 @@ def validation_source(data: Any, batch_size: int | None, default: int | None) ->
 
 
 def for_training(strategy: Strategy, source: Any, module: nn.Module, device: torch.device, ordinal: int = 1) -> Any:
-    """This process's part of ``source``, whose batches tell the strategy how much each replica counts.
-
-    Args:
-        module: that is trained, prepared.
-        device: where the batches go under the pass-through strategy, which has no device of its own.
-        ordinal: of this ``fit`` of the model, from 1, for the pass-through strategy, which does not count: each has an
-            order of its own.
-    """
+    """This process's part of ``source``, whose batches tell the strategy how much each replica counts. ``module``: that
+    is trained, prepared; ``device``: where the batches go under the pass-through strategy, which has no device of its
+    own; ``ordinal``: of this ``fit`` of the model, from 1, for the pass-through strategy, which does not count: each
+    has an order of its own."""
     if isinstance(source, SplitDataset) and strategy.servers is not None:
         raise ConfigurationError(
             "under parameter servers fit counts the batches that the chief leases, and it does not lease those of "
