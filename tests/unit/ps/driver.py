@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -88,6 +89,7 @@ class ListLane:
     def __init__(self) -> None:
         self.messages: list[bytes] = []
         self.frames: list[HeldFrame] = []
+        self.answers: list[tuple[int, bytes]] = []
         self.closed: StratagemError | None = None
 
     def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
@@ -102,6 +104,15 @@ class ListLane:
 
     def close(self, error: StratagemError) -> None:
         self.closed = error
+
+    def answer(self, kind: int, transfer: int, message: bytes) -> None:
+        self.answers.append((kind, message))
+
+    def corked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def is_active(self) -> bool:
+        return True
 
 
 class DirectWorker:

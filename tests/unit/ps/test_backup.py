@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
@@ -18,23 +17,6 @@ from tests.unit.ps.driver import ListLane, poll
 DEADLINE_S = 60.0
 COMMIT, FOLLOWED = 7, 13
 FIRST, SECOND = Sender("ps:1", 5), Sender("ps:1", 9)
-
-
-class Lane(ListLane):
-    """Keeps the kinds of its answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: list[tuple[int, bytes]] = []
-
-    def answer(self, kind: int, transfer: int, message: bytes) -> None:
-        self.answers.append((kind, message))
-
-    def corked(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def is_active(self) -> bool:
-        return True
 
 
 class Waiting:
@@ -74,8 +56,8 @@ def tell(backup: Backup, name: bytes = b"update", num_elements: int = 3) -> None
     backup.tell(COMMIT, lambda: name, {1: [(0, torch.zeros(num_elements))]})
 
 
-def begin(backup: Backup, asker: Sender = FIRST, number: int = 1) -> tuple[Lane, int]:
-    lane, numbers = Lane(), list[int]()
+def begin(backup: Backup, asker: Sender = FIRST, number: int = 1) -> tuple[ListLane, int]:
+    lane, numbers = ListLane(), list[int]()
     backup.begin(asker, number, lane, 1, numbers.append)
     backup.confirm(asker, 0)
     return lane, numbers[0]
@@ -86,7 +68,7 @@ def membership(backup: Sender, copies_dropped: int = 0, live: bool = True) -> Me
     return Membership(ready=True, members=(member,))
 
 
-def whole(backup: Backup, asker: Sender = FIRST) -> tuple[Lane, int]:
+def whole(backup: Backup, asker: Sender = FIRST) -> tuple[ListLane, int]:
     lane, number = begin(backup, asker)
     backup.confirm(asker, number + 1)
     return lane, number
@@ -125,7 +107,7 @@ def test_a_backup_that_follows_anew_has_its_last_copy_until_it_says_that_it_drop
     whole(backup)
     tell(backup)
     waiting = Waiting(backup.settle)
-    backup.begin(FIRST, 2, Lane(), 1, lambda told: None)
+    backup.begin(FIRST, 2, ListLane(), 1, lambda told: None)
     assert waiting.waits and backup.words == "ps:1 copies"
     backup.confirm(FIRST, 0)
     waiting.returns()
