@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from stratagem.cli import __main__ as cli
+from stratagem.cluster import exit_codes
 from tests.unit.training.checkpoint_objects import Script, same
 
 
@@ -58,10 +59,10 @@ def test_consolidate(
     assert f"{out}: {len(script.state())} entries" in capsys.readouterr().out
     state = safetensors.torch.load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
     assert same(state, script.state())
-    assert stratagem(monkeypatch, "consolidate", path, out) == cli.EXIT_USAGE
+    assert stratagem(monkeypatch, "consolidate", path, out) == exit_codes.EXIT_USAGE
     assert "exists already" in capsys.readouterr().err
-    assert stratagem(monkeypatch, "consolidate", path, tmp_path / "x.bin") == cli.EXIT_USAGE
-    assert stratagem(monkeypatch, "consolidate", path, tmp_path / "none" / f"x{suffix}") == cli.EXIT_FAILED
+    assert stratagem(monkeypatch, "consolidate", path, tmp_path / "x.bin") == exit_codes.EXIT_USAGE
+    assert stratagem(monkeypatch, "consolidate", path, tmp_path / "none" / f"x{suffix}") == exit_codes.EXIT_FAILED
     assert "x" + suffix + ": No such file or directory" in capsys.readouterr().err
     assert not list(tmp_path.glob(".plain*"))
 
@@ -71,7 +72,7 @@ def test_consolidate_another_object(tmp_path: Path, script: Script, monkeypatch:
     assert stratagem(monkeypatch, "consolidate", path, f"{out}.pt", "--object", "optimizer") == 0
     assert torch.load(f"{out}.pt", weights_only=True).keys() == {"state", "param_groups"}
     refused = stratagem(monkeypatch, "consolidate", path, f"{out}.safetensors", "--object", "optimizer")
-    assert refused == cli.EXIT_USAGE and not Path(f"{out}.safetensors").exists()
+    assert refused == exit_codes.EXIT_USAGE and not Path(f"{out}.safetensors").exists()
 
 
 def test_verify(
@@ -93,5 +94,5 @@ def test_verify(
     out = capsys.readouterr().out
     assert f"damaged: {bad}/optimizer.safetensors is missing" in out and f"The last good checkpoint is {good}" in out
     (tmp_path / "empty").mkdir()
-    assert stratagem(monkeypatch, "verify", tmp_path / "empty") == cli.EXIT_FAILED
+    assert stratagem(monkeypatch, "verify", tmp_path / "empty") == exit_codes.EXIT_FAILED
     assert "is not a complete checkpoint" in capsys.readouterr().err
