@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -29,6 +30,8 @@ _LOOK_S = 2.0
 """How often a receive looks whether a rank lives that has never sent."""
 _NUM_LOOKS = 3
 """So often in a row it must not answer."""
+_BARRIER_TAG = 1 << 40
+"""Of the first monitored barrier, no script's; each has one, so that nobody takes a late word for one of the next."""
 _NO_DEADLINE = math.inf
 """Of a read: a rank may have nothing to say for as long as it likes."""
 
@@ -52,6 +55,8 @@ class Messages:
         self._diagnosis = diagnosis
         self.timeout_s = timeout_s
         self.mailbox = Mailbox(rank, others)
+        self._rank = rank
+        self._barrier_tags = itertools.count(_BARRIER_TAG)
         self._others = others
         self._guard = threading.Lock()
         self._senders: dict[int, SendingLane] = {}
@@ -110,6 +115,53 @@ class Messages:
         for reader in self._readers.values():
             if reader is not threading.current_thread():
                 reader.join(5.0)
+
+    # -- a barrier that says who did not come, and breaks nothing -------------------------------------------------
+
+    def barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
+        """Returns when every rank has called it: each tells rank 0, and hears from it. Rank 0 waits ``timeout_s``
+        seconds for the others, and names the first who did not come, or with ``wait_all_ranks`` everybody: in a
+        CollectiveError in torch's words."""
+        tag = next(self._barrier_tags)
+        deadline = time.monotonic() + timeout_s
+        if self._rank:
+            # Rank 0 may come as late as this rank may wait for it, and wait as long again.
+            self._ask(tag, deadline + timeout_s, 2 * timeout_s)
+            return
+        if timeout_s <= 0:
+            raise CollectiveError(f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s", 0)
+        missing = [other for other in self._others if not self._comes(torch.zeros(1), other, tag, deadline)]
+        for other in self._others:
+            if other not in missing:
+                self.send(torch.tensor([float(len(missing))]), other, tag)
+        if missing:
+            named = missing if wait_all_ranks else missing[:1]
+            who = f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
+            raise CollectiveError(f"{who} failed to pass monitoredBarrier in {timeout_s:g} s", missing[0])
+
+    def _ask(self, tag: int, deadline: float, patience_s: float) -> None:
+        self.send(torch.zeros(1), 0, tag)
+        num_missing = torch.zeros(1)
+        came = self._comes(num_missing, 0, tag, deadline)
+        if came and not num_missing:
+            return
+        why = "it misses other ranks" if came else f"nothing came within {patience_s:g} s"
+        raise CollectiveError(
+            f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+            f"from rank 0: {why}",
+            0,
+        )
+
+    def _comes(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> bool:
+        receive = self.receive(into, source, tag)
+        try:
+            with self.waiting_for(source, "a monitored barrier"):
+                receive.done.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            return not self.mailbox.withdraw(receive)
+        except CollectiveError:  # it is gone
+            return False
+        return True
 
     # -- out ----------------------------------------------------------------------------------------------------
 

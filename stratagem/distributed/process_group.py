@@ -17,7 +17,6 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from stratagem.distributed import open_groups
 from stratagem.distributed.comm_memory import CommMemory
 from stratagem.distributed.messages import Messages
-from stratagem.distributed.monitored import MonitoredBarriers
 from stratagem.distributed.nccl import Nccl, or_nccl
 from stratagem.distributed.operations import Operation, Operations
 from stratagem.distributed.reductions import AllReducePlan, all_reduce_plan, op_of
@@ -56,7 +55,6 @@ class LaneProcessGroup(dist.ProcessGroup):
         self.communicator = communicator
         self._messages = messages
         self.nccl = nccl
-        self._barriers = MonitoredBarriers(messages, communicator.rank, communicator.size)
         self._memory = CommMemory(lambda num_bytes: communicator.arena(num_bytes, in_place=True).source)
         self._operations = Operations(communicator.rank, communicator.size)
         self._store = store
@@ -261,7 +259,7 @@ class LaneProcessGroup(dist.ProcessGroup):
             CollectiveError: a rank did not come.
         """
         seconds = self._messages.timeout_s if timeout is None else timeout.total_seconds()
-        self._barriers.pass_next(seconds, wait_all_ranks)
+        self._messages.barrier(seconds, wait_all_ranks)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long a rank may stand still in any later collective, receive or send."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +14,26 @@ import numpy as np
 import torch
 
 from stratagem.cluster.initial_rows import InitialRows
-from stratagem.errors import ConfigurationError, PeerUnavailableError
+from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
 from stratagem.measuring import measures
 from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import Pieces
 from stratagem.worker.push.layout import Numbers, RowPlacement
-from stratagem.worker.push.ps_client import RETRY_S, PsClient
+from stratagem.worker.push.ps_client import RETRY_S, SILENCE_S, PsClient
 from stratagem.worker.push.table_handle import LOAD, PendingRows, RowGradient, TableHandle, rows_in
-from stratagem.worker.push.variables import INITIAL_WAIT_S
-from stratagem.worker.push.wire import GroupSpec, Transfer, assign_values, group_spec, pull_weights, shard_spec
+from stratagem.worker.push.variables import INITIAL_WAIT_S, RemoteVariables
+from stratagem.worker.push.wire import (
+    GroupSpec,
+    Transfer,
+    assign_values,
+    create_variables,
+    group_spec,
+    pull_weights,
+    shard_spec,
+)
 from stratagem.worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 32 << 20
 """Rows that are asked for, or assigned, at once; more take turns."""
@@ -248,3 +260,58 @@ class RemoteTable:
 
 def _held(pieces: Sequence[torch.Tensor]) -> Pieces:
     return lambda: pieces
+
+
+Placed = RemoteVariables | RemoteTable
+"""What parameter servers hold for the job, and workers attach to."""
+
+
+def attach(every: Sequence[Placed], client: PsClient, can_initialize: bool) -> tuple[int, int]:
+    """Tells one ps what it holds, and then gives it the values that it asks this process for.
+
+    It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of. Gives how
+    many variables got their values from this process, and how many groups have none yet: another worker's to give.
+    """
+    specs = {one: one.specs(client.index) for one in every}
+    told = [spec for own in specs.values() for spec in own]
+    reply = create_variables(client, told, can_initialize)
+    asked = {*reply.initialize}
+    for one, own in specs.items():
+        if groups := [spec.group for spec in own if spec.group in asked]:
+            one.give(client, groups)
+    num_given = sum([len(spec.shards) for spec in told if spec.group in asked])
+    return num_given, len(told) - len(asked.union(reply.initialized))
+
+
+def create_or_attach(
+    every: Sequence[Placed], clients: Sequence[PsClient], is_lead: Callable[[], bool], timeout_s: float
+) -> None:
+    """Creates it all with this process's values if this worker is the lead, else waits until it has the job's.
+
+    Raises:
+        VariableError: the job has it with another shape, dtype or optimizer.
+        UnsupportedOptimizerError: a ps cannot run the optimizer, or not on single rows.
+        ClusterTimeoutError: no lead supplied initial values within ``timeout_s`` seconds.
+    """
+    deadline, silent_until = time.monotonic() + timeout_s, time.monotonic() + SILENCE_S
+    waiting = [(client, one) for client in clients for one in every]
+    while waiting:
+        for client in {client.index: client for client, _ in waiting}.values():
+            attach(every, client, is_lead())
+        while waiting and waiting[-1][1].has_values(waiting[-1][0]):
+            waiting.pop()
+        if not waiting:
+            break
+        client, one = waiting[-1]
+        if time.monotonic() > silent_until:
+            silent_until = math.inf
+            logger.warning(
+                "prepare waits, %.0f s more, until %s gives %s its values of %s: every worker has to prepare the same, "
+                "in the same order",
+                *(deadline - time.monotonic(), client.session.membership.lead, client.task, one.title),
+            )
+        if time.monotonic() > deadline:
+            raise ClusterTimeoutError(
+                f"{client.task} got no initial values of {one.title} within {timeout_s:.0f} s; the lead (the lowest "
+                "live worker) supplies them in prepare(). Look at its log."
+            )

@@ -4,21 +4,19 @@ whether a script has changed its copies of them."""
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stratagem.errors import ClusterTimeoutError, ConfigurationError
+from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import FrameKind
 from stratagem.worker.push import wire
 from stratagem.worker.push.host_tensors import WeightTargets
 from stratagem.worker.push.layout import Layout
-from stratagem.worker.push.ps_client import SILENCE_S, PendingCall, PsClient
+from stratagem.worker.push.ps_client import PendingCall, PsClient
 from stratagem.worker.reduction.same_bits import sum_of_bits
 
 logger = logging.getLogger(__name__)
@@ -52,74 +50,6 @@ def send_values(client: PsClient, layout: Layout, source: WeightTargets, groups:
             client.lane.send(FrameKind.VALUES, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
             num_frames += 1
     return wire.Transfer(transfer, num_frames)
-
-
-class Attachable(Protocol):
-    """What parameter servers hold for the job, and workers attach to."""
-
-    @property
-    def title(self) -> str:
-        """What it is, for messages."""
-
-    def specs(self, ps: int) -> list[wire.GroupSpec]:
-        """What one ps holds of it."""
-
-    def give(self, client: PsClient, groups: Sequence[int]) -> None:
-        """Sends this process's values of ``groups`` to one ps."""
-
-    def has_values(self, client: PsClient) -> bool:
-        """Whether one ps has them; waits a moment."""
-
-
-def attach(every: Sequence[Attachable], client: PsClient, can_initialize: bool) -> tuple[int, int]:
-    """Tells one ps what it holds, and then gives it the values that it asks this process for.
-
-    It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of. Gives how
-    many variables got their values from this process, and how many groups have none yet: another worker's to give.
-    """
-    specs = {one: one.specs(client.index) for one in every}
-    told = [spec for own in specs.values() for spec in own]
-    reply = wire.create_variables(client, told, can_initialize)
-    asked = {*reply.initialize}
-    for one, own in specs.items():
-        if groups := [spec.group for spec in own if spec.group in asked]:
-            one.give(client, groups)
-    num_given = sum([len(spec.shards) for spec in told if spec.group in asked])
-    return num_given, len(told) - len(asked.union(reply.initialized))
-
-
-def create_or_attach(
-    every: Sequence[Attachable], clients: Sequence[PsClient], is_lead: Callable[[], bool], timeout_s: float
-) -> None:
-    """Creates it all with this process's values if this worker is the lead, else waits until it has the job's.
-
-    Raises:
-        VariableError: the job has it with another shape, dtype or optimizer.
-        UnsupportedOptimizerError: a ps cannot run the optimizer, or not on single rows.
-        ClusterTimeoutError: no lead supplied initial values within ``timeout_s`` seconds.
-    """
-    deadline, silent_until = time.monotonic() + timeout_s, time.monotonic() + SILENCE_S
-    waiting = [(client, one) for client in clients for one in every]
-    while waiting:
-        for client in {client.index: client for client, _ in waiting}.values():
-            attach(every, client, is_lead())
-        while waiting and waiting[-1][1].has_values(waiting[-1][0]):
-            waiting.pop()
-        if not waiting:
-            break
-        client, one = waiting[-1]
-        if time.monotonic() > silent_until:
-            silent_until = math.inf
-            logger.warning(
-                "prepare waits, %.0f s more, until %s gives %s its values of %s: every worker has to prepare the same, "
-                "in the same order",
-                *(deadline - time.monotonic(), client.session.membership.lead, client.task, one.title),
-            )
-        if time.monotonic() > deadline:
-            raise ClusterTimeoutError(
-                f"{client.task} got no initial values of {one.title} within {timeout_s:.0f} s; the lead (the lowest "
-                "live worker) supplies them in prepare(). Look at its log."
-            )
 
 
 class RemoteVariables:

@@ -22,8 +22,8 @@ from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.layout import Layout, RowPlacement, VariableSpec
 from stratagem.worker.push.optimizer_state import OptimizerState, TableState
 from stratagem.worker.push.ps_client import PsClient, Rerouted
-from stratagem.worker.push.remote_table import RemoteTable, TableLink
-from stratagem.worker.push.variables import ALONE, RemoteVariables, TrainedCopies, attach, create_or_attach
+from stratagem.worker.push.remote_table import Placed, RemoteTable, TableLink, attach, create_or_attach
+from stratagem.worker.push.variables import ALONE, RemoteVariables, TrainedCopies
 from stratagem.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class VariableGroups:
         self._load_bytes = [0] * len(runtime.clients)
         self._epochs = {client.index: client.store_epoch for client in runtime.clients}
         """Of each ps: the store to which everything is attached."""
-        self._placed: list[RemoteVariables | RemoteTable] = []
+        self._placed: list[Placed] = []
         """In the order in which they were shared out; those of a ``prepare`` under way may not be on the ps yet."""
         self._all: list[RemoteVariables] = []
         self._tables: list[RemoteTable] = []
@@ -287,7 +287,7 @@ class VariableGroups:
 
     def _attach(self, client: PsClient) -> None:
         deadline = time.monotonic() + self._runtime.config.start_timeout_s
-        created: list[RemoteVariables | RemoteTable] = [*self._all, *self._tables]
+        created: list[Placed] = [*self._all, *self._tables]
         while created:  # within the first ``prepare`` there is nothing, and that goes on by itself
             given, lacking = attach(created, client, True)
             if given:
@@ -356,7 +356,7 @@ class VariableGroups:
             copies.check()
             copies.note()
 
-    def _create(self, every: Sequence[RemoteVariables | RemoteTable]) -> None:
+    def _create(self, every: Sequence[Placed]) -> None:
         """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
         runtime = self._runtime
         deadline = time.monotonic() + runtime.config.peer_timeout_s
