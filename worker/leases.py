@@ -7,6 +7,7 @@ accepted meanwhile is reported with the next call.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -38,24 +39,24 @@ class Done(NamedTuple):
 NOTHING = Done()
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LeaseClient:
-    """Acquires the units of a dataset, pass by pass. ``first``: units to acquire before the speed is known, and at
-    least."""
+    """Acquires the units of a dataset, pass by pass."""
 
-    def __init__(
-        self, chief: ChiefClient, plan: Plan, first: int = 2, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._chief = chief
-        self._plan = plan
-        self._first = first
-        self._clock = clock
+    _chief: ChiefClient
+    _plan: Plan
+    _first: int = 2
+    """Units to acquire before the speed is known, and at least."""
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._pass = chief_pb2.NextUnitsRequest()
         self._ready: collections.deque[Lease] = collections.deque()
         self._held: dict[Unit, Lease] = {}
         self._unreported: dict[Unit, Lease] = {}
         self._states: dict[Unit, dict[str, chief_pb2.MetricState]] = {}
-        self._answered_at = clock()
-        self._num_last = first
+        self._answered_at = self._clock()
+        self._num_last = self._first
         self._limit = 0
         self._reported_step = 0
         self.attempt = 0

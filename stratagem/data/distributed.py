@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Generator, Iterator
 from typing import Any, Protocol
@@ -58,20 +59,20 @@ class DistributedIterator(WithWaysOut, Iterator[Any]):
         return next(self)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DistributedDataset(WithWaysOut):
-    """Batches of this task, of the user's loader of global batches. Each ``iter()`` is the next epoch. Ordinals are
-    those of the datasets in the script, from 1."""
+    """Batches of this task, of the user's loader of global batches. Each ``iter()`` is the next epoch."""
 
-    def __init__(
-        self, loader: DataLoader[Any], plan: Plan, ordinal: int, source: UnitSource, device: torch.device
-    ) -> None:
-        self.plan = plan
-        self.loader = loader
-        """Of all batches, as it was given."""
-        self._ordinal = ordinal
-        self._source = source
-        self._device = device
-        self._drop_watch = DropWatch(loader, weighs=plan.num_slices > 1)
+    loader: DataLoader[Any]
+    """Of all batches, as it was given."""
+    plan: Plan
+    _ordinal: int
+    """Among the datasets in the script, from 1."""
+    _source: UnitSource
+    _device: torch.device
+
+    def __post_init__(self) -> None:
+        self._drop_watch = DropWatch(self.loader, weighs=self.plan.num_slices > 1)
         self._epoch = 0
         self._order = -1, torch.empty(0)
         self._current: object | None = None

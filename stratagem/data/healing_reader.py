@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ class _Dealt(NamedTuple):
     """Who have it, in the order of its slices."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class HealingReader:
     """Reads this worker's parts of global batches; from the step after a loss on they are cut for those who are left.
 
@@ -32,13 +34,14 @@ class HealingReader:
     further steps of at most ``batch_size`` examples, the same on every worker.
     """
 
-    def __init__(self, reader: IndexReader, communicator: Communicator, healing: Healing, batch_size: int) -> None:
+    _reader: IndexReader
+    _communicator: Communicator
+    _healing: Healing
+    _batch_size: int
+
+    def __post_init__(self) -> None:
         self.left: list[int] = []
         """Examples that come again."""
-        self._reader = reader
-        self._communicator = communicator
-        self._healing = healing
-        self._batch_size = batch_size
         self._dealt: collections.deque[_Dealt] = collections.deque()
 
     def read(self, epoch: int, number: int, seed: int, copies: DeviceCopies) -> Iterator[Parts]:

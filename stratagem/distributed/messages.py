@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import math
 import threading
@@ -36,32 +37,28 @@ _NO_DEADLINE = math.inf
 """Of a read: a rank may have nothing to say for as long as it likes."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Messages:
-    """Messages of one rank. ``opener`` opens lanes within so many seconds; ``lane`` is tried first: shm gives way to
-    tcp where there is no memory to share. ``timeout_s``: seconds a message may take to leave, or to come."""
+    """Messages of one rank."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        opener: Callable[[float], Opener],
-        lane: Callable[[int], PairLane],
-        diagnosis: FailureDiagnosis,
-        timeout_s: float,
-    ) -> None:
-        others = [other for other in range(size) if other != rank]
-        self._opener = opener
-        self._lane = lane
-        self._diagnosis = diagnosis
-        self.timeout_s = timeout_s
-        self.mailbox = Mailbox(rank, others)
-        self._rank = rank
+    _rank: int
+    size: dataclasses.InitVar[int]
+    _opener: Callable[[float], Opener]
+    """Opens lanes within so many seconds."""
+    _lane: Callable[[int], PairLane]
+    """Which one to a rank is tried first: shm gives way to tcp where there is no memory to share."""
+    _diagnosis: FailureDiagnosis
+    timeout_s: float
+    """Seconds a message may take to leave, or to come."""
+
+    def __post_init__(self, size: int) -> None:
+        self._others = [other for other in range(size) if other != self._rank]
+        self.mailbox = Mailbox(self._rank, self._others)
         self._barrier_tags = itertools.count(_BARRIER_TAG)
-        self._others = others
         self._guard = threading.Lock()
         self._senders: dict[int, SendingLane] = {}
         self._executors: dict[int, concurrent.futures.ThreadPoolExecutor] = {}
-        self._num_queued = dict.fromkeys(others, 0)
+        self._num_queued = dict.fromkeys(self._others, 0)
         self._readers: dict[int, threading.Thread] = {}
         self._receivers: dict[int, ReceivingLane] = {}
         self._closed: str = ""

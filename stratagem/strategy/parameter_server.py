@@ -325,7 +325,7 @@ class ParameterServerStrategy(Strategy):
         self._num_datasets += 1
         seed = self._runtime.chief.open_dataset(self._num_datasets, plan)
         plan = dataclasses.replace(plan, seed=seed)
-        client = LeaseClient(self._runtime.chief, plan, first=2 if self.staleness == math.inf else 1)
+        client = LeaseClient(self._runtime.chief, plan, 2 if self.staleness == math.inf else 1)
         self._runtime.leases.append(client)
         units = LeasedUnits(
             plan,

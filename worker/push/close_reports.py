@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -13,15 +14,17 @@ from stratagem.worker.push.wire import close_units
 MAX_WAITING = 64  # a ps that takes part in no update is told at the latest after so many
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class CloseReports:
-    """What each ps has yet to hear. Repeating a close is harmless, so a report is dropped only when acknowledged.
-    ``recover`` connects to a ps that was lost, and waits for one that is away."""
+    """What each ps has yet to hear. Repeating a close is harmless, so a report is dropped only when acknowledged."""
 
-    def __init__(self, clients: Sequence[PsClient], recover: Callable[[PsClient], None]) -> None:
-        self._clients = clients
-        self._recover = recover
-        self._waiting: dict[int, list[tuple[Unit, int]]] = {client.index: [] for client in clients}
-        self._num_updates: dict[int, Counter[Unit]] = {client.index: Counter() for client in clients}
+    _clients: Sequence[PsClient]
+    _recover: Callable[[PsClient], None]
+    """Connects to a ps that was lost, and waits for one that is away."""
+
+    def __post_init__(self) -> None:
+        self._waiting: dict[int, list[tuple[Unit, int]]] = {client.index: [] for client in self._clients}
+        self._num_updates: dict[int, Counter[Unit]] = {client.index: Counter() for client in self._clients}
 
     def pushed(self, units: Sequence[Unit], servers: Sequence[int]) -> None:
         """These ps acknowledged an update of these units. A close says how many: a ps that went back to a checkpoint

@@ -7,6 +7,7 @@ nothing to do (docs/protocol.md 7).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import threading
@@ -56,44 +57,32 @@ NO_UNIT = (
 )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class GradientPush:
-    """Pushes the gradients of one optimizer.
+    """Pushes the gradients of one optimizer."""
 
-    Args:
-        parameters: what it changes, tables left out.
-        variables: the same on the ps, in the same order.
-        on_backward: called in each backward that reaches a parameter.
-        closes: closed units to report with the commit.
-        recover: connects to a ps that was lost.
-        turn: see :attr:`stratagem.worker.push.remote_table.TableLink.turn`.
-    """
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[torch.nn.Parameter]
+    """What it changes, tables left out."""
+    _variables: RemoteVariables
+    """The same on the ps, in the same order."""
+    tables: Sequence[RemoteTable]
+    on_backward: dataclasses.InitVar[Callable[[], None]]
+    """Called in each backward that reaches a parameter."""
+    _policy: GradientPolicy
+    _closes: CloseReports
+    """Closed units to report with the commit."""
+    _meter: StepMeter
+    _reconnect: Callable[[PsClient], None]
+    """To a ps that was lost."""
+    _turn: threading.RLock
+    """See :attr:`stratagem.worker.push.remote_table.TableLink.turn`."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.nn.Parameter],
-        variables: RemoteVariables,
-        tables: Sequence[RemoteTable],
-        on_backward: Callable[[], None],
-        policy: GradientPolicy,
-        closes: CloseReports,
-        meter: StepMeter,
-        recover: Callable[[PsClient], None],
-        turn: threading.RLock,
-    ) -> None:
-        self.optimizer = optimizer
-        self.parameters = list(parameters)
-        self.tables = list(tables)
-        self.staging = GradientStaging(variables, parameters, on_backward, tables, turn)
-        self._reconnect = recover
-        self._turn = turn
-        self._variables = variables
-        self._clients: Sequence[PsClient] = variables.clients
-        self._layout = variables.layout
-        self._policy = policy
-        self._closes = closes
-        self._meter = meter
-        self._sent = [name for name in optimizer.defaults if name not in _NOT_SENT]
+    def __post_init__(self, on_backward: Callable[[], None]) -> None:
+        self.staging = GradientStaging(self._variables, self.parameters, on_backward, self.tables, self._turn)
+        self._clients: Sequence[PsClient] = self._variables.clients
+        self._layout = self._variables.layout
+        self._sent = [name for name in self.optimizer.defaults if name not in _NOT_SENT]
         self._came: list[list[Any]] = []
         """Hyper-parameters as they stood in the last step."""
         self._is_plain = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,34 +46,27 @@ class _Elsewhere(collections.defaultdict[Any, Any]):
         raise ConfigurationError(_NOT_HERE)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class OptimizerState:
-    """The slots of one optimizer, on the ps.
+    """The slots of one optimizer, on the ps."""
 
-    Args:
-        variables: where the rows of its parameters live; variable i is parameter i.
-        may_assign: whether this worker's ``load_state_dict`` reaches the ps; others load the same file.
-        reconnect: to the ps, of which one was lost.
-    """
+    variables: dataclasses.InitVar[RemoteVariables]
+    """Where the rows of its parameters live; variable i is parameter i."""
+    _optimizer: torch.optim.Optimizer
+    _parameters: Sequence[torch.nn.Parameter]
+    _may_assign: Callable[[], bool]
+    """Whether this worker's ``load_state_dict`` reaches the ps; others load the same file."""
+    _reconnect: Callable[[], None]
+    """To the ps, of which one was lost."""
 
-    def __init__(
-        self,
-        variables: RemoteVariables,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.nn.Parameter],
-        may_assign: Callable[[], bool],
-        reconnect: Callable[[], None],
-    ) -> None:
+    def __post_init__(self, variables: RemoteVariables) -> None:
         self._clients = variables.clients
         self._layout = variables.layout
-        self._optimizer = optimizer
-        self._parameters = parameters
-        self._may_assign = may_assign
-        self._reconnect = reconnect
         self._elsewhere = _Elsewhere()
-        optimizer.register_state_dict_pre_hook(lambda _: self._insist(self._fetch))
-        optimizer.register_state_dict_post_hook(lambda _, state: self._empty())
-        optimizer.register_load_state_dict_post_hook(lambda _: self._load())
-        optimizer.register_step_pre_hook(lambda *_: self._check())
+        self._optimizer.register_state_dict_pre_hook(lambda _: self._insist(self._fetch))
+        self._optimizer.register_state_dict_post_hook(lambda _, state: self._empty())
+        self._optimizer.register_load_state_dict_post_hook(lambda _: self._load())
+        self._optimizer.register_step_pre_hook(lambda *_: self._check())
 
     def _insist(self, call: Callable[[], None]) -> None:
         """Again with ps that went away and came back."""
@@ -118,17 +112,14 @@ class OptimizerState:
         """What the optimizer had before it was prepared goes to the ps with the weights that this process gave them, if
         it did, and is forgotten here. What its constructor made (of Adagrad, say) a ps makes itself."""
         if is_given and any(_num_steps(self._optimizer.state.get(parameter, {})) for parameter in self._parameters):
-            self._send()
+            self._insist(self._assign)
         self._empty()
 
     def _load(self) -> None:
         """Sends a loaded state to the ps, and forgets it here."""
         if self._may_assign():
-            self._send()
+            self._insist(self._assign)
         self._empty()
-
-    def _send(self) -> None:
-        self._insist(self._assign)
 
     def _assign(self) -> None:
         for (group, ps), shards in sorted(self._layout.shards.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -98,30 +99,22 @@ class PendingCall:
         return self._reply
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PsClient:
-    """Talks to one ps.
+    """Talks to one ps."""
 
-    Args:
-        session: knows where the ps is, and this worker's identity.
-        config: how long to wait for a ps that restarts, and what lanes are like.
-        num_ps: of how many ps the variables are shared out among; 0: whatever there are.
-    """
+    session: SessionClient
+    """Knows where the ps is, and this worker's identity."""
+    index: int
+    _meter: BytesMeter
+    _config: WorkerConfig
+    """How long to wait for a ps that restarts, and what lanes are like."""
+    num_ps: Callable[[], int] = lambda: 0
+    """Of how many ps the variables are shared out among; 0: whatever there are."""
 
-    def __init__(
-        self,
-        session: SessionClient,
-        index: int,
-        meter: BytesMeter,
-        config: WorkerConfig,
-        num_ps: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.session = session
-        self.index = index
-        self.task = f"ps:{index}"
+    def __post_init__(self) -> None:
+        self.task = f"ps:{self.index}"
         self.store_epoch = 0
-        self.num_ps = num_ps
-        self._meter = meter
-        self._config = config
         self._next_sequence = 1
         self._transfers = itertools.count(1)
         self._known_from = 1

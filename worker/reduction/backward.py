@@ -33,12 +33,12 @@ def _warn_of_graph() -> None:
     )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class BackwardWatch:
     """Tells a meter when each ``backward()`` begins and ends. Whoever hears of gradients calls it with each."""
 
-    def __init__(self, meter: StepMeter) -> None:
-        self._meter = meter
-        self._newest = -1
+    _meter: StepMeter
+    _newest: int = -1
 
     def __call__(self, *_: Any) -> None:
         backward = current_backward()
@@ -270,12 +270,12 @@ def follow(
     optimizer.register_step_post_hook(after)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _EndOfBackward:
     """The engine calls it when a backward is done, and drops it uncalled when it failed."""
 
-    def __init__(self, reducer: BackwardReducer[Any], backward: Backward) -> None:
-        self._reducer = reducer
-        self._backward = backward
+    _reducer: BackwardReducer[Any]
+    _backward: Backward
 
     def __call__(self) -> None:
         self._reducer._end(self._backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -31,18 +32,20 @@ LIVES_S = 5.0
 """Seconds that a rank may take to say where it stands, while nothing has failed."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FailureDiagnosis:
-    """Why the collectives of a generation are broken; only the first reason counts. ``close_group`` breaks this rank's
-    lanes, so that a call that waits there ends."""
+    """Why the collectives of a generation are broken; only the first reason counts."""
 
-    def __init__(self, session: MembershipSource, peers: Peers, close_group: Callable[[str], None]) -> None:
-        self.meeting = peers.meeting
+    _session: MembershipSource
+    _peers: Peers
+    _close_group: Callable[[str], None]
+    """Breaks this rank's lanes, so that a call that waits there ends."""
+
+    def __post_init__(self) -> None:
+        self.meeting = self._peers.meeting
         """The newest one when the group was made."""
         self.is_out_of_step = False
         """Whether a rank stands still or is in another collective, as this rank or another one has seen."""
-        self._session = session
-        self._peers = peers
-        self._close_group = close_group
         self._changed = threading.Condition()
         self._reason = ""
         self._explaining = False

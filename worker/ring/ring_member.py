@@ -62,26 +62,19 @@ def _somebody_waits(now: Membership) -> bool:
     return bool(now.waiting)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RingMember:
-    """What a worker holds of the ring.
+    """What a worker holds of the ring."""
 
-    Args:
-        ring_service: what the others ask of this worker.
-        take_in: tells the chief which newcomers (task, incarnation) are ranks from now on, or (none) that this worker
-            waits to be one.
-    """
+    ring_service: RingService
+    """What the others ask of this worker."""
+    _session: MembershipSource
+    _meter: BytesMeter
+    _take_in: Callable[[Sequence[tuple[str, int]]], None] = lambda newcomers: None
+    """Tells the chief which newcomers (task, incarnation) are ranks from now on, or (none) that this worker waits to be
+    one."""
 
-    def __init__(
-        self,
-        ring_service: RingService,
-        session: MembershipSource,
-        meter: BytesMeter,
-        take_in: Callable[[Sequence[tuple[str, int]]], None] = lambda newcomers: None,
-    ) -> None:
-        self.ring_service = ring_service
-        self._session = session
-        self._meter = meter
-        self._take_in = take_in
+    def __post_init__(self) -> None:
         self._peers: Peers | None = None
         self._device = torch.device("cpu")
         self._options = CommunicationOptions()
@@ -90,7 +83,7 @@ class RingMember:
         self._is_leaving = False
         self._held = (0, 0)
         """The newest generation, and how many meetings of it this worker has been to."""
-        session.on_membership(self._membership_changed)
+        self._session.on_membership(self._membership_changed)
 
     def form(self, options: CommunicationOptions, device: torch.device, timeout_s: float) -> Communicator:
         """Meets the other workers, opens lanes and returns the communicator. ``options``: the same on every worker;

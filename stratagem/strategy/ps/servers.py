@@ -40,6 +40,7 @@ def place_of(tensor: torch.Tensor) -> Place:
     return tensor.data_ptr() if tensor.numel() and tensor.device.type != "meta" else id(tensor), tensor.shape
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class EvaluatedUnits:
     """Evaluation data: units leased from the chief, all evaluated with one version of the weights. Nothing of it is on
     the ps: a unit is accepted when the chief has what was counted on it.
@@ -48,13 +49,16 @@ class EvaluatedUnits:
     of its pass.
     """
 
-    def __init__(self, chief: ChiefClient, group: str, plan: Plan, pull: Callable[[], None], meter: StepMeter) -> None:
+    chief: dataclasses.InitVar[ChiefClient]
+    group: str
+    plan: dataclasses.InitVar[Plan]
+    _pull: Callable[[], None]
+    _meter: StepMeter
+
+    def __post_init__(self, chief: ChiefClient, plan: Plan) -> None:
         self._client = LeaseClient(chief, plan)
-        self.group = group
         self.num_passes = 0
         """Passes that were begun; the newest is the ordinal of the topic."""
-        self._pull = pull
-        self._meter = meter
         self._pulled = 0
         self._begin: Callable[[], None] = lambda: None  # nobody counts
         self._collect: Callable[[], bytes] = bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import operator
 import threading
 from collections import ChainMap, OrderedDict
@@ -27,21 +28,21 @@ Settings = dict[str, Any]
 """Of a parameter group: all but its parameters."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Copies:
     """All that one replica other than the first has copies of.
 
     There is one memo for everything that is ever copied for the replica, so what was one object stays one: optimizers
     point to the copies of their parameters, two models share what they shared.
-
-    Args:
-        home: of replica 0. Tensors that are there go to ``device``; others (step counts on the CPU) stay.
-        keep: puts into a memo what is not to be copied, and what stands for it on this replica.
     """
 
-    def __init__(self, device: torch.device, home: torch.device, keep: Callable[[dict[int, Any]], None]) -> None:
-        self.device = device
-        self._home = home
-        self._keep = keep
+    device: torch.device
+    _home: torch.device
+    """Of replica 0. Tensors that are there go to ``device``; others (step counts on the CPU) stay."""
+    _keep: Callable[[dict[int, Any]], None]
+    """Puts into a memo what is not to be copied, and what stands for it on this replica."""
+
+    def __post_init__(self) -> None:
         self._memo: dict[int, Any] = {}
         self._taken: dict[int, Settings] = {}
         """Of each group that took settings over, what it has had since then, unless a step changed it."""

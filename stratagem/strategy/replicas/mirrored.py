@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -179,12 +180,12 @@ for _name in _RETURNING_SELF.split():
     setattr(MirroredModule, _name, _returning_self(_name))
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class OnlyReplica:
     """Forward pre-hook that refuses a replica's module to the other replicas (docs/protocol.md 16)."""
 
-    def __init__(self, replica: int, which: Callable[[], int | None]) -> None:
-        self._replica = replica
-        self._which = which
+    _replica: int
+    _which: Callable[[], int | None]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         here = self._which()

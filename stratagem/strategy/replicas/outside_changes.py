@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,6 +137,7 @@ def _gradient_hooks(parameter: nn.Parameter) -> dict[int, tuple[str, Any]]:
     return {number: (register, hook) for register, hooks in every for number, hook in hooks.items()}
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ModelChanges:
     """Carries changes of replica 0's model to its copies.
 
@@ -144,25 +146,20 @@ class ModelChanges:
     through ``.data``. Not carried: what was put into a list or a dictionary, which is each replica's own.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        copies: Sequence[Copies],
-        device: torch.device,
-        is_pending: Callable[[nn.Parameter], bool],
-    ) -> None:
-        self._is_pending = is_pending
-        self._models = models
-        self._copies = copies
-        self._device = device
-        self._modules = list(zip(*(model.modules() for model in models), strict=True))
+    _models: Sequence[nn.Module]
+    _copies: Sequence[Copies]
+    _device: torch.device
+    _is_pending: Callable[[nn.Parameter], bool]
+
+    def __post_init__(self) -> None:
+        self._modules = list(zip(*(model.modules() for model in self._models), strict=True))
         firsts = [first for first, *_ in self._modules]
         attributes = list(map(vars, firsts))
         self._attributes = Seen(lambda: attributes)
         self._structure = Seen(lambda: [own[name] for own in attributes for name in ("_parameters", "_modules")])
         self._buffers = Seen(lambda: [own["_buffers"] for own in attributes])
         self._hooks = HookChanges(self._modules)
-        self._parameters = list(zip(*(model.parameters() for model in models), strict=True))
+        self._parameters = list(zip(*(model.parameters() for model in self._models), strict=True))
         self._gradient_hooks = GradientHookChanges(self._parameters)
         self._tensors = self._parameters + self._find_others()
         self.record()
@@ -259,15 +256,17 @@ class ModelChanges:
         return [tuple(buffer for buffer in one if buffer is not None) for one in every if one[0] is not None]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class OptimizerChanges:
     """Carries changes of replica 0's optimizer to its copies: settings and attributes in every run, all when asked to.
     Arguments as of :class:`ModelChanges`."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], copies: Sequence[Copies]) -> None:
-        self._optimizers = optimizers
-        self._copies = copies
-        self._attributes = Seen(lambda: [vars(optimizers[0])])
-        self._hooks = HookChanges([optimizers])
+    _optimizers: Sequence[torch.optim.Optimizer]
+    _copies: Sequence[Copies]
+
+    def __post_init__(self) -> None:
+        self._attributes = Seen(lambda: [vars(self._optimizers[0])])
+        self._hooks = HookChanges([self._optimizers])
 
     def record(self) -> None:
         self._attributes.record()
