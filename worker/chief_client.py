@@ -54,11 +54,8 @@ class ChiefClient:
         return self._call(lambda stub: stub.NextUnits, request)
 
     def report_units(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
-        """Reports units of a pass as accepted, and wants none. For workers that go on while the chief is away.
-
-        Raises:
-            PeerUnavailableError: the chief has not answered within :data:`REPORT_WAIT_S`.
-        """
+        """Reports units of a pass as accepted, and wants none. For workers that go on while the chief is away. Raises
+        PeerUnavailableError: the chief has not answered within :data:`REPORT_WAIT_S`."""
         request = chief_pb2.NextUnitsRequest(sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted)
         self._call(lambda stub: stub.NextUnits, request, timeout_s=REPORT_WAIT_S)
 

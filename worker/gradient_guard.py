@@ -20,11 +20,7 @@ SMALL_ELEMENTS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class GradientPolicy:
-    """How gradients are treated before they are applied.
-
-    Raises:
-        ConfigurationError: an argument is out of its range.
-    """
+    """How gradients are treated before they are applied. Raises ConfigurationError: an argument is out of its range."""
 
     gradients: Literal["mean", "sum"] = "mean"
     """Losses are means over examples, or already divided by the global batch."""

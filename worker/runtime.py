@@ -99,11 +99,8 @@ class ChiefProcess:
 
 
 class WorkerRuntime:
-    """Joins the cluster, waits until it is complete, and connects to every ps.
-
-    Raises:
-        ConfigurationError: this process has joined as this task already; it would end its own session.
-    """
+    """Joins the cluster, waits until it is complete, and connects to every ps. Raises ConfigurationError: this process
+    has joined as this task already; it would end its own session."""
 
     def __init__(self, config: WorkerConfig, cluster: ClusterSpec) -> None:
         global _newest

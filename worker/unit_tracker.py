@@ -45,11 +45,8 @@ class UnitTracker:
         return len(self._idle)
 
     def start_epoch(self) -> None:
-        """A new loop begins: nothing from the last one is still to come.
-
-        Raises:
-            ConfigurationError: it begins inside of another one.
-        """
+        """A new loop begins: nothing from the last one is still to come. Raises ConfigurationError: it begins inside of
+        another one."""
         if self.current is not None:
             raise ConfigurationError(
                 "a loop over a distributed dataset begins while a batch of another one is in hand, and on parameter "

@@ -106,11 +106,8 @@ def distribute_from_function(
     listener: Listener | None = None,
 ) -> SplitDataset:
     """This worker's batches, each for ONE replica, from what ``dataset_fn`` returns; it is called once, here. Nothing
-    is sharded here: the ``auto_shard_policy`` of ``options`` has to be AUTO or OFF.
-
-    Raises:
-        ConfigurationError: ``dataset_fn`` returns something else, or ``options`` ask for sharding.
-    """
+    is sharded here: the ``auto_shard_policy`` of ``options`` has to be AUTO or OFF. Raises ConfigurationError:
+    ``dataset_fn`` returns something else, or ``options`` ask for sharding."""
     options = DistributeOptions.of(options)
     if placement.healing is not None:
         raise _not_healing("a dataset function")

@@ -43,10 +43,7 @@ _STATEFUL_RANDOM = "<class 'torchdata.stateful_dataloader.sampler.RandomSampler'
 
 class DropWatch:
     """Warns, once, of a ``collate_fn`` that drops examples where a batch is shared out before it is collated.
-
-    Args:
-        weighs: whether the shares of a batch weigh by their sizes.
-    """
+    ``weighs``: whether the shares of a batch weigh by their sizes."""
 
     def __init__(self, loader: DataLoader[Any], weighs: bool = True) -> None:
         self._looks = weighs and loader.collate_fn is not default_collate
@@ -65,11 +62,8 @@ class DropWatch:
 
 
 def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
-    """How the epochs of ``loader`` are cut into units; its batches are GLOBAL batches.
-
-    Raises:
-        ConfigurationError: the loader draws examples in a way that cannot be planned; says which can.
-    """
+    """How the epochs of ``loader`` are cut into units; its batches are GLOBAL batches. Raises ConfigurationError: the
+    loader draws examples in a way that cannot be planned; says which can."""
     if reason := why_not_planned(loader):
         raise ConfigurationError(reason)
     assert loader.batch_size is not None, "else there is a reason"

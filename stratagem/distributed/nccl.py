@@ -58,12 +58,8 @@ class Nccl:
         return self._group is not None
 
     def takes(self, arguments: Sequence[Any]) -> bool:
-        """Whether a call with these arguments goes over NCCL; the same on every rank.
-
-        Raises:
-            CollectiveError: not every rank gives tensors on a GPU.
-            ConfigurationError: NCCL was asked for, and cannot be had.
-        """
+        """Whether a call with these arguments goes over NCCL; the same on every rank. Raises CollectiveError: not every
+        rank gives tensors on a GPU; ConfigurationError: NCCL was asked for, and cannot be had."""
         first: Any = arguments
         while type(first) in (list, tuple) and first:
             first = first[0]

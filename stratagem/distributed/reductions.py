@@ -88,11 +88,8 @@ class RankReduction:
 
 
 def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
-    """Reads an operation: a ``torch.distributed.ReduceOp`` or one of its members.
-
-    Raises:
-        ConfigurationError: there is no such reduction for the dtype.
-    """
+    """Reads an operation: a ``torch.distributed.ReduceOp`` or one of its members. Raises ConfigurationError: there is
+    no such reduction for the dtype."""
     reduction = _reduction(_number(op), dtype)
     if reduction.name != "PREMUL_SUM":
         return reduction

@@ -17,12 +17,9 @@ def listed(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements; no copy of a contiguous tensor on the CPU. A copy is complete when this returns, whatever stream
-    of a device was to write to the tensor.
-
-    Raises:
-        ConfigurationError: the tensor is sparse, quantized or of the device "meta".
-    """
+    """The elements; no copy of a contiguous tensor on the CPU. A copy is complete when this returns, whatever stream of
+    a device was to write to the tensor. Raises ConfigurationError: the tensor is sparse, quantized or of the device
+    "meta"."""
     if _is_flat(tensor):
         return _flat_view(tensor)
     _check_movable(tensor)
@@ -61,11 +58,8 @@ def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None
 
 
 def check_writable(tensor: torch.Tensor) -> None:
-    """Of a result, before anything is sent.
-
-    Raises:
-        ConfigurationError: its elements are the same memory, as those of ``tensor.expand(…)`` are.
-    """
+    """Of a result, before anything is sent. Raises ConfigurationError: its elements are the same memory, as those of
+    ``tensor.expand(…)`` are."""
     is_strided = not tensor.is_contiguous() and tensor.layout is torch.strided
     if is_strided and torch._debug_has_internal_overlap(tensor) == 1:
         raise ConfigurationError(

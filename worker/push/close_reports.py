@@ -68,21 +68,15 @@ class CloseReports:
             counts.clear()
 
     def flush(self, at_least: int) -> None:
-        """Tells every ps that has ``at_least`` so many to hear.
-
-        Raises:
-            PeerUnavailableError: one is away; it hears of them later.
-        """
+        """Tells every ps that has ``at_least`` so many to hear. Raises PeerUnavailableError: one is away; it hears of
+        them later."""
         for client in self._clients:
             if len(self._waiting[client.index]) >= at_least:
                 self._tell(client)
 
     def deliver(self) -> None:
-        """Tells every ps all of it; a ps that is away is waited for.
-
-        Raises:
-            PeerUnavailableError: it does not come back in time.
-        """
+        """Tells every ps all of it; a ps that is away is waited for. Raises PeerUnavailableError: it does not come back
+        in time."""
         while late := [client for client in self._clients if self._waiting[client.index]]:
             try:
                 self._tell(late[0])

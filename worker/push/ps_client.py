@@ -149,12 +149,8 @@ class PsClient:
         return next(self._transfers)
 
     def connect(self) -> None:
-        """Opens the connections and agrees on sequence numbers; waits for a ps that restarts.
-
-        Raises:
-            PeerUnavailableError: not within ``peer_timeout_s`` seconds.
-            Rerouted: there is another number of ps.
-        """
+        """Opens the connections and agrees on sequence numbers; waits for a ps that restarts. Raises
+        PeerUnavailableError: not within ``peer_timeout_s`` seconds; Rerouted: there is another number of ps."""
         self.close("reconnecting")
         deadline = time.monotonic() + self._config.peer_timeout_s
         silent_until = time.monotonic() + SILENCE_S
@@ -212,10 +208,7 @@ class PsClient:
 
     def start(self, method: str, request: Any, *, sequenced: bool = False) -> PendingCall:
         """Sends a request over the lane. A sequenced one takes the next number; to repeat it, use :meth:`restart`.
-
-        Raises:
-            PeerUnavailableError: the lane is broken.
-        """
+        Raises PeerUnavailableError: the lane is broken."""
         self._sign(request, sequenced)
         return self._send(method, request)
 

@@ -79,11 +79,8 @@ class RemoteTable:
         self.begin_with(initial)
 
     def begin_with(self, initial: InitialRows | torch.Tensor) -> None:
-        """Chooses other initial values. Rows that are given are kept: a ps that lost all it had gets them again.
-
-        Raises:
-            ConfigurationError: the rows have their values.
-        """
+        """Chooses other initial values. Rows that are given are kept: a ps that lost all it had gets them again. Raises
+        ConfigurationError: the rows have their values."""
         if self._link is not None:
             raise ConfigurationError(
                 "initial values of a table are chosen before strategy.prepare: by now its rows have theirs. To give it "
@@ -97,11 +94,7 @@ class RemoteTable:
 
     @property
     def link(self) -> TableLink:
-        """The connection.
-
-        Raises:
-            ConfigurationError: there is none yet.
-        """
+        """The connection. Raises ConfigurationError: there is none yet."""
         if self._link is None:
             raise ConfigurationError(
                 "this table has no rows yet: give its model to strategy.prepare(model, optimizer) first"
@@ -137,11 +130,7 @@ class RemoteTable:
 
     def rows(self, numbers: Numbers) -> torch.Tensor:
         """Some rows as they are on the ps now, ``(len(numbers), width)``, on the CPU. ``numbers``: ascending, each
-        once, below ``num_rows``.
-
-        Raises:
-            PeerUnavailableError: a ps did not come back in time.
-        """
+        once, below ``num_rows``. Raises PeerUnavailableError: a ps did not come back in time."""
         link = self.link
         out = torch.empty(len(numbers), self.width, dtype=self.dtype, device="cpu")
         at_once = self._rows_at_once

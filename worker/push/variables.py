@@ -198,12 +198,8 @@ class TrainedCopies:
         self._counters = self._sums = self._sample = None
 
     def check(self) -> None:
-        """Looks whether they have stayed so. Where only the counters differ, values that were put back may be the
-        same, so there is but a warning.
-
-        Raises:
-            ConfigurationError: one has other values.
-        """
+        """Looks whether they have stayed so. Where only the counters differ, values that were put back may be the same,
+        so there is but a warning. Raises ConfigurationError: one has other values."""
         if self._counters is None:
             return
         self._num_checked += 1

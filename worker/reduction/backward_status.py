@@ -50,12 +50,8 @@ class BackwardStatus:
         return torch.tensor(head + groups + of_rank + [float(flag) for flag in self.present], dtype=torch.float64)
 
     def decode(self, total: torch.Tensor, size: int) -> MergedStatus:
-        """What the sum of all ranks' tails says.
-
-        Raises:
-            CollectiveError: the backward of some rank failed, or ranks are not in the same backward.
-            ConfigurationError: some ranks called ``set_weight`` and others did not.
-        """
+        """What the sum of all ranks' tails says. Raises CollectiveError: the backward of some rank failed, or ranks are
+        not in the same backward; ConfigurationError: some ranks called ``set_weight`` and others did not."""
         values = total.tolist()
         (numerator, num_with, num_without, ordinals, ends, share, num_shares, sees), rest = values[:8], values[8:]
         groups, rest = rest[: self.num_groups], rest[self.num_groups :]

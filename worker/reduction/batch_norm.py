@@ -103,11 +103,8 @@ _CONVERTED: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
 
 def convert_batch_norm(module: nn.Module, communicator: Communicator, weight: Callable[[], Weight]) -> None:
     """Makes every BatchNorm in ``module`` take its statistics from all ranks; the layers stay the same objects.
-    ``weight``: how much this rank's gradient counts, as the reducer is told; asked in each backward.
-
-    Raises:
-        ConfigurationError: a BatchNorm of a class of its own, whose forward cannot be known.
-    """
+    ``weight``: how much this rank's gradient counts, as the reducer is told; asked in each backward. Raises
+    ConfigurationError: a BatchNorm of a class of its own, whose forward cannot be known."""
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
     for name, layer in layers:
         if not isinstance(layer, SyncBatchNorm) and type(layer) not in _CONVERTED:

@@ -58,11 +58,8 @@ class SameBits:
         return self._settings[1], 0 if is_cuda and self._num_looks % CUDA_EVERY else self._next_window()
 
     def raise_difference(self, communicator: Communicator) -> None:
-        """Finds out what differs, and where. Every rank has to call it.
-
-        Raises:
-            ConfigurationError: names the rank and what it has.
-        """
+        """Finds out what differs, and where. Every rank has to call it. Raises ConfigurationError: names the rank and
+        what it has."""
         settings = [
             f"{type(optimizer).__name__}({', '.join(f'{name}={group.get(name)!r}' for name in optimizer.defaults)})"
             for optimizer in self._optimizers()

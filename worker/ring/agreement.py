@@ -22,11 +22,8 @@ def agree(
     optimizers: Sequence[torch.optim.Optimizer],
     asked: str = "",
 ) -> None:
-    """Gives every rank the parameters and buffers of rank 0. ``asked``: what the script asked of ``prepare``.
-
-    Raises:
-        ConfigurationError: a rank has other parameters, other hyper-parameters of an optimizer, or asked otherwise.
-    """
+    """Gives every rank the parameters and buffers of rank 0. ``asked``: what the script asked of ``prepare``. Raises
+    ConfigurationError: a rank has other parameters, other hyper-parameters of an optimizer, or asked otherwise."""
     mine = [asked, *_describe(models, optimizers)]
     different = _others(communicator, hashlib.sha256("\n".join(mine).encode()).digest())
     if different:

@@ -71,11 +71,8 @@ class Opener:
         self._ring_service.forms(self._peers.meeting, group.close)
 
     def links(self, ranks: Sequence[int], purpose: str) -> dict[int, socket.socket]:
-        """A Unix socket to every other one of ``ranks``, by its place among them.
-
-        Raises:
-            PeerUnavailableError: one cannot be reached.
-        """
+        """A Unix socket to every other one of ``ranks``, by its place among them. Raises PeerUnavailableError: one
+        cannot be reached."""
         opened: dict[int, socket.socket] = {}
         try:
             for place, rank in enumerate(ranks):
@@ -94,11 +91,8 @@ class Opener:
     def ring(
         self, ranks: Sequence[int], lane: RingLane, purpose: str, stripes: int
     ) -> tuple[SendingLane | None, ReceivingLane | None]:
-        """The lanes to the next and from the last of ``ranks``; none for a ring of one.
-
-        Raises:
-            PeerUnavailableError: a neighbour cannot be reached.
-        """
+        """The lanes to the next and from the last of ``ranks``; none for a ring of one. Raises PeerUnavailableError: a
+        neighbour cannot be reached."""
         if len(ranks) < 2:
             return None, None
         place = ranks.index(self._peers.rank)
@@ -119,12 +113,8 @@ class Opener:
         return StripedSender(senders), StripedReceiver(receivers)
 
     def sender(self, rank: int, lane: PairLane, purpose: str) -> SendingLane:
-        """A lane to one rank, which need not do anything for it.
-
-        Raises:
-            PeerUnavailableError: it cannot be reached.
-            SegmentError: there is no memory to share.
-        """
+        """A lane to one rank, which need not do anything for it. Raises PeerUnavailableError: it cannot be reached;
+        SegmentError: there is no memory to share."""
         peer = self._peers.members.ranks[rank]
         ticket = self._peers.open_lane(rank, lane, purpose)
         if lane == "grpc":
@@ -136,11 +126,8 @@ class Opener:
         return ShmSender(sock, peer.task, self._meter, lambda: self._ring_service.max_inbox_bytes)
 
     def receiver(self, rank: int, lane: PairLane, purpose: str) -> ReceivingLane:
-        """The lane that another rank's :meth:`sender` of the same purpose opens.
-
-        Raises:
-            PeerUnavailableError: it does not come in time.
-        """
+        """The lane that another rank's :meth:`sender` of the same purpose opens. Raises PeerUnavailableError: it does
+        not come in time."""
         peer_key = self._peer_key(rank, purpose)
         if lane == "grpc":
             return self._arrived(self._ring_service.wait_grpc, peer_key)
@@ -191,11 +178,7 @@ def build(
     store_address: str,
     purpose: str,
 ) -> Group:
-    """The group of a plan, tried once.
-
-    Raises:
-        LaneFailedError: a lane cannot be opened.
-    """
+    """The group of a plan, tried once. Raises LaneFailedError: a lane cannot be opened."""
     ranks, rank = range(len(peers.members.ranks)), peers.rank
     timeout_s = options.timeout_seconds or DEFAULT_TIMEOUT_S
     made: list[Group] = []

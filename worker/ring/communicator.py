@@ -271,11 +271,8 @@ class Communicator:
 
     def collective(self, what: str, run: Callable[[Tag], T]) -> T:
         """Runs ``run``, one operation of the group, as the next collective. ``what`` says the same on every rank that
-        means the same collective; ``run`` gets what travels with every message.
-
-        Raises:
-            CollectiveError: see :meth:`all_reduce`.
-        """
+        means the same collective; ``run`` gets what travels with every message. Raises CollectiveError: see
+        :meth:`all_reduce`."""
         if self._num_queued and not self._is_in_own_thread():
             return self.submit(lambda: self.collective(what, run)).result()
         with self._turn:

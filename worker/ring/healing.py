@@ -158,11 +158,8 @@ class Healing:
         return next(each for each in reversed(self.placements) if each.first_step <= step or not each.first_step)
 
     def rank_of(self, member: str) -> int:
-        """The place of a member in the group as it is.
-
-        Raises:
-            CollectiveError: it is lost, and what only it had with it.
-        """
+        """The place of a member in the group as it is. Raises CollectiveError: it is lost, and what only it had with
+        it."""
         if member not in self.members:
             raise CollectiveError(f"{member} is lost, and what it was about to send with it; start the job again")
         return self.members.index(member)
@@ -182,11 +179,8 @@ class Healing:
 
     def take_in(self, ranks: Ranks, give: Callable[[], None]) -> None:
         """Between two steps: goes on with those who wait, if it is due, or takes this newcomer to the others. ``give``:
-        collectives that give the newcomers the state of :attr:`donor`; once more after a loss.
-
-        Raises:
-            CollectiveError: it cannot be healed.
-        """
+        collectives that give the newcomers the state of :attr:`donor`; once more after a loss. Raises CollectiveError:
+        it cannot be healed."""
 
         def work() -> None:
             if self.newcomers:
@@ -253,11 +247,8 @@ class Healing:
             self.counted_steps.append(ranks.step)
 
     def begin_late(self, ranks: Ranks) -> None:
-        """Of others a group had formed before: they have lost a rank since, and compare counts with this one.
-
-        Raises:
-            CollectiveError: it cannot be healed.
-        """
+        """Of others a group had formed before: they have lost a rank since, and compare counts with this one. Raises
+        CollectiveError: it cannot be healed."""
         with self._within():
             try:
                 self._bring_together(ranks, self.members)

@@ -97,11 +97,8 @@ class HostGroup:
         self._signals.timeout_s = min(seconds, LONGEST_WAIT_S)
 
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
-        """See :meth:`Group.arena`.
-
-        Raises:
-            SegmentError: on every rank, when one has no memory to share; the group goes on working.
-        """
+        """See :meth:`Group.arena`. Raises SegmentError: on every rank, when one has no memory to share; the group goes
+        on working."""
         with self._signals.collective(tag) as signals:
             return self._arenas.make(num_bytes, in_place, signals.share, self.rank, self._plans.cache_clear)
 

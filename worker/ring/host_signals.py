@@ -90,11 +90,8 @@ class Signals:
     # -- one collective ---------------------------------------------------------------------------------------
 
     def collective(self, tag: Tag) -> Signals:
-        """``with signals.collective(tag):`` around one collective; whatever is raised inside breaks the group.
-
-        Raises:
-            CollectiveError: the group is broken or closed.
-        """
+        """``with signals.collective(tag):`` around one collective; whatever is raised inside breaks the group. Raises
+        CollectiveError: the group is broken or closed."""
         self._turn.acquire()
         if self._failure is not None:
             self._turn.release()
@@ -160,11 +157,8 @@ class Signals:
             self._cells = Cells(self.rank, memory, _SIZE)
 
     def share(self, num_bytes: int) -> list[torch.Tensor]:
-        """New shared memory for every rank: ``result[r]`` is rank r's, mapped here.
-
-        Raises:
-            SegmentError: on every rank alike, when one of them cannot have or map its memory. Nothing is broken.
-        """
+        """New shared memory for every rank: ``result[r]`` is rank r's, mapped here. Raises SegmentError: on every rank
+        alike, when one of them cannot have or map its memory. Nothing is broken."""
         refusal: SegmentError | None = None
         own: Segment | None = None
         segments: dict[int, Segment] = {}

@@ -96,11 +96,7 @@ def plan_lanes(
     members: Sequence[RankInfo], options: CommunicationOptions, failures: Mapping[str, str] | None = None
 ) -> LanePlan:
     """Decides. ``failures``: lanes that could not be opened ("nccl", "shm", "tcp"), with the reason: ``auto`` does
-    without them.
-
-    Raises:
-        ConfigurationError: what was asked for cannot be had; says why.
-    """
+    without them. Raises ConfigurationError: what was asked for cannot be had; says why."""
     failures = failures or {}
     size = len(members)
     singles = tuple((rank,) for rank in range(size))

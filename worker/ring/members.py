@@ -29,11 +29,8 @@ class MembershipSource(Protocol):
         """Calls ``callback`` at every change."""
 
     def wait_ready(self, timeout_s: float) -> Membership:
-        """Waits until everybody has come.
-
-        Raises:
-            ClusterTimeoutError: not within ``timeout_s`` seconds; names who is missing.
-        """
+        """Waits until everybody has come. Raises ClusterTimeoutError: not within ``timeout_s`` seconds; names who is
+        missing."""
 
     def wait_membership(self, accept: Callable[[Membership], bool], timeout_s: float) -> bool:
         """Waits until ``accept(membership)`` holds; False when it does not within ``timeout_s`` seconds."""
@@ -72,11 +69,7 @@ class Members:
         return tuple(rank.incarnation_name for rank in self.ranks)
 
     def rank_of(self, task: str) -> int:
-        """The place of a task.
-
-        Raises:
-            ValueError: it is none of them.
-        """
+        """The place of a task. Raises ValueError: it is none of them."""
         return [rank.task for rank in self.ranks].index(task)
 
     def lost(self, membership: Membership) -> list[int]:

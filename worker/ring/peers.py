@@ -74,21 +74,15 @@ class Peers:
         return channels.connect(peer.address, peer.task, self._session.security)
 
     def connect_lane(self, rank: int, ticket: LaneTicket, deadline: float) -> socket.socket:
-        """Goes in at the listener of a rank.
-
-        Raises:
-            PeerUnavailableError: nobody is there, or it does not let this worker in.
-        """
+        """Goes in at the listener of a rank. Raises PeerUnavailableError: nobody is there, or it does not let this
+        worker in."""
         peer = self.members.ranks[rank]
         return connect_lane(ticket, peer.host, deadline, peer.task, self._session.security)
 
     def meet(self, info: RankInfo, deadline: float) -> Sequence[RankInfo]:
-        """Meets every rank; returns what they said, in rank order.
-
-        Raises:
-            MembersChangedError: a worker was replaced meanwhile, or the meeting is over.
-            ClusterTimeoutError: somebody did not come before ``deadline`` (``time.monotonic()`` seconds).
-        """
+        """Meets every rank; returns what they said, in rank order. Raises MembersChangedError: a worker was replaced
+        meanwhile, or the meeting is over; ClusterTimeoutError: somebody did not come before ``deadline``
+        (``time.monotonic()`` seconds)."""
         request = worker_pb2.MeetRequest(
             sender=self.sender,
             generation=self.members.generation,
@@ -125,11 +119,8 @@ class Peers:
                 self._session.wait_stopped(0.1)
 
     def open_lane(self, rank: int, kind: PairLane, purpose: str) -> LaneTicket:
-        """Asks a rank for a ticket in.
-
-        Raises:
-            PeerUnavailableError: it does not answer, or does not know this worker.
-        """
+        """Asks a rank for a ticket in. Raises PeerUnavailableError: it does not answer, or does not know this
+        worker."""
         request = lane_pb2.OpenLaneRequest(
             sender=self.sender,
             generation=self.members.generation,
@@ -140,11 +131,7 @@ class Peers:
         return LaneTicket(reply.token, reply.port, reply.socket_name)
 
     def position(self, rank: int, timeout_s: float) -> RankPosition:
-        """Where a rank stands.
-
-        Raises:
-            PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
-        """
+        """Where a rank stands. Raises PeerUnavailableError: it does not answer within ``timeout_s`` seconds."""
         reply = self._call(rank, self.stub(rank).GetPosition, worker_pb2.GetPositionRequest(), timeout_s)
         return from_message(RankPosition, reply, waiting_on=reply.waiting_on if reply.has_rank else None)
 

@@ -87,12 +87,8 @@ class RingMember:
 
     def form(self, options: CommunicationOptions, device: torch.device, timeout_s: float) -> Communicator:
         """Meets the other workers, opens lanes and returns the communicator. ``options``: the same on every worker;
-        ``timeout_s``: seconds for all of it.
-
-        Raises:
-            ConfigurationError: workers want different things, or a lane that cannot be had.
-            ClusterTimeoutError: somebody does not come.
-        """
+        ``timeout_s``: seconds for all of it. Raises ConfigurationError: workers want different things, or a lane that
+        cannot be had; ClusterTimeoutError: somebody does not come."""
         if wants_nccl(options) and not self._session.security.allows_clear_text:
             raise ConfigurationError(
                 "NCCL does not encrypt what it sends, and this job has --tls: take --transport auto, or add --insecure "
@@ -128,12 +124,8 @@ class RingMember:
 
     def _heal(self, error: CollectiveError | None) -> tuple[Group, tuple[str, ...]]:
         """Forms the next generation, of those who are left; the same one again, if it was only a connection that broke;
-        without an error, between two steps, of all and newcomers.
-
-        Raises:
-            CollectiveError: nobody was lost, and a rank is out of step: then ``error``; somebody has finished; or too
-                few are left.
-        """
+        without an error, between two steps, of all and newcomers. Raises CollectiveError: nobody was lost, and a rank
+        is out of step: then ``error``; somebody has finished; or too few are left."""
         if error is None:
             return self._grow()
         diagnosis, peers = self.ring_service.diagnosis, self._peers
@@ -261,11 +253,8 @@ class RingMember:
         return f"{peers.members.ranks[rank].task} in {what}", seconds
 
     def opener(self, timeout_s: float) -> building.Opener:
-        """Opens further lanes between ranks of the ring, within ``timeout_s`` seconds.
-
-        Raises:
-            PeerUnavailableError: there is no ring.
-        """
+        """Opens further lanes between ranks of the ring, within ``timeout_s`` seconds. Raises PeerUnavailableError:
+        there is no ring."""
         if self._peers is None:
             raise PeerUnavailableError("there is no ring to open lanes in")
         return building.Opener(self.ring_service, self._peers, self._meter, time.monotonic() + timeout_s)

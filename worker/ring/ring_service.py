@@ -44,12 +44,8 @@ class MeetingRoom(Generic[T]):
 
     def meet(self, generation: int, meeting: int, size: int, rank: int, what: T, timeout_s: float) -> list[T] | None:
         """What every rank said, in rank order; None when somebody is missing after ``timeout_s`` seconds, or as soon as
-        a newer generation meets.
-
-        Raises:
-            PeerUnavailableError: a newer generation meets already, or the room is closed.
-            ConfigurationError: no such rank.
-        """
+        a newer generation meets. Raises PeerUnavailableError: a newer generation meets already, or the room is closed;
+        ConfigurationError: no such rank."""
         if not 0 <= rank < size:
             raise ConfigurationError(f"expected a rank below {size}, got {rank}")
         with self._changed:
@@ -117,11 +113,8 @@ class RingService:
         self.is_closed = False
 
     def meet(self, caller: Incarnation, generation: int, meeting: int, info: RankInfo) -> Sequence[RankInfo]:
-        """Holds the caller until every rank has come; returns what all said, in rank order.
-
-        Raises:
-            PeerUnavailableError: not all came for now; ask again.
-        """
+        """Holds the caller until every rank has come; returns what all said, in rank order. Raises
+        PeerUnavailableError: not all came for now; ask again."""
         membership = self._membership()
         members = members_of(membership)
         self._check(caller)
@@ -136,12 +129,8 @@ class RingService:
         return said
 
     def open_lane(self, caller: Incarnation, generation: int, kind: PairLane, purpose: str) -> LaneTicket:
-        """A token for one lane.
-
-        Raises:
-            FencedError: the caller is no live worker.
-            LimitError: too many lanes of the caller are not open yet.
-        """
+        """A token for one lane. Raises FencedError: the caller is no live worker; LimitError: too many lanes of the
+        caller are not open yet."""
         self._check(caller)
         peer_key = (caller.task, caller.number, generation, purpose)
         if kind == "grpc":
@@ -160,11 +149,7 @@ class RingService:
         return self.listener.expect(peer_key, kind, caller.task)
 
     def exchange(self, token: bytes, messages: Iterator[bytes], cancel: Callable[[], object]) -> None:
-        """Serves a grpc lane until it ends, or ``cancel`` ends its stream.
-
-        Raises:
-            FencedError: the token is unknown.
-        """
+        """Serves a grpc lane until it ends, or ``cancel`` ends its stream. Raises FencedError: the token is unknown."""
         with self._changed:
             known = next((other for other in self._tokens if hmac.compare_digest(other, token)), None)
             if known is None or self.is_closed:
@@ -181,11 +166,8 @@ class RingService:
                     del self._lanes[peer_key]
 
     def wait_grpc(self, peer_key: PeerKey, deadline: float) -> ServedGrpcLane:
-        """The lane of a peer, once its stream is there.
-
-        Raises:
-            PeerUnavailableError: not before ``deadline`` (``time.monotonic()`` seconds).
-        """
+        """The lane of a peer, once its stream is there. Raises PeerUnavailableError: not before ``deadline``
+        (``time.monotonic()`` seconds)."""
         with self._changed:
             self._changed.wait_for(
                 lambda: peer_key in self._lanes or self.is_closed, max(0.0, deadline - time.monotonic())
