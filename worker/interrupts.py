@@ -54,7 +54,6 @@ class PreemptionRequest:
 
     @property
     def is_watched(self) -> bool:
-        """Whether anybody looks for requests."""
         return self._num_watching > 0
 
     def unwatch(self) -> bool:

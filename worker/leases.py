@@ -105,7 +105,6 @@ class LeaseClient:
         return request
 
     def take(self, reply: chief_pb2.NextUnitsReply) -> None:
-        """The chief's answer."""
         self._reported()
         if reply.attempt != self.attempt:
             self.attempt = reply.attempt

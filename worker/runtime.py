@@ -250,7 +250,6 @@ class WorkerRuntime:
         self.close(exit_code)
 
     def close(self, exit_code: int = 1) -> None:
-        """Frees connections, server and threads."""
         global _newest
         self._ended = True
         for client in self.clients:

@@ -56,7 +56,6 @@ class UnitTracker:
         self.left_early.clear()
 
     def take(self, unit: Unit) -> None:
-        """The script takes the batch of ``unit``."""
         assert self.current is None, "leave() the last unit first"
         self.current, self._num_steps, self.has_gradients = unit, 0, False
 
@@ -94,7 +93,6 @@ class UnitTracker:
         return dropped + closed
 
     def backward(self) -> None:
-        """A gradient was computed."""
         self.has_gradients = True
 
     def step(self) -> Update:

@@ -151,7 +151,6 @@ def leaves(batch: Any) -> list[Any]:
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """All tensors, in order."""
     return (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
 

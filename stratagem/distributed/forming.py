@@ -69,7 +69,8 @@ def form(
     if not 0 <= rank < len(ranks):
         raise ConfigurationError(f"there is no rank {rank} among {len(ranks)}: RANK goes from 0 to WORLD_SIZE - 1")
     tasks = [f"worker:{each}" for each in ranks]
-    config = _config(tasks[rank])
+    layers = [environment_layer(WorkerConfig, os.environ), Layer("default", {"task": tasks[rank]})]
+    config = resolve(WorkerConfig, layers).config
     if options is None and config.compression:
         raise ConfigurationError(
             f"compression {config.compression!r} (--compression, STRATAGEM_COMPRESSION) is for the ring of a strategy: "
@@ -166,11 +167,6 @@ def own_host(config: WorkerConfig, environ: Mapping[str, str]) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return host
-
-
-def _config(task: str) -> WorkerConfig:
-    layers = [environment_layer(WorkerConfig, os.environ), Layer("default", {"task": task})]
-    return resolve(WorkerConfig, layers).config
 
 
 @functools.cache

@@ -45,11 +45,8 @@ def initial_rows(
     init: Init, seed: int | None, zero_row: int | None, generator: torch.Generator | None = None
 ) -> InitialRows:
     """What makes the rows, of which ``zero_row`` is zero. Without a ``seed`` it is drawn from the generator, or torch's
-    own, as torch's layers draw weights.
-
-    Raises:
-        ConfigurationError: no distribution of this module, bounds in the wrong order, a seed out of range.
-    """
+    own, as torch's layers draw weights. Raises ConfigurationError: no distribution of this module, bounds in the wrong
+    order, a seed out of range."""
     drawn = int(torch.randint(1 << 62, (), device="cpu", generator=generator).item()) if seed is None else int(seed)
     if not 0 <= drawn < 1 << 64:
         raise ConfigurationError(f"expected a seed of at least 0 and below 2**64, got {drawn}")

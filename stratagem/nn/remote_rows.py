@@ -186,12 +186,8 @@ class RemoteRows(nn.Module):
 
     def batch_rows(self, ids: torch.Tensor) -> BatchRows:
         """The rows that a batch uses, each once; ids are int32 or int64, of any shape. In backward the table gets the
-        rows' gradients.
-
-        Raises:
-            IndexError: an id that the table does not have.
-            ConfigurationError: ids of another dtype, or a weight put in the table's place (``functional_call``).
-        """
+        rows' gradients. Raises IndexError: an id that the table does not have; ConfigurationError: ids of another
+        dtype, or a weight put in the table's place (``functional_call``)."""
         table = self.remote_table
         if self._parameters["weight"] is not table.handle:
             table.handle.refuse("replacing")

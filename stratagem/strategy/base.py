@@ -208,7 +208,8 @@ class Strategy(WithWaysOut):
         batch_size: int | None = None,
         options: DistributeOptions | None = None,
     ) -> Any:
-        """This task's part of a source of GLOBAL batches; iterate over it once an epoch.
+        """This task's part of a source of GLOBAL batches; iterate over it once an epoch. Under parameter servers the
+        chief leases batches, not of an iterable: each example is accepted exactly once an epoch, whatever dies.
 
         Args:
             source: a DataLoader, an iterable of batches (tensors, arrays, in tuples, lists, dicts, dataclasses), or,
@@ -219,6 +220,9 @@ class Strategy(WithWaysOut):
         Raises:
             ConfigurationError: the source cannot be shared out; says why, and what can be done.
         """
+        return self._distribute(source, batch_size, options)
+
+    def _distribute(self, source: Any, batch_size: int | None, options: DistributeOptions | None) -> Any:
         raise ConfigurationError("distribute_dataset needs a strategy: build one, or enter its scope")
 
     def distribute_datasets_from_function(
@@ -258,7 +262,6 @@ class Strategy(WithWaysOut):
         return self._run(fn, args, kwargs or {})
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What :meth:`run` does."""
         raise NotImplementedError
 
     def interrupted(self) -> contextlib.AbstractContextManager[None]:

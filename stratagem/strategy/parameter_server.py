@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import checked, known_arguments
+from stratagem.arguments import checked
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease, Unit
@@ -306,20 +305,7 @@ class ParameterServerStrategy(Strategy):
         self._groups.roll_back()
         logger.warning("the parameter servers went back to a checkpoint; the interrupted step will be done again")
 
-    @known_arguments
-    def distribute_dataset(
-        self,
-        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
-        *,
-        batch_size: int | None = None,
-        options: DistributeOptions | None = None,
-    ) -> DistributedDataset:
-        """See :meth:`Strategy.distribute_dataset`. The chief leases batches (AutoShardPolicy.LEASE, as AUTO is here):
-        each example is accepted exactly once an epoch, whatever dies.
-
-        Raises:
-            ConfigurationError: a source whose batches cannot be leased: an iterable, or a sampler of one's own.
-        """
+    def _distribute(self, source: Any, batch_size: int | None, options: DistributeOptions | None) -> DistributedDataset:
         loader = leasable(source, batch_size, options)
         plan = plan_of(loader, self.num_replicas_in_sync, self.staleness)
         self._num_datasets += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -157,5 +156,4 @@ def _before_pools_close(work: Callable[[], None]) -> None:
         if os.getpid() == process:
             work()
 
-    register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
-    register(run_here)
+    threading._register_atexit(run_here)  # type: ignore[attr-defined]

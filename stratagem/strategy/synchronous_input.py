@@ -8,9 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
-
-from stratagem.arguments import checked, known_arguments
+from stratagem.arguments import checked
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
@@ -62,14 +60,7 @@ class SynchronousInput(Strategy):
             return self.num_replicas_in_sync
         return len(self._local.devices) * len(self.communicator.healing.placement(self.communicator.step).members)
 
-    @known_arguments
-    def distribute_dataset(
-        self,
-        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
-        *,
-        batch_size: int | None = None,
-        options: DistributeOptions | None = None,
-    ) -> SplitDataset:
+    def _distribute(self, source: Any, batch_size: int | None, options: DistributeOptions | None) -> SplitDataset:
         self._num_datasets += 1
         listener = StepListener(self, self._num_datasets)
         dataset = distribute(

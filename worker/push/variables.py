@@ -118,7 +118,6 @@ class RemoteVariables:
         return list(zip(names, self.targets.tensors, strict=True))
 
     def assign_all(self) -> None:
-        """Sends this process's values to every ps."""
         for client in self.clients:
             groups = [group for group, ps in self.layout.shards if ps == client.index]
             if groups:

@@ -30,7 +30,6 @@ class Transfer(NamedTuple):
     num_frames: int
 
     def to_proto(self) -> ps_pb2.TransferRef:
-        """As a request has it."""
         return ps_pb2.TransferRef(transfer=self.transfer, num_frames=self.num_frames)
 
 

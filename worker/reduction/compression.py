@@ -321,10 +321,6 @@ _COMPRESSIONS: dict[str, Callable[..., GradientCompression]] = {
 
 
 def compression_named(name: str) -> GradientCompression:
-    """A new compression: bf16, fp16, int8, powersgd or topk.
-
-    Raises:
-        ConfigurationError: no such compression.
-    """
+    """A new compression: bf16, fp16, int8, powersgd or topk. Raises ConfigurationError: no such compression."""
     refuse_unknown("compression", [name], _COMPRESSIONS)
     return _COMPRESSIONS[name]()

@@ -42,7 +42,6 @@ class WeightSum:
     """Backwards with a share, an empty one too."""
 
     def add(self, weight: Weight) -> None:
-        """Takes in the weight of one more backward."""
         if weight.numerator is not None:
             self.numerator += weight.numerator
             self.num_with += 1

@@ -361,7 +361,6 @@ class HostGroup:
                 return
 
     def _stage(self, place: int, part: int, values: torch.Tensor) -> None:
-        """Writes values to a part of the own slot."""
         if values.numel():
             self._scratch.view(self.rank, place * part, values.numel(), values.dtype).copy_(values)
 
@@ -372,7 +371,6 @@ class HostGroup:
         return ((rank, out) for rank, out in enumerate(outs) if rank != self.rank)
 
     def _fetch(self, peer: int, place: int, part: int, into: torch.Tensor) -> None:
-        """Reads a part of a rank's slot."""
         if into.numel():
             into.copy_(self._scratch.view(peer, place * part, into.numel(), into.dtype))
 

@@ -274,7 +274,6 @@ class RingMember:
                 # Else somebody is through, and its lanes went before its last message was here: so is this rank.
 
     def close(self, reason: str) -> None:
-        """Frees lanes, threads and memory."""
         if self.ring_service.communicator is not None:
             self.ring_service.communicator.close(reason)
         self.ring_service.close()

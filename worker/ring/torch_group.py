@@ -223,7 +223,6 @@ class TorchGroup(Breakable, Group):
         return None
 
     def _end(self, error: CollectiveError) -> None:
-        """Aborts what runs, frees connections and threads."""
         if self._group is not None:
             self._group.abort()
             self._group.shutdown()

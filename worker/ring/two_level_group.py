@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +13,14 @@ from stratagem.errors import CollectiveError
 from stratagem.worker.ring.group import HOST, Arena, Breakable, Tag
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.ring_group import RingGroup
+
+
+def _over_flat(name: str) -> Callable[..., None]:
+    def collective(self: TwoLevelGroup, *arguments: Any) -> None:
+        with self._inside(range(self.size)):
+            getattr(self.flat, name)(*arguments)
+
+    return collective
 
 
 class TwoLevelGroup(Breakable):
@@ -73,25 +82,8 @@ class TwoLevelGroup(Breakable):
         with self._inside(self._host_ranks):
             self.host.broadcast(out, 0, tag)
 
-    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        with self._inside(range(self.size)):
-            self.flat.reduce_scatter(source, out, op, tag)
-
-    def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        with self._inside(range(self.size)):
-            self.flat.all_gather(source, outs, tag)
-
-    def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
-        with self._inside(range(self.size)):
-            self.flat.broadcast(buffer, root, tag)
-
-    def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        with self._inside(range(self.size)):
-            self.flat.all_to_all(sources, outs, tag)
-
-    def barrier(self, tag: Tag) -> None:
-        with self._inside(range(self.size)):
-            self.flat.barrier(tag)
+    reduce_scatter, all_gather = _over_flat("reduce_scatter"), _over_flat("all_gather")
+    broadcast, all_to_all, barrier = _over_flat("broadcast"), _over_flat("all_to_all"), _over_flat("barrier")
 
     def waiting_on(self) -> int | None:
         if (flat := self.flat.waiting_on()) is not None:

@@ -124,7 +124,6 @@ def recomputed(module: nn.Module) -> frozenset[str]:
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy."""
     for part in module.modules():
         for name in recomputed(part):
             value = vars(part).get(name)

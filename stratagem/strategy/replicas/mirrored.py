@@ -95,7 +95,6 @@ def current(mirrored: Mirrored) -> Any:
 
 
 def copies_of(mirrored: Mirrored) -> Sequence[Any]:
-    """The copy on each replica."""
     return mirrored._mirrored_copies
 
 
