@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,17 @@ COMMUNICATION = (
 
 
 _READS_ARGUMENTS = re.compile(r"argv|[Aa]rg_?[Pp]arse|parse_|click|typer|fire|hydra|absl|docopt")
+
+
+def _check_script(job: LocalJob) -> None:
+    """Ends with 1, as the script would, where it is no Python: before any process is started."""
+    if not job.module and job.script.suffix == ".py" and os.access(job.script, os.R_OK):
+        try:
+            with warnings.catch_warnings(action="ignore"):  # the workers say them
+                compile(job.script.read_bytes(), str(job.script), "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:  # ValueError: zeros, in Python 3.11
+            click.echo("".join(traceback.format_exception_only(error)) + "stratagem: nothing was started", err=True)
+            raise SystemExit(1) from None
 
 
 def _warn_of_late_flags(job: LocalJob) -> None:
@@ -169,5 +182,6 @@ def run_command(**options: Any) -> int:
     communication = {name: str(value) for name, value in chosen.items() if value is not None}
     job = LocalJob(**options, communication=communication)
     _check_tasks(job)
+    _check_script(job)
     _warn_of_late_flags(job)
     return run_local(job)

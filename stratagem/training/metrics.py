@@ -127,6 +127,11 @@ def metrics_of(
                 raise ConfigurationError(
                     f"two metrics are called {name!r}; name them: metrics={{'first': …, 'second': …}}"
                 )
+            if name.startswith("val_"):
+                raise ConfigurationError(
+                    f"a metric is called {name!r}, as the value of a validation is in the logs: name it otherwise, "
+                    "metrics={'name': …}"
+                )
             found[name] = metric
     return found
 

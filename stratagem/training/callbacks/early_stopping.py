@@ -29,7 +29,8 @@ class EarlyStopping(Callback):
         verbose: 1: says when it stops.
         mode: whether less ("min") or more ("max") is better; "auto": by the name.
         baseline: what has to be bettered first; None: nothing.
-        restore_best_weights: the model has the weights of its best epoch in the end, not of its last.
+        restore_best_weights: the model has the weights of its best epoch in the end, not of its last; where all values
+            are NaN, of its first.
         start_from_epoch: epochs before this one do not count.
     """
 
@@ -75,7 +76,8 @@ class EarlyStopping(Callback):
         if value is None:
             return
         self.wait += 1
-        if self._monitor.improves(value):
+        improves = self._monitor.improves(value)
+        if improves or self.best_epoch < 0:  # the first one stands until a better one comes, also if it is NaN
             self._monitor.best, self.best_epoch = value, epoch
             if self._restores:
                 with self.model.strategy.averaged_buffers(self.model.module):  # as they were evaluated
@@ -83,6 +85,7 @@ class EarlyStopping(Callback):
                         name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                         for name, value in self.model.module.state_dict().items()
                     }
+        if improves:
             if self._baseline is None or self._monitor.improves(value, self._baseline):
                 self.wait = 0
         elif self.wait >= self._patience and epoch > 0:

@@ -96,6 +96,19 @@ def test_a_script_whose_name_begins_as_an_option_does(tmp_path: Path, monkeypatc
     assert invoke("run", "./-train.py", "--lr", "1") == (0, "", "")
 
 
+def test_run_starts_nothing_for_a_script_that_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run_local", lambda job: 0)
+    script = tmp_path / "train.py"
+    script.write_text("print('\\d')\nfor batch in range(3)\n    pass\n")
+    code, out, err = invoke("run", "--workers", "2", str(script))
+    assert (code, out) == (1, "") and "SyntaxWarning" not in err
+    assert f'File "{script}", line 2' in err and "SyntaxError: expected ':'" in err and "nothing was started" in err
+    script.write_bytes(b"print(1)\0")
+    assert invoke("run", str(script))[0] == 1
+    script.write_text("print('\\d')\n")
+    assert invoke("run", str(script)) == (0, "", "")
+
+
 @pytest.mark.parametrize("command", ["run", "submit"])
 def test_a_folder_that_has_been_removed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()

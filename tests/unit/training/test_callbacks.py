@@ -274,6 +274,18 @@ def test_best_weights_are_restored_where_a_gradient_is_nan() -> None:
     assert all(map(torch.equal, weights(model), best))
 
 
+def test_best_weights_where_every_value_is_nan_are_the_first() -> None:
+    model, first = make_model(), list[torch.Tensor]()
+
+    class Keeps(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            first.extend(each.clone() for each in weights(model) if not epoch)
+
+    stop = EarlyStopping("loss", patience=2, restore_best_weights=True)
+    assert len(fit(model, [Keeps(), Tampering("loss", [math.nan] * 5), stop], epochs=5)["loss"]) == 2
+    assert first and all(map(torch.equal, weights(model), first)) and stop.best_epoch == 0
+
+
 def test_what_becomes_better_but_not_than_the_baseline_goes_on() -> None:
     stopping = EarlyStopping("loss", patience=2, baseline=0.5)
     assert len(fit(make_model(), [Tampering("loss", [4.0, 3.0, 2.0, 1.0, 1.5, 1.5]), stopping], epochs=6)["loss"]) == 5
