@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy, has_current_strategy, pass_through, set_strategy
 from stratagem.strategy.prepared import Preparation
@@ -14,6 +17,7 @@ from stratagem.strategy.replicas.context import run_alone
 from stratagem.worker.gradient_guard import guard
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import awaits_strategy
+from stratagem.worker.step_meter import active_meter
 
 
 class DefaultStrategy(Strategy):
@@ -56,6 +60,10 @@ def has_strategy() -> bool:
 
 
 def is_lead() -> bool:
-    """Whether this process does what only one may do. True for a process that trains alone."""
-    runtime = active_runtime()
-    return runtime is None or runtime.is_lead()
+    """Whether this process does what only one may do. True for a process that trains alone, and for an evaluator. As
+    long as the script has made no strategy, it is worker 0 of the cluster that the environment tells of."""
+    if (runtime := active_runtime()) is not None:
+        return runtime.is_lead()
+    placement = placement_from_environment(os.environ) if active_meter() is None else None
+    task = None if placement is None else placement.task
+    return task is None or task.type == "evaluator" or task == TaskId("worker", 0)

@@ -240,6 +240,7 @@ class Model(ModelState):
             called = self._called(every, verbose, num_steps, epochs)
             self._running = running
             self._position = FitPosition(dataset, running, [*first, history], initial_epoch)
+            agreement = self._agreement(dataset, self._position)
             validate = None
             if validation is not None:
                 evaluation = self._evaluation(validation, called, validation_steps)
@@ -248,7 +249,6 @@ class Model(ModelState):
             self.history = history
             heard = sources.Heard(dataset, self._keep_example)
             passes = sources.Passes(heard, steps_per_epoch, isinstance(source, Iterator))
-            agreement = self._agreement(dataset, self._position)
             together = sorted(type(each).__name__ for each in callbacks if getattr(each, "in_step", False))
             agreement.meet({"epochs": epochs, "callbacks": together, "the epochs with a validation": num_validations})
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)

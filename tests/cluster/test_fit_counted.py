@@ -61,6 +61,20 @@ def test_every_worker_has_the_same_history_and_one_stops_all(cluster: Start, tmp
     assert [one["num_steps"] for one in news] == [3 * NUM_TRAINED // 2] * 2  # a slice of each batch for each
 
 
+@pytest.mark.parametrize("alone", [0, 1])
+def test_an_evaluation_on_one_worker_alone_puts_no_later_one_out_of_order(
+    cluster: Start, tmp_path: Path, alone: int
+) -> None:
+    out = tmp_path / "out"
+    done = cluster(2, 1, "evaluates_alone.py", "--out", out, "--alone", alone).finish()
+    assert done.code == 0, done.stderr
+    lead, other = [json.loads(Path(f"{out}.worker:{worker}").read_text()) for worker in range(2)]
+    assert len(lead) == 3 and len(other) == 2 and lead[:2] == other
+    for told, of_its_weights in [*lead, *other]:
+        assert told == pytest.approx(of_its_weights, rel=1e-5)
+    assert lead[0][0] > lead[1][0]
+
+
 def test_workers_killed_in_training_and_in_evaluation(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     faults = [

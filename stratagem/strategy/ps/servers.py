@@ -139,6 +139,9 @@ class Servers:
         self.chief.meanwhile = lambda: self._groups.reconnect(only_replaced=True)
         self.listeners: list[UnitListener] = []
         """Who hears of the units that are trained on now."""
+        self.place = ""
+        """Of the script's run, in which evaluations are numbered: one that a worker alone has made, or not made, puts
+        none of another place out of order."""
 
     @contextlib.contextmanager
     def listened(self, listener: UnitListener) -> Iterator[None]:
@@ -172,7 +175,7 @@ class Servers:
         return WholeData(batches, num_batches, units), units
 
     def _evaluated_units(self, plan: Plan) -> EvaluatedUnits:
-        group = self.chief.new_group("evaluation")
+        group = self.chief.new_group(f"{self.place}evaluation")
         return EvaluatedUnits(self.chief, group, plan, self._pull, self._runtime.meter)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -246,6 +249,7 @@ class Servers:
                     load()
             self._groups.forget()
             self._groups.refresh()
+        self.place = f"after {group}, "
 
     def _warn_of_undone(self, num_updates: int | None) -> None:
         held = self._groups.num_updates

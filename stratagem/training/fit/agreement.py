@@ -117,6 +117,7 @@ class FitOnServers(FitAgreement):
         self._logs = f"{self._counted}, logs of epochs"
         self.group = f"{self._counted}, ends of epochs"
         self._epoch = 0
+        servers.place = f"{self._counted}, "
         self._flush: Callable[[], None] = lambda: None
 
     # What units are counted under; UnitListener
@@ -142,9 +143,12 @@ class FitOnServers(FitAgreement):
             with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
                 self._chief.leave_group(self.group)  # the others go on without this worker
             raise
+        finally:
+            self._servers.place = f"after {self._counted}, "
 
     def begin(self, epoch: int) -> dict[str, float] | None:
         self._epoch = epoch
+        self._servers.place = f"{self._counted}, epoch {epoch + 1}, "
         return self._chief.logs(self._logs, epoch)
 
     def add(self, results: Sequence[StepResult]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
+from stratagem.strategy import default
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +45,17 @@ def test_what_is_refused() -> None:
         sg.set_strategy("mirrored")  # type: ignore[arg-type]
     with sg.OneDeviceStrategy().scope(), pytest.raises(ConfigurationError, match="leave it first"):
         sg.set_strategy(None)
+
+
+@pytest.mark.parametrize(
+    ("task", "is_lead"),
+    [("worker:0", True), ("worker:1", False), ("chief:0", False), ("ps:0", False), ("evaluator:0", True), ("", True)],
+)
+def test_who_leads_before_there_is_a_strategy(task: str, is_lead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default, "active_meter", lambda: None)  # other tests may have made strategies
+    monkeypatch.setenv("STRATAGEM_TASK", task)
+    cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"], "evaluator": ["e:1"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster}))
+    assert sg.is_lead() is is_lead
+    monkeypatch.delenv("TF_CONFIG")
+    assert sg.is_lead()
