@@ -231,21 +231,27 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("StrategyExtended", "InputReplicationMode"), "leave it out"),
         "ClusterResolver": "what has task and cluster_spec() is one",
         "Partitioner": "a function of shape and dtype is one, which returns the number of shards by axis",
-        **{f"{name}ClusterResolver": _ANY_CLUSTER for name in ("GCE", "SageMaker", "Union")},
-        "UnionResolver": _ANY_CLUSTER,
+        **{f"{name}Resolver": _ANY_CLUSTER for name in ("GCECluster", "SageMakerCluster", "UnionCluster", "Union")},
         **dict.fromkeys(("tpu", "TPUClusterResolver"), _XLA),
         "checkpoints_iterator": "its name is new_checkpoints",
         "get_checkpoint_state": "latest_checkpoint(directory) says where the newest is",
-        "list_variables": "load_checkpoint(path) gives the weights by name",
-        "load_variable": "load_checkpoint(path) gives the weights by name",
+        **dict.fromkeys(("list_variables", "load_variable"), "load_checkpoint(path) gives the weights by name"),
         "Saver": "its name is Checkpoint",
         "CheckpointOptions": "leave it out",
         "get_or_create_global_step": "its name is get_global_step",
         "MonitoredTrainingSession": "write the loop, or use Model.fit or Estimator",
         **{
-            f"{kind}{what}": _MODEL_FN for kind in ("DNN", "Linear", "Baseline") for what in ("Classifier", "Regressor")
+            f"{kind}{what}": _MODEL_FN
+            for kind in ("DNN", "Linear", "Baseline", "DNNLinearCombined", "BoostedTrees")
+            for what in ("Classifier", "Regressor", "Estimator")
         },
-        **{f"{kind}Hook": _HOOK for kind in ("SessionRun", "CheckpointSaver", "StopAtStep", "LoggingTensor")},
+        **{
+            f"{kind}{what}": _HOOK
+            for kind in ("SessionRun", "CheckpointSaver", "StopAtStep", "LoggingTensor", "NanTensor", "StepCounter")
+            for what in ("Hook", "Listener")
+        },
+        "WarmStartSettings": _FITTING,
+        "feature_column": "sg.nn.Embedding and EmbeddingBag are columns of categories, and a module makes the others",
         "inputs": "an input_fn returns a DataLoader, or batches",
         "export": "Estimator.export_model(path, example_inputs) writes a program that torch runs alone",
         "saved_model": "Model.save writes a program, and sg.load_model reads it",
@@ -253,13 +259,14 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "models": "leave it out: sg.load_model, sg.Model",
         "utils": "torch.manual_seed() sets the seed, torch.nn.functional.one_hot makes one-hot rows",
         "Sequential": "sg.Model(torch.nn.Sequential(…)) is one",
-        "layers": "they are those of torch.nn",
+        **dict.fromkeys(("layers", "activations"), "they are those of torch.nn"),
+        **dict.fromkeys(("initializers", "regularizers"), "torch.nn.init, and weight_decay= of an optimizer"),
         "optimizers": "they are those of torch.optim, or their names",
         "losses": "they are those of torch.nn, functions, or their names",
         "metrics": "they are those of torchmetrics, functions, or their names",
         "mixed_precision": 'give compile(mixed_precision="bf16"), or use torch.autocast in the step',
         "function": "leave it out; prepare(torch_compile=True) compiles a model",
-        **dict.fromkeys(("GradientTape", "constant", "random", "device"), _IN_TORCH),
+        **dict.fromkeys(("GradientTape", "constant", "random", "device", "Module", "math", "cast"), _IN_TORCH),
         "config": "the devices of a strategy are its arguments; torch.cuda.device_count() counts those that are here",
         "summary": "torch.utils.tensorboard.SummaryWriter writes them, where sg.is_lead()",
     },
@@ -276,6 +283,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "Options": "sg.DistributeOptions(auto_shard_policy=)",
         "AUTOTUNE": _DATA,
     },
+    "stratagem.nn": dict.fromkeys(("embedding_lookup", "embedding_lookup_sparse"), "sg.nn.Embedding looks rows up"),
     "stratagem.errors": {
         "OutOfRangeError": "get_next() ends with StopIteration; for loops end by themselves",
         **dict.fromkeys(("UnavailableError", "AbortedError"), "sg.CollectiveError and sg.PeerUnavailableError are"),
@@ -369,8 +377,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("train_function", "make_train_function", "compute_loss", "compiled_loss"), _OWN_STEP),
         "call": "model(inputs) calls the module",
         "add_loss": "give compile(loss=f), where f(outputs, targets) adds it",
-        "export": "save(path) writes a program that torch runs alone",
-        "to_json": "save(path) writes a program that torch runs alone",
+        **dict.fromkeys(("export", "to_json"), "save(path) writes a program that torch runs alone"),
     },
 }
 """By the name of the class, or of the module."""

@@ -24,6 +24,7 @@ from stratagem.training.estimator.feeds import Feed, NumberedBatch, open_feed
 from stratagem.training.estimator.inputs import Input, split
 from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, ModelFunction, ModelObjects, giving
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig
+from stratagem.training.fit.agreement import check_alike
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
@@ -83,6 +84,10 @@ class EstimatorTraining:
         workers = self.strategy.communicator
         if workers is not None and workers.healing is not None:
             workers.healing.refuse_newcomer("an Estimator's training")
+        if workers is not None:
+            names = ("save_checkpoints_steps", "save_checkpoints_secs", "save_summary_steps")
+            every = {name: getattr(self._config, name) for name in names}
+            check_alike(workers, "an Estimator", {"steps": steps, "max_steps": max_steps, **every})
         feed = open_feed(self.strategy, given, self._build)
         manager = self._prepare(feed)
         target = self._step + steps if steps is not None else max_steps

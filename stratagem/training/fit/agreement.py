@@ -80,15 +80,7 @@ class InStep(FitAgreement):
     def meet(self, given: Mapping[str, Any]) -> None:
         if self._is_new:  # the others have met
             return
-        first, *others = gather_json(self._workers, given)
-        for rank, its in enumerate(others, start=1):
-            for name, value in first.items():
-                if its[name] != value:
-                    raise ConfigurationError(
-                        f"every worker must give fit the same, and {name} is {value} on worker 0, {its[name]} on "
-                        f"worker {rank}: what saves, restores or evaluates is done by all together. What one worker "
-                        "alone does (strategy.is_lead) is for a callback that only prints or writes"
-                    )
+        check_alike(self._workers, "fit", given)
 
     def arrive(self) -> None:
         """A newcomer to a ring goes on where the others are."""
@@ -162,6 +154,23 @@ class FitOnServers(FitAgreement):
 
     def stops(self, epoch: int, wish: bool) -> bool:
         return bool(self._chief.agree(self.group, epoch, int(wish)))
+
+
+def check_alike(workers: Communicator, called: str, given: Mapping[str, Any]) -> None:
+    """Refuses, on all workers that run in step, what one of them has given otherwise to what is ``called``.
+
+    Raises:
+        ConfigurationError: names it, and both values.
+    """
+    first, *others = gather_json(workers, given)
+    for rank, its in enumerate(others, start=1):
+        for name, value in first.items():
+            if its[name] != value:
+                raise ConfigurationError(
+                    f"every worker must give {called} the same, and {name} is {value} on worker 0, {its[name]} on "
+                    f"worker {rank}: what saves, restores or evaluates is done by all together. What one worker "
+                    "alone does (strategy.is_lead) is for a callback that only prints or writes"
+                )
 
 
 def check_groups(
