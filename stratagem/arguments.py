@@ -78,6 +78,16 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
         raise ConfigurationError(f"expected kwargs as a dict, got {type(kwargs).__name__}")
 
 
+def noted(error: Exception, fn: Any) -> Exception:
+    """``error``, with the way out as a note where ``fn``, which ended with it, is one that torch compiles."""
+    if hasattr(fn, "_torchdynamo_orig_callable"):
+        error.add_note(
+            "The step is a function of torch.compile, which compiles along what strategies and parameter servers do in "
+            "it. Compile the model alone, strategy.prepare(model, optimizer, torch_compile=True), and give run the step"
+        )
+    return error
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A clause that offers the known word nearest to ``word``, or all of them when none is near."""
     words = sorted(known)

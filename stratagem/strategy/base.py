@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import check_call, checked, known_arguments
+from stratagem.arguments import check_call, checked, known_arguments, noted
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.errors import ConfigurationError
@@ -259,7 +259,10 @@ class Strategy(WithWaysOut):
             CollectiveError: the replicas do not make the same calls.
         """
         check_call(fn, args, kwargs)
-        return self._run(fn, args, kwargs or {})
+        try:
+            return self._run(fn, args, kwargs or {})
+        except Exception as error:
+            raise noted(error, fn) from error.__cause__
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NotImplementedError

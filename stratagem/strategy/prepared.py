@@ -4,16 +4,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.model_parts import parameters_of
 from stratagem.worker.gradient_guard import GradientPolicy
+
+logger = logging.getLogger(__name__)
+
+_outside: dict[int, weakref.ref[nn.Module]] = {}
+"""Modules that were given parameters outside of any scope, and that no strategy has watched so far, by identity."""
 
 _NUM_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
@@ -61,6 +70,11 @@ class Preparation(GradientPolicy):
             model._compiled_call_impl = torch.compile(_frame_around(model._call_impl), **options)
 
 
+def created_outside(module: nn.Module) -> None:
+    """A parameter was given to a module outside of any scope."""
+    _outside[id(module)] = weakref.ref(module, functools.partial(_outside.pop, id(module)))
+
+
 def _frame_around(call: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -86,7 +100,7 @@ class Prepared:
         self._created: list[tuple[weakref.ref[nn.Module], str]] = []
         """Parameters created in the scope, neither prepared nor watched so far: by module and name, for torch does not
         move a parameter to XLA that has a weak reference."""
-        self.is_running = False
+        self.is_running = self._has_warned = False
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Parameters whose gradients the strategy sees to."""
@@ -107,6 +121,8 @@ class Prepared:
         """Around :meth:`Strategy.run`."""
         if self._created:
             self._watch_created()
+        while _outside:
+            self._watch_outside(_outside.popitem()[1]())
         self.is_running = True
 
     def __exit__(self, *_: object) -> None:
@@ -125,6 +141,13 @@ class Prepared:
             else:
                 waiting.append((reference, name))
         self._created = waiting
+
+    def _watch_outside(self, module: nn.Module | None) -> None:
+        for parameter in () if module is None else module.parameters(recurse=False):
+            known = id(parameter) in self._parameters or parameter._post_accumulate_grad_hooks  # of another strategy
+            if parameter.requires_grad and not known and not is_lazy(parameter):
+                hook = functools.partial(self._warn_of_gradient, type(module).__name__)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def created(self, module: nn.Module, name: str) -> None:
         """A parameter was given to a module in the scope."""
@@ -154,6 +177,26 @@ class Prepared:
                 f"a parameter of shape {list(parameter.shape)}, built inside strategy.scope(), got a gradient inside "
                 f"strategy.run, and its model was not prepared: each replica would train by itself. One that is not to "
                 f"be trained needs requires_grad_(False). Else {_LINE}"
+            )
+
+    def _warn_of_gradient(self, owner: str, parameter: torch.Tensor) -> None:
+        if self.is_running and not self._has_warned and id(parameter) not in self._parameters:
+            self._has_warned = True
+            logger.warning(
+                "a parameter of shape %s of a %s got a gradient inside strategy.run and was not prepared: the gradient "
+                "is that of this replica's examples alone, and what is changed by it differs from replica to replica. "
+                "Give its module to strategy.prepare, and its parameters to an optimizer; what is not to be trained "
+                "needs requires_grad_(False)",
+                *(list(parameter.shape), owner),
+            )
+
+    def check_average(self, average: AveragedModel) -> None:
+        """An average is about to be updated in a replica; a ConfigurationError where all replicas have this one."""
+        if any(id(parameter) not in self._parameters for parameter in average.parameters()):
+            raise ConfigurationError(
+                "AveragedModel.update_parameters inside strategy.run, and the average was not prepared: it is one "
+                "object, which each replica would update once more. Update it outside of run, after the step, or "
+                "give it to strategy.prepare and use what it returns"
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,17 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.gradient_weight import Weight
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_change() -> None:
+    logger.warning(
+        "a gradient was changed after backward() inside no_sync(), where it is this replica's part: a mask or a factor "
+        "is the same there, but to clip the parts is not to clip the whole. Clip after a backward() outside of "
+        "no_sync(), or accumulate without no_sync(), where each backward() leaves the gradient of all"
+    )
 
 
 class ParameterGradient:
@@ -185,7 +198,7 @@ class DenseSlot(ParameterGradient):
         if replaced:
             self.source.copy_(grad.detach())
         changed = replaced or grad._version != 0  # _local() starts at 0, and what add() does is not seen there
-        return changed and not bool(grad.any())
+        return changed and _is_zeroed(grad)
 
     def _local(self) -> torch.Tensor:
         return self.source.data
@@ -212,7 +225,7 @@ class OwnSlot(ParameterGradient):
         changed = grad is not self._own or grad._version != self._version
         self._own = grad.detach()
         values = self._own.coalesce().values() if grad.layout is torch.sparse_coo else self._own
-        return changed and not bool(values.any())
+        return changed and _is_zeroed(values)
 
     def _local(self) -> torch.Tensor:
         assert self._own is not None
@@ -253,6 +266,13 @@ class SparseSlot(OwnSlot):
             joined.div_(divisor)
         with torch.sparse.check_sparse_tensor_invariants(False):
             return torch.sparse_coo_tensor(torch.cat(indices).t(), joined, self.parameter.shape).coalesce()
+
+
+def _is_zeroed(values: torch.Tensor) -> bool:
+    """Of a pending gradient that the script has changed; a warning of any other change than zeroing."""
+    if is_other := bool(values.any()):
+        _warn_of_change()
+    return not is_other
 
 
 class WeakHook:

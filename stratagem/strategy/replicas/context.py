@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from stratagem.arguments import known_arguments
 from stratagem.cluster.communication import ReduceOp
@@ -23,6 +24,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.cross_replica import as_tensor, concatenated, operand
 from stratagem.strategy.current import current_strategy, has_current_strategy
+from stratagem.strategy.prepared import created_outside
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.tensorflow_names import WithWaysOut
@@ -62,9 +64,19 @@ def replica_of(strategy: Strategy) -> ReplicaContext | None:
 
 @functools.cache
 def watch_torch() -> None:
-    """From now on strategies hear of each step of an optimizer in a replica, and of each parameter of their scope."""
+    """From now on strategies hear of each step of an optimizer or an average in a replica, and of each parameter."""
     register_optimizer_step_pre_hook(_before_step)
     register_module_parameter_registration_hook(_on_parameter)
+    update = AveragedModel.update_parameters
+
+    @functools.wraps(update)
+    def update_parameters(self: AveragedModel, model: torch.nn.Module) -> None:
+        here = _here.get()
+        if isinstance(here, ReplicaContext) and here._replica_threads is not None:  # else nobody shares it
+            here.strategy.prepared.check_average(self)  # type: ignore[union-attr]
+        update(self, model)
+
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -74,9 +86,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
-    prepared = current_strategy().prepared if _here.get() is _Here.OUTSIDE else None
-    if prepared is not None:
+    if _here.get() is not _Here.OUTSIDE:
+        return
+    if (prepared := current_strategy().prepared) is not None:
         prepared.created(module, name)
+    else:
+        created_outside(module)
 
 
 def in_cross_replica_context() -> bool:

@@ -9,6 +9,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.gradient_slot import _warn_of_change
 
 
 @pytest.mark.parametrize("change", ["write", "replace"])
@@ -82,3 +83,28 @@ def test_those_that_no_sync_has_left_can_be_dropped_but_not_changed(
         torch.testing.assert_close(trained(build(["cpu:0", "cpu:1"]), change), wanted)
     with pytest.raises(ConfigurationError, match=r"is there is one replica's own until a backward\(\) outside"):
         trained(build(["cpu:0", "cpu:1"]), halve)
+
+
+@pytest.mark.parametrize("set_to_zero", [False, True])
+def test_those_of_no_sync_that_are_clipped_in_the_step_are_warned_of(
+    caplog: pytest.LogCaptureFixture, set_to_zero: bool
+) -> None:
+    """A ring trained with the sum of clipped parts, without a word."""
+    _warn_of_change.cache_clear()
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    own = torch.nn.Linear(4, 1)
+    model, optimizer = strategy.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
+
+    def step() -> None:
+        with strategy.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+        if set_to_zero:
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    assert ("to clip the parts is not to clip the whole" in caplog.text) != set_to_zero
+    strategy.close()

@@ -63,3 +63,19 @@ def test_compiled_models_learn_the_same(build: Callable[[], sg.Strategy]) -> Non
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="torch_compile"):
         sg.OneDeviceStrategy("cpu").prepare(nn.Linear(1, 1), torch_compile=3)  # type: ignore[arg-type]
+
+
+def test_a_step_that_torch_cannot_compile_names_the_way_out() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = nn.Linear(4, 1)
+    prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        prepared(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(AssertionError) as caught:
+        strategy.run(torch.compile(step, backend="eager"))
+    assert "strategy.prepare(model, optimizer, torch_compile=True)" in caught.value.__notes__[-1]
+    strategy.close()

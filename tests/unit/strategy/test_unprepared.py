@@ -1,0 +1,105 @@
+"""What is in a step and was not prepared, and works in one process: a loss with weights of its own, an average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+import stratagem as sg
+from stratagem.errors import ConfigurationError
+
+SAYS = "of shape [3] of a Center got a gradient inside strategy.run and was not prepared"
+
+
+class Center(torch.nn.Module):
+    """A loss with a centre that is to be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, outputs: torch.Tensor) -> torch.Tensor:
+        return (outputs - self.center).square().mean()
+
+
+@pytest.fixture
+def strategy() -> Iterator[sg.Strategy]:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    yield strategy
+    strategy.close()
+
+
+def trained(strategy: sg.Strategy, center: Center, *also: Any) -> None:
+    net = torch.nn.Linear(2, 3)
+    model, optimizer, *_ = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1), *also)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        center(model(torch.ones(4, 2))).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step)
+
+
+@pytest.mark.parametrize("is_scope", [False, True])
+def test_a_loss_with_weights_is_warned_of_once_or_refused(
+    strategy: sg.Strategy, caplog: pytest.LogCaptureFixture, is_scope: bool
+) -> None:
+    """On a ring each worker had a centre of its own, where a script updates it by hand or after the step."""
+    if is_scope:
+        with strategy.scope():
+            center = Center()
+        with pytest.raises(ConfigurationError, match=r"built inside strategy\.scope\(\), got a gradient"):
+            trained(strategy, center)
+    else:
+        trained(strategy, Center())
+        assert caplog.text.count(SAYS) == 1
+
+
+@pytest.mark.parametrize("case", ["prepared", "frozen", "of another strategy", "outside of run"])
+def test_one_that_is_not_trained_here_is_not_warned_of(
+    strategy: sg.Strategy, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    center = Center()
+    if case == "prepared":
+        center, _ = strategy.prepare(center, torch.optim.SGD(center.parameters(), 0.1))
+        trained(strategy, center)
+    elif case == "frozen":
+        trained(strategy, center.requires_grad_(False))
+    elif case == "of another strategy":
+        sg.OneDeviceStrategy("cpu").prepare(center, torch.optim.SGD(center.parameters(), 0.1))
+        trained(strategy, center)
+    else:
+        strategy.run(lambda: None)
+        center(torch.ones(3)).backward()
+        assert center.center.grad is not None
+    assert SAYS not in caplog.text
+
+
+def test_modules_are_not_kept(strategy: sg.Strategy) -> None:
+    from stratagem.strategy.prepared import _outside
+
+    strategy.run(lambda: None)
+    centers = [Center() for _ in range(3)]
+    assert len(_outside) == 3
+    del centers
+    assert not _outside
+
+
+def test_an_average_in_a_step_is_refused(strategy: sg.Strategy) -> None:
+    """Each replica updated the same one: two updates a step, of weights that another one was writing."""
+    net = torch.nn.Linear(2, 3)
+    model = strategy.prepare(net)
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    with pytest.raises(ConfigurationError, match="the average was not prepared"):
+        strategy.run(lambda: average.update_parameters(model))
+    assert int(average.n_averaged) == 1
+    alone = sg.OneDeviceStrategy("cpu")
+    alone.run(lambda: average.update_parameters(net))
+    assert int(average.n_averaged) == 2
