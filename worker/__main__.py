@@ -132,16 +132,17 @@ def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> int:
         return exit_code
     if isinstance(config, WorkerConfig) and config.chief:
         return _end_without_strategy(config, outcome)
-    return outcome.exit_code
+    return _code(config, outcome)
 
 
-def _code(config: RoleConfig, outcome: Outcome, session: SessionClient) -> int:
+def _code(config: RoleConfig, outcome: Outcome, session: SessionClient | None = None) -> int:
     """The exit code: 42 for a script that fails by an error of its own (which has a traceback; a peer that is away has
     none) under a supervisor (``run_id``) before anybody in the job has made a step. It has a mistake, and Kubernetes
-    would start it 20 times more."""
+    would start it 20 times more, Docker 3 times; ``session``: with the chief, None without one."""
     may_be_peer = outcome.follows or not outcome.traceback or script_runner.uses_torch_distributed()
     is_broken = outcome.exit_code == EXIT_SCRIPT_FAILED and not (may_be_peer or script_runner.has_stepped())
-    return EXIT_NO_RETRY if config.run_id and is_broken and not session.job_started else outcome.exit_code
+    has_begun = session is not None and session.job_started
+    return EXIT_NO_RETRY if config.run_id and is_broken and not has_begun else outcome.exit_code
 
 
 def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> int:

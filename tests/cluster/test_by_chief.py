@@ -123,6 +123,8 @@ def test_under_a_supervisor_a_script_that_fails_before_the_first_step_is_not_to_
     if code == 42:
         logs = Logs(chief)
         assert logs.finish() == [42] and "worker:0 failed and a restart would not help: NameError" in logs.texts[0]
+    logs = Logs(start("worker", "--run-id", "uid", script))  # the script as the only process of a job
+    assert logs.finish() == [code], logs
 
 
 @pytest.mark.parametrize("in_file", [pytest.param(False, marks=pytest.mark.thorough), True])

@@ -41,7 +41,7 @@ def _host(task: TaskId) -> str:
 def _service(workload: Workload, task: TaskId, cluster: ClusterSpec | None, num_cores: float | None) -> Object:
     settings = {**settings_of(workload), **SETTINGS, **workload.environment, "STRATAGEM_TASK": str(task)}
     if cluster is not None:
-        settings["TF_CONFIG"] = cluster_variable(cluster)
+        settings |= {"TF_CONFIG": cluster_variable(cluster), "STRATAGEM_RUN_ID": workload.name}
     page = workload.web if task.type == "chief" else 0
     if page:  # published on the machine's loopback alone
         settings["STRATAGEM_WEB"] = f"0.0.0.0:{page}"

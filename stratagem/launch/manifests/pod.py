@@ -29,6 +29,9 @@ MAX_TASKS = "1024"
 """Workers, and ps, that may join a job on parameter servers, those that come while it trains included."""
 SECRET_MODE = 0o440
 """Files of Secrets: for the container's group alone."""
+_RUN = {"name": "STRATAGEM_RUN_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['controller-uid']"}}}
+"""The uid of the Job: a pod of it that was deleted while it ended well is made again, and what always fails need not
+be."""
 RESTARTS_S = "600"
 """How long the others wait for a task that Kubernetes starts again, if need be on a new node."""
 START_S = "900"
@@ -157,7 +160,7 @@ def _container(
         "imagePullPolicy": "IfNotPresent",
         "command": command_of(workload, role),
         "envFrom": [{"configMapRef": {"name": workload.name}}],
-        "env": [*variables, *_run(workload), *_threads(workload, role)],
+        "env": [*variables, _RUN, *_threads(workload, role)],
         **(_probes(workload, role) if serves else {}),
         "resources": _resources(machine_of(workload, role)),
         "securityContext": {
@@ -191,13 +194,6 @@ def _probes(workload: Workload, role: str) -> Object:
 def _ask(*flags: str) -> Object:
     """``timeout``: kubelets over Docker leave a probe that is too slow running, and begin the next beside it."""
     return {"exec": {"command": ["timeout", "15", "stratagem", "health", *flags]}}
-
-
-def _run(workload: Workload) -> list[Object]:
-    """The uid of the Job: a pod of it that was deleted while it ended well is made again."""
-    if workload.chosen_strategy in ONE_PROCESS:
-        return []
-    return [{"name": "STRATAGEM_RUN_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['controller-uid']"}}}]
 
 
 def _threads(workload: Workload, role: str) -> list[Object]:

@@ -46,15 +46,21 @@ def state(record: JobRecord, folder: Path) -> JobState:
     containers = json_lines(listed)
     if not containers:
         return JobState("cancelled" if record.cancelled else "unknown", None, "its containers are gone")
-    living = [str(one["Service"]) for one in containers if one["State"] not in ("exited", "dead")]
+    living = [
+        str(one["Service"]) + ("" if one["State"] == "running" else f" ({one['State']})")
+        for one in containers
+        if one["State"] not in ("exited", "dead")
+    ]
     if living:
         waits = all(one["State"] == "created" for one in containers)
         return JobState("pending" if waits else "running", None, ", ".join(sorted(living)))
-    first = min(containers, key=_rank)
+    killed = [one["ID"] for one in containers if one["ExitCode"] == 137]
+    if killed:
+        said = docker(["inspect", "--format", "{{.State.OOMKilled}}", *killed], "look at containers").split()
+        killed = [name for name, is_oom in zip(killed, said, strict=True) if is_oom == "true"]
+    first = min(containers, key=lambda one: (one["ID"] not in killed, _rank(one)))  # others may fail as it is away
     detail = "" if first["ExitCode"] == 0 else f"{first['Service']} ended with exit code {first['ExitCode']}"
-    if first["ExitCode"] == 137:
-        killed = docker(["inspect", "--format", "{{.State.OOMKilled}}", first["ID"]], "look at a container")
-        detail += " (OOMKilled: it needs more memory)" if killed.strip() == "true" else ""
+    detail += " (OOMKilled: it needs more memory)" if first["ID"] in killed else ""
     return JobState.ended(int(first["ExitCode"]), record.cancelled, detail)
 
 

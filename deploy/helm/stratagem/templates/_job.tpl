@@ -194,12 +194,10 @@ spec:
           env:
             - name: STRATAGEM_TASK
               value: "{{ .role }}:{{ .index }}"
-            {{- if include "stratagem.cluster" .root }}
             - name: STRATAGEM_RUN_ID
               valueFrom:
                 fieldRef:
                   fieldPath: metadata.labels['controller-uid']
-            {{- end }}
             {{- range list "OMP_NUM_THREADS" "STRATAGEM_NUM_THREADS" }}
             {{- if not (hasKey $values.environment .) }}
             - name: {{ . }}

@@ -19,7 +19,7 @@ def test_each_task_is_a_service_that_knows_its_place() -> None:
     environment = services["ps-1"]["environment"]
     placement = parse_tf_config(environment["TF_CONFIG"])
     assert placement is not None and placement.cluster.ps == ("ps-0:2222", "ps-1:2222")
-    assert environment["STRATAGEM_TASK"] == "ps:1"
+    assert (environment["STRATAGEM_TASK"], environment["STRATAGEM_RUN_ID"]) == ("ps:1", "j")
     assert services["ps-1"]["command"] == ["stratagem", "ps"]
     assert services["worker-0"]["command"] == ["stratagem", "worker", "t.py"]
     assert services["evaluator-0"]["healthcheck"] == {"disable": True} and "healthcheck" not in services["ps-1"]

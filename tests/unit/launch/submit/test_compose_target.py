@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -11,8 +12,17 @@ from stratagem.launch.submit import compose_target
 from stratagem.launch.submit.compose_target import FILE
 from stratagem.launch.submit.entry_point import EntryPoint
 from stratagem.launch.submit.plan import make_plan
-from stratagem.launch.submit.record import JobRecord
+from stratagem.launch.submit.record import JobRecord, JobState
 from stratagem.launch.submit.request import JobRequest
+
+RECORD = JobRecord("j", "compose", "t.py", "one", 1, 0, "2026-01-01")
+
+
+def make_docker(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A docker command that is a script."""
+    (folder / "docker").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "docker").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
 def test_what_was_started_is_taken_back_also_when_the_user_stops_it(
@@ -38,9 +48,27 @@ def test_what_was_started_is_taken_back_also_when_the_user_stops_it(
 
 
 def test_logs_are_shown_whatever_bytes_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    docker = tmp_path / "docker"
-    docker.write_text("#!/bin/sh\nprintf '\\033[2Kworker-0 | \\377 is no UTF-8\\n'\n")
-    docker.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    record = JobRecord("j", "compose", "t.py", "one", 1, 0, "2026-01-01")
-    assert list(compose_target.logs(record, tmp_path, follow=False)) == ["worker-0 | \ufffd is no UTF-8"]
+    make_docker(tmp_path, monkeypatch, "printf '\\033[2Kworker-0 | \\377 is no UTF-8\\n'")
+    assert list(compose_target.logs(RECORD, tmp_path, follow=False)) == ["worker-0 | \ufffd is no UTF-8"]
+
+
+def test_who_had_too_little_memory_comes_before_a_worker_that_failed_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = {"worker-0": 1, "worker-1": 137, "ps-0": 137, "chief-0": 1}
+    listed = [{"ID": name, "Service": name, "State": "exited", "ExitCode": code} for name, code in codes.items()]
+    script = (
+        f"[ $1 = compose ] && echo '{json.dumps(listed)}' && exit\n"
+        "shift 3; for name; do [ $name = ps-0 ] && echo true || echo false; done"
+    )
+    make_docker(tmp_path, monkeypatch, script)
+    state = compose_target.state(RECORD, tmp_path)
+    assert state == JobState("failed", 137, "ps-0 ended with exit code 137 (OOMKilled: it needs more memory)")
+
+
+def test_a_task_that_does_not_run_is_shown_with_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"worker-0": "running", "ps-0": "paused", "chief-0": "restarting"}
+    listed = [{"ID": name, "Service": name, "State": state, "ExitCode": 0} for name, state in states.items()]
+    make_docker(tmp_path, monkeypatch, f"echo '{json.dumps(listed)}'")
+    state = compose_target.state(RECORD, tmp_path)
+    assert state == JobState("running", None, "chief-0 (restarting), ps-0 (paused), worker-0")
