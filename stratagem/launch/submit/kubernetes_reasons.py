@@ -9,8 +9,8 @@ from stratagem.launch.submit.kubernetes_client import Cluster, Object
 
 _STARTING = ("ContainerCreating", "PodInitializing")
 """What every container says for a while: an event tells whether something is wrong."""
-_NO_REASON = "WaitForFirstConsumer"
-"""An event of a volume that only waits for its first pod."""
+_NO_REASON = ("WaitForFirstConsumer", "WaitForPodScheduled")
+"""Events of a volume that only waits for its first pod."""
 _OF_VOLUMES = (
     "kubernetes_access_mode='ReadWriteOnce' (--access-mode) is for storage of one node, "
     "kubernetes_storage_class (--storage-class) names another class"
@@ -77,7 +77,7 @@ def _event(cluster: Cluster, one: Object, warnings: bool = True) -> str:
         events = cluster.events(selector)
     except SubmitError:
         return ""
-    said = [event for event in events if event.get("reason") != _NO_REASON]
+    said = [event for event in events if event.get("reason") not in _NO_REASON]
     last = max(said, key=lambda event: (event.get("type") == "Warning", _time(event)), default=None)
     return "" if last is None else str(last.get("message", ""))
 

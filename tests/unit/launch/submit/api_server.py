@@ -15,6 +15,7 @@ import yaml
 from kmock import KubernetesEmulator, Request, ResourceInfo, Server, action, resource
 
 JOBS, PODS = resource("batch/v1/jobs"), resource("v1/pods")
+CLAIMS = resource("v1/persistentvolumeclaims")
 NAMESPACE = "team"
 
 
@@ -48,6 +49,7 @@ class ApiServer:
         self.handler.posted = []
         self.handler.resources[PODS] = ResourceInfo()
         self.handler.resources[JOBS] = ResourceInfo()
+        self.handler.resources[CLAIMS] = ResourceInfo()
 
     @property
     def posted(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from stratagem.launch.submit import kubernetes_target
 from stratagem.launch.submit.kubernetes_client import Cluster
 from stratagem.launch.submit.kubernetes_target import FILE
 from stratagem.launch.submit.record import JobRecord, JobState
-from tests.unit.launch.submit.api_server import JOBS, NAMESPACE, ApiServer, api_server
+from tests.unit.launch.submit.api_server import CLAIMS, JOBS, NAMESPACE, ApiServer, api_server
 
 WORKLOAD = Workload(
     name="digits-1", image="registry.example/digits@sha256:1", script="train.py", num_workers=2, num_ps=1
@@ -160,6 +160,22 @@ def test_a_task_that_is_not_to_be_tried_again_ends_the_job_also_where_the_cluste
     state = kubernetes_target.state(record, tmp_path)
     words = "worker-1 has failed, and a restart would not help: `stratagem jobs remove digits-1` ends what is left"
     assert state == JobState("failed", 42, words)
+
+
+@pytest.mark.parametrize("reason", ["WaitForPodScheduled", "ProvisioningFailed"])
+def test_a_volume_that_waits_for_its_pod_is_no_reason_to_wait(
+    server: ApiServer, record: JobRecord, tmp_path: Path, reason: str
+) -> None:
+    server.set_status(CLAIMS, "digits-1", phase="Pending")
+    condition = {"type": "PodScheduled", "status": "False", "message": "no node"}
+    server.add_pod(
+        "digits-1-ps-0", "digits-1-ps-0-abc", "ps", "digits-1", {"phase": "Pending", "conditions": [condition]}
+    )
+    event = {"reason": reason, "type": "Normal", "message": "of the volume", "metadata": {}}
+    server.handler[f"get /api/v1/namespaces/{NAMESPACE}/events"] << {"items": [event]}
+    detail = kubernetes_target.state(record, tmp_path).detail
+    assert detail.endswith("; ps-0: not scheduled: no node")
+    assert ("of the volume" in detail) == (reason == "ProvisioningFailed")
 
 
 @pytest.mark.parametrize(("minor", "is_new"), [("20", False), ("26+", True), ("", False), ("33", True)])
