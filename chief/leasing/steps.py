@@ -198,11 +198,12 @@ class JobSteps:
         ConfigurationError: one of them accumulates over these, for an update that wants that slice too."""
         if not self._own(incarnation, step).refresh and incarnation not in self._missed:
             return []
-        earlier = (other for other in self.open.values() if other.number < step.number)
-        found = {s.incarnation for other in earlier for s in other.slices if s.unfinished and s.incarnation is not None}
-        if not self.accumulating.isdisjoint(found):
+        earlier = [each for other in self.open.values() if other.number < step.number for each in other.slices]
+        found = [(s.incarnation, s.unit[:2]) for s in earlier if s.unfinished and s.incarnation is not None]
+        own = step.units[0][:2]  # slices of a loop that the caller has left, and others have not yet, are no hindrance
+        if not self.accumulating.isdisjoint([other for other, units_of in found if units_of == own]):
             raise is_late(incarnation)
-        return sorted(found)
+        return sorted({other for other, _ in found})
 
     def unfinished(self, number: int) -> list[Incarnation]:
         """Workers that still have to deliver a slice of a step."""

@@ -438,6 +438,17 @@ def test_nobody_begins_where_another_accumulates() -> None:
         lease_book.ask(again, 1, 0, (), 1, [A, again])
 
 
+def test_who_has_left_a_loop_early_waits_for_those_who_accumulate_in_it_yet() -> None:
+    lease_book = sync_lending()
+    for worker, held in ((A, ()), (B, ()), (A, (0,)), (B, (1,))):
+        assert lease_book.ask(worker, 1, 0, held, 1, [A, B]).granted
+    lease_book.give_back(lease_book.leave(B, 1, 0).returned)
+    early = lease_book.ask(B, 1, 1, (), 1, [A, B])
+    assert (early.granted, early.waits_for) == ((), (A,))
+    lease_book.give_back(lease_book.leave(A, 1, 0).returned)
+    assert lease_book.ask(B, 1, 1, (), 1, [A, B]).granted[0].step == 3
+
+
 def test_what_a_worker_tells_of_steps_counts_where_no_journal_can_know_them() -> None:
     after = LeaseBook(next_step=3, num_unsynced=64)
     after.open_dataset(1, Plan(8, 4, num_slices=2, staleness=0))
