@@ -52,8 +52,8 @@ class Standstill:
         told = "; ".join(f"{one.task} waits for {what}" for one, what in sorted(stuck.items()))
         return (
             f"workers wait for each other, and would without end: {told}. Every worker has to call barrier(), "
-            "load_once(), restore(), evaluate() and fit(), and to go through its datasets, at the same place of its "
-            "script"
+            "load_once(), restore(), evaluate() and fit(), at staleness 0 also a further prepare(), and to go through "
+            "its datasets, at the same place of its script"
         )
 
 

@@ -240,6 +240,26 @@ def test_a_worker_that_prepares_more_than_the_lead_says_what_it_waits_for(cluste
     check_words(done.stderr, "'momentum': 0,", "'momentum': 0.5,", "each update is made with what its own worker has")
 
 
+PREPARES_ALONE = """
+model, optimizer = strategy.prepare(model, optimizer)
+def step(batch):
+    model(batch).sum().backward()
+    optimizer.step()
+for number, batch in enumerate(strategy.distribute_dataset(torch.utils.data.DataLoader(torch.ones(8, 2), 2))):
+    strategy.run(step, args=(batch,))
+    if not number and not strategy.is_lead:
+        strategy.prepare(torch.nn.Linear(3, 1))
+"""
+
+
+@pytest.mark.thorough
+def test_staleness_0_a_worker_alone_in_a_further_prepare_ends_the_job(cluster: Start, tmp_path: Path) -> None:
+    """It waited 300 s for values that the lead, which waited for its part of the next step, never gave."""
+    done = cluster(2, 1, script(tmp_path, PREPARES_ALONE), flags=["--staleness", "0"]).finish()
+    assert done.code == 2, done.stderr
+    check_words(done.stderr, "worker:1 waits for worker:0 to come to further prepare 1", "prepare()")
+
+
 @pytest.mark.parametrize("policy", ["error", pytest.param("skip", marks=pytest.mark.thorough)])
 def test_non_finite_gradients(cluster: Start, tmp_path: Path, policy: str) -> None:
     arguments = ["--poison-step", 3, "--nan", policy, "--epochs", 2]

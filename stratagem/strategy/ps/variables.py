@@ -359,6 +359,8 @@ class VariableGroups:
     def _create(self, every: Sequence[Placed]) -> None:
         """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
         runtime = self._runtime
+        if runtime.meter.in_step and self._all:  # the others would wait for a step of this worker without a word
+            runtime.chief.agree(runtime.chief.new_group("further prepare"), 0, 0)
         deadline = time.monotonic() + runtime.config.peer_timeout_s
         while True:
             try:
