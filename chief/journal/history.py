@@ -17,6 +17,7 @@ _AS_THEY_ARE = (
     *("chief_epoch", "newest_incarnation", "live", "prepared", "done", "fenced", "ready", "initialized", "next_step"),
     *("checkpoint", "restored", "updates_undone", "ending", "stopped", "earlier_incarnations", "put_back"),
     *("is_rerouted", "num_routings", "steps_per_unit", "joining", "taken_in", "has_begun", "unsaved", "exit_code"),
+    "updates_in_part",
 )
 """Fields of the history that are JSON."""
 
@@ -79,6 +80,8 @@ class JobHistory:
     """Path of the checkpoint that the job started from."""
     updates_undone: int = 0
     """Updates of newer checkpoints that were not whole: they are computed again."""
+    updates_in_part: int = 0
+    """At staleness 0: steps of a part of a batch, as fewer workers took part than there were."""
     ending: str = ""
     """Why the job ends, once its work is done and its last checkpoint written; tasks may not have heard of it yet."""
     unsaved: str = ""
@@ -169,7 +172,9 @@ class JobHistory:
                 oldest = record["oldest_step"]
                 self.steps = {number: units for number, units in self.steps.items() if number >= oldest}
             case "step":
-                self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["units"])
+                units = self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["units"])
+                if (plan := self.plans.get(units[0].dataset)) is not None:
+                    self.updates_in_part += len(units) < len(plan.units_of(plan.batch_of(units[0].index)))
                 self.next_step = max(self.next_step, record["step"] + 1)
             case "close_step":
                 if record["step"] in self.steps:

@@ -121,11 +121,11 @@ def _report(job: LocalJob, folders: RunFolders, cluster: LocalCluster, exit_code
     reports = {task: report for task in supervisor.workers if (report := read_report(folders.report(task)))}
     stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
     checkpoint = str(newest(stays) or "") if stays is not None else ""
-    status, num_units = last_status(cluster.status, folders.journal)
+    status, num_units, in_part = last_status(cluster.status, folders.journal)
     lived_s = {str(task): seconds for task, seconds in cluster.lived_s.items()}
     lived_s["chief:0"] = cluster.lived_s.get(cluster.chief, 0.0)  # a status calls the one that serves so
     summary = build_summary(
-        job, supervisor, status, reports, exit_code, duration_s, tail, checkpoint, lived_s, num_units
+        job, supervisor, status, reports, exit_code, duration_s, tail, checkpoint, lived_s, num_units, in_part
     )
     if job.num_chiefs > 1:
         standby = TaskId("chief", 1 - cluster.chief.index)
@@ -156,6 +156,8 @@ def _last_words(exit_code: int, summary: Mapping[str, Any], duration_s: float) -
         words.append(f"{restarts} restart{'s' if restarts != 1 else ''}")
     if restarts or lost:
         words.append(f"{lost} update{'s' if lost != 1 else ''} lost")
+    if in_part := summary["updates_in_part"]:
+        words.append(f"{in_part} update{'s' if in_part != 1 else ''} of a part of a batch, as no one process does")
     if undone:
         words.append(f"{undone} update{'s' if undone != 1 else ''} of damaged checkpoints computed again")
     return ", ".join(words)

@@ -32,10 +32,11 @@ def read_report(path: Path) -> dict[str, Any]:
     return report if isinstance(report, dict) else {}
 
 
-def last_status(status: StatusView | None, journal: Path) -> tuple[StatusView, int]:
+def last_status(status: StatusView | None, journal: Path) -> tuple[StatusView, int, int]:
     """The chief's last answer (None: it never gave one), and what it has noted in its ``journal``, a folder, since: its
     last second may count what a ps lost, and has examples that no worker which was started again reports. And how many
-    units it has accepted: the steps of workers that were started again too, whatever these made of each."""
+    units it has accepted: the steps of workers that were started again too, whatever these made of each. And how many
+    updates were of a part of a batch."""
     status = status or StatusView()
     with contextlib.suppress(ConfigurationError):
         history = replay(journal / NAME)
@@ -47,8 +48,8 @@ def last_status(status: StatusView | None, journal: Path) -> tuple[StatusView, i
             updates_undone=max(status.updates_undone, history.updates_undone),
             restored=history.restored or status.restored,
         )
-        return status, history.num_units
-    return status, 0
+        return status, history.num_units, history.updates_in_part
+    return status, 0, 0
 
 
 def build_summary(
@@ -62,11 +63,12 @@ def build_summary(
     checkpoint: str = "",
     lived_s: Mapping[str, float] | None = None,
     num_units: int = 0,
+    updates_in_part: int = 0,
 ) -> dict[str, Any]:
     """The summary that ``--summary`` writes.
 
     Args:
-        status, num_units: see :func:`last_status`.
+        status, num_units, updates_in_part: see :func:`last_status`.
         reports: of the workers that finished, in the order of their indices.
         duration_s: from the first start to the last exit, in seconds.
         tail: last lines of stderr of the task that failed first.
@@ -95,6 +97,7 @@ def build_summary(
         "metrics": dict(ended[0]["metrics"]) if ended else dict(from_status),
         "updates_lost": status.updates_lost,
         "updates_undone": status.updates_undone,
+        "updates_in_part": updates_in_part,
         "restored": status.restored,
         "checkpoint": checkpoint,
         "restarts": supervisor.num_restarts,

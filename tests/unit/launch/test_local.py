@@ -374,12 +374,19 @@ def test_what_the_chief_noted_after_its_last_answer_is_in_the_summary(case: Case
         "journal = Journal(glob.glob(sys.argv[1] + '/state/*/chief')[0])\n"
         "journal.write('lost', task='ps:0', units=[[1, 0, '1f']])\n"
         "journal.write('restored', path='/ckpt-7', undone=2)\n"
+        "plan = dict(num_examples=8, batch_size=4, drop_last=False, shuffle=False, num_slices=2, seed=0, staleness=0)\n"
+        "journal.write('plan', dataset=1, plan=plan)\n"
+        "for step, units in enumerate([[[1, 0, 0], [1, 0, 1]], [[1, 0, 2]], [[1, 0, 3]]]):\n"
+        "    journal.write('step', step=step, units=units)\n"
         "journal.write('stopped', reason='all workers are done')\n"
     )
     case.programs["ps:0"] = WORKER_DONE
     assert case.run() == 0
     assert [case.summary[name] for name in ("updates_lost", "updates_undone", "restored")] == [5, 2, "/ckpt-7"]
-    assert "5 updates lost, 2 updates of damaged checkpoints computed again" in case.stderr.getvalue()
+    assert case.summary["updates_in_part"] == 2
+    assert "5 updates lost, 2 updates of a part of a batch, as no one process does, 2 updates of damaged" in (
+        case.stderr.getvalue()
+    )
 
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["stands still", "has a thread that runs"])

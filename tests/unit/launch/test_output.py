@@ -335,7 +335,7 @@ def test_a_summary_has_what_the_journal_says_of_the_last_second(tmp_path: Path) 
         journal.write("accepted", units=units, oldest_step=0)
     journal.write("checkpoint", path="/c/step-00000004")
     journal.close()
-    status, _ = last_status(_status(examples=8, tasks=(TaskState("ps:0", "live", step=2),)), tmp_path)
+    status, *_ = last_status(_status(examples=8, tasks=(TaskState("ps:0", "live", step=2),)), tmp_path)
     job = _job(tmp_path, num_ps=1)
     summary = build_summary(job, Supervisor(job.workers, job.servers), status, {W0: {"steps": 1}}, 0, 1.0, [])
     assert (summary["steps"], summary["examples"]) == (4, 12)
@@ -351,7 +351,7 @@ def test_the_steps_of_a_summary_are_those_of_workers_that_were_started_again_too
     for job, steps in ((_job(tmp_path, num_ps=1), 10), (_job(tmp_path, num_ps=1, staleness=0.0), 3)):
         told: Any = (status, {W0: {"steps": 3}}, 0, 1.0, [""], "", {}, last_status(status, tmp_path)[1])
         assert build_summary(job, Supervisor(job.workers, job.servers), *told)["steps"] == steps
-    assert last_status(status, tmp_path / "none") == (status, 0)
+    assert last_status(status, tmp_path / "none") == (status, 0, 0)
 
 
 def test_a_summary_is_json_whatever_the_loss_is(tmp_path: Path) -> None:
