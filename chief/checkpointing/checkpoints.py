@@ -108,8 +108,8 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
     automatic one of this step is removed that was taken before another model was prepared, or in the middle of a batch;
-    with ``replaces`` also one of other weights. CheckpointError: a file is missing or short, or a checkpoint of this
-    step with other weights exists.
+    with ``replaces`` also one of other weights. Beside one that a script has given this number it has more digits.
+    CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
     """
 
     def is_same(there: pathlib.Path) -> bool:
@@ -127,6 +127,8 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
                 raise CheckpointError(f"expected {file.num_bytes} bytes in {written}, which a ps reported as written")
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
+        if (target / catalog.HOST).is_dir() and not is_same(target):  # a script's, which counts otherwise
+            target = target.with_name(f"step-{manifest.step:012d}")
         before = ServersManifest.read(target)
         if before is not None and before.automatic:
             is_part = bool(before.unfinished) or before.lacks_groups(manifest.num_groups, manifest.num_ps)

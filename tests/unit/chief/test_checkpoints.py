@@ -13,7 +13,7 @@ import pytest
 
 from stratagem.checkpoint.draft import remove_unfinished
 from stratagem.checkpoint.durable import write_durably
-from stratagem.checkpoint.manifest import SavedFile
+from stratagem.checkpoint.manifest import MANIFEST, Manifest, SavedFile, encode
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import untaken
@@ -79,6 +79,17 @@ def test_values_of_zero_are_not_taken_for_none(tmp_path: Path) -> None:
     path = commit(tmp_path, dataclasses.replace(manifest_of(0), num_groups=2))
     found = ServersManifest.read(path)
     assert found is not None and found.num_groups == 2
+
+
+def test_a_number_that_a_script_has_given_other_weights_is_told_from_it(tmp_path: Path) -> None:
+    """A job whose script saved before its first update, and after each, ended with 1: its last checkpoint failed."""
+    of_script = commit(tmp_path, manifest_of(5))
+    (of_script / "host").mkdir()
+    (of_script / "host" / MANIFEST).write_bytes(encode(Manifest(step=5, files=()).content()))
+    assert commit(tmp_path, manifest_of(5, epoch=2)) == of_script
+    path = commit(tmp_path, manifest_of(5, b"WEIGHTS"), b"WEIGHTS")
+    assert path.name == "step-000000000005"
+    assert {each for each, _ in checkpoints.scan(str(tmp_path))} == {of_script, path}
 
 
 def test_other_weights_at_the_same_step_are_refused(tmp_path: Path) -> None:
