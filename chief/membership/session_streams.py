@@ -115,8 +115,10 @@ class SessionStreams(ChiefPart):
     async def _probe(self, incarnation: Incarnation, address: str) -> None:
         """A process that is gone has left its port: then nobody need wait for it to come back.
 
-        One that is being killed may lose its session before its port.
+        One that is being killed may lose its session before its port. Two refusals in a row count: what resets
+        connections on the way resets one to a port at which somebody listens, too.
         """
+        was_refused = False
         while not self._closed and self._sessions.is_away(incarnation):
             try:
                 host, port = split_address(address)
@@ -124,12 +126,15 @@ class SessionStreams(ChiefPart):
                     return  # it may be of the task's machine, and not of this one: the grace decides
                 _, writer = await asyncio.open_connection(host, port)
                 writer.close()
+                was_refused = False
             except (OSError, StratagemError) as error:
                 # Of a name with several addresses asyncio tells what each said in one text.
                 said = set(re.findall(r"\[Errno (\d+)\]", str(error)))
                 if not isinstance(error, ConnectionRefusedError) and said != {str(errno.ECONNREFUSED)}:
                     return  # the network, or no address: the grace decides
-                self.perform(self._sessions.nobody_there(incarnation, self._clock()))
+                if was_refused:
+                    self.perform(self._sessions.nobody_there(incarnation, self._clock()))
+                was_refused = True
             await asyncio.sleep(PROBE_S)
 
     def _join(self, join: Join, stream: int, outbox: asyncio.Queue[Event | None]) -> Session:

@@ -35,6 +35,27 @@ async def test_a_worker_whose_connection_broke_keeps_what_it_holds() -> None:
             assert not running.job.sessions.fenced
 
 
+async def test_a_single_refusal_is_not_taken_for_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reset the session's connection resets the first look at the port, too."""
+    connect, looks = asyncio.open_connection, []
+
+    async def reset_once(host: str, port: int) -> Any:
+        looks.append(port)
+        if len(looks) == 1:
+            raise ConnectionRefusedError(111, "Connection refused")
+        return await connect(host, port)
+
+    monkeypatch.setattr(asyncio, "open_connection", reset_once)
+    with socket.create_server(("127.0.0.1", 0)) as served:
+        address = f"127.0.0.1:{served.getsockname()[1]}"
+        async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
+            task = Task(running.address, "worker:0", address)
+            await task.ready()
+            await task.die()
+            await until(lambda: len(looks) > 2)
+            assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
+
+
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["127.0.0.1", "127.0.0.2"]], ids=["one address", "two"])
 async def test_a_worker_whose_port_is_closed_is_not_waited_for(
     addresses: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
