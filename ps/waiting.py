@@ -86,7 +86,8 @@ def wait_frames(
         came = state.staging.num_frames(sender, ref.transfer)
         raise ProtocolError(
             f"expected {ref.num_frames} frames of transfer {ref.transfer} from {sender} that cover what is "
-            f"present, got {came} within {state.frames_timeout_s:.0f} s; stage them again under a new transfer"
+            f"present, got {came} within {state.frames_timeout_s:.0f} s (a network that drops large packets lets none "
+            "through, so look at its MTU); stage them again under a new transfer"
         )
 
 

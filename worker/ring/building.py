@@ -30,7 +30,7 @@ from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Group, Tag
 from stratagem.worker.ring.host_group import HostGroup
-from stratagem.worker.ring.lane_plan import LanePlan, PairLane, RankInfo, RingLane
+from stratagem.worker.ring.lane_plan import LanePlan, PairLane, RankInfo, RingLane, who_leaves
 from stratagem.worker.ring.peers import Peers
 from stratagem.worker.ring.ring_group import RingGroup
 from stratagem.worker.ring.ring_service import PeerKey, RingService
@@ -65,6 +65,8 @@ class Opener:
         self._peers = peers
         self._meter = meter
         self.deadline = deadline
+        self.unreached = ""
+        """Task of the rank that did not answer when a lane to it was to be opened."""
 
     def made(self, group: Group) -> None:
         """The first barrier of a group ends when another rank says that it could not open its lanes."""
@@ -116,7 +118,9 @@ class Opener:
         """A lane to one rank, which need not do anything for it. Raises PeerUnavailableError: it cannot be reached;
         SegmentError: there is no memory to share."""
         peer = self._peers.members.ranks[rank]
+        self.unreached = peer.task
         ticket = self._peers.open_lane(rank, lane, purpose)
+        self.unreached = ""
         if lane == "grpc":
             shown = (("stratagem-token-bin", ticket.token),)
             return GrpcLane(self._peers.connect(rank), EXCHANGE_METHOD, shown, peer.task, self._meter)
@@ -236,6 +240,33 @@ def _trying(lane: str, made: Sequence[Group], deadline: float) -> Iterator[None]
         logger.info("The ring could not open its lanes (%s): %s", lane, error)  # only who is cut off may know
         broke = broke and lane != "nccl"  # which says of everything that goes wrong no more than that
         raise LaneFailedError(lane, error, broke) from None
+
+
+def failed_lanes(said: Sequence[RankInfo]) -> dict[str, str]:
+    """What the ranks say of lanes that they could not open."""
+    found: dict[str, str] = {}
+    for task, lane, why in [(one.task, *failure) for one in said for failure in one.failures.items()]:
+        found[lane] = f"{found[lane]}; {task}: {why}" if lane in found else f"{task}: {why}"
+    return found
+
+
+def check_reached(said: Sequence[RankInfo], me: RankInfo, min_workers: int) -> None:
+    """Where a ring that heals would go on without one rank, and two do not reach each other, one of them leaves.
+
+    Raises:
+        CollectiveError: it is this one.
+        PeerUnavailableError: it is another one.
+    """
+    if me.has_formed and 0 < min_workers < len(said) and (cut := who_leaves(said)):
+        leaver, other = cut
+        words = (
+            f"{leaver} and {other} do not reach each other, and {leaver} leaves the ring: the others go on without it"
+        )
+        raise (
+            CollectiveError(f"{words}; start it again when they do")
+            if leaver == me.task
+            else PeerUnavailableError(words)
+        )
 
 
 def better(

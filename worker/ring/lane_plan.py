@@ -36,6 +36,8 @@ class RankInfo:
     """Whether the lane failed because its connection broke: the next one may hold."""
     has_formed: bool = False
     """Whether it has been in a group before."""
+    unreached: str = ""
+    """Task of the rank that did not answer when it wanted to open a lane to it since the round before; empty: none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,15 @@ class LanePlan:
     def leaders(self) -> tuple[int, ...]:
         """One rank for each host."""
         return tuple(host[0] for host in self.hosts)
+
+
+def who_leaves(said: Sequence[RankInfo]) -> tuple[str, str] | None:
+    """The rank without which the others may form a ring, where two do not reach each other, and one that is cut off
+    from it: who is in most such pairs, of those the last. None: nobody is cut off."""
+    pairs = [(one.task, one.unreached) for one in said if one.unreached]
+    found = [(sum(task in pair for pair in pairs), rank, task) for rank, task in enumerate(one.task for one in said)]
+    count, _, leaver = max(found)
+    return (leaver, next(a if b == leaver else b for a, b in pairs if leaver in (a, b))) if count else None
 
 
 def alike(options: CommunicationOptions) -> dict[str, str]:

@@ -313,7 +313,8 @@ class RingMember:
                 peers.tell_again = functools.partial(peers.abort, str(error), False, GIVE_UP_S)
                 if self.ring_service.given_up < peers.meeting:  # who waits for a lane of this rank need not
                     peers.tell_again()
-                told = RankInfo(me.task, failures={error.lane: str(error)}, connection_broke=error.connection_broke)
+                failed, broke = {error.lane: str(error)}, error.connection_broke
+                told = RankInfo(me.task, failures=failed, connection_broke=broke, unreached=opener.unreached)
             try:
                 replies = peers.meet(told, deadline)
             except BaseException:
@@ -322,9 +323,7 @@ class RingMember:
                 raise
             finally:
                 self.ring_service.forget(peers.members.generation, purpose)
-            new: dict[str, str] = {}
-            for task, lane, why in [(one.task, *failure) for one in replies for failure in one.failures.items()]:
-                new[lane] = f"{new[lane]}; {task}: {why}" if lane in new else f"{task}: {why}"
+            new = building.failed_lanes(replies)
             if not new and group is not None:
                 self.ring_service.has_formed()
                 break
@@ -332,6 +331,7 @@ class RingMember:
                 group.close("another rank could not open its lanes")
             if any(one.connection_broke for one in replies) and num_tries < MOST_TRIES:
                 continue
+            building.check_reached(replies, me, self._session.membership.min_workers)
             if not new.keys() - failures.keys():
                 raise PeerUnavailableError(f"the ring did not form: {'; '.join(new.values())}")
             failures, num_tries = failures | new, 0

@@ -27,7 +27,7 @@ from stratagem.rpc.generated import frame_pb2 as stratagem_dot_rpc_dot_generated
 from stratagem.rpc.generated import lane_pb2 as stratagem_dot_rpc_dot_generated_dot_lane__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$stratagem/rpc/generated/worker.proto\x12\tstratagem\x1a$stratagem/rpc/generated/common.proto\x1a#stratagem/rpc/generated/frame.proto\x1a\"stratagem/rpc/generated/lane.proto\"\xe6\x02\n\x0b\x44\x65scription\x12\x0c\n\x04task\x18\x01 \x01(\t\x12\r\n\x05place\x18\x02 \x01(\t\x12\x34\n\x07options\x18\x04 \x03(\x0b\x32#.stratagem.Description.OptionsEntry\x12\x36\n\x08\x66\x61ilures\x18\x05 \x03(\x0b\x32$.stratagem.Description.FailuresEntry\x12\x15\n\rstore_address\x18\x06 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x04\x12\x18\n\x10\x63onnection_broke\x18\x08 \x01(\x08\x12\x12\n\nhas_formed\x18\t \x01(\x08\x12\x0b\n\x03gpu\x18\n \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x03\x10\x04\"\x80\x01\n\x0bMeetRequest\x12!\n\x06sender\x18\x01 \x01(\x0b\x32\x11.stratagem.Sender\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\r\x12+\n\x0b\x64\x65scription\x18\x04 \x01(\x0b\x32\x16.stratagem.Description\"9\n\tMeetReply\x12,\n\x0c\x64\x65scriptions\x18\x01 \x03(\x0b\x32\x16.stratagem.Description\"|\n\x0c\x41\x62ortRequest\x12!\n\x06sender\x18\x01 \x01(\x0b\x32\x11.stratagem.Sender\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\r\x12\x16\n\x0eis_out_of_step\x18\x05 \x01(\x08\"\x0c\n\nAbortReply\"\x14\n\x12GetPositionRequest\"k\n\x10GetPositionReply\x12\x10\n\x08position\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x04\x12\x12\n\nwaiting_on\x18\x03 \x01(\r\x12\x10\n\x08has_rank\x18\x04 \x01(\x08\x12\x0e\n\x06\x62roken\x18\x05 \x01(\t2\xb8\x02\n\x06Worker\x12\x34\n\x04Meet\x12\x16.stratagem.MeetRequest\x1a\x14.stratagem.MeetReply\x12@\n\x08OpenLane\x12\x1a.stratagem.OpenLaneRequest\x1a\x18.stratagem.OpenLaneReply\x12\x32\n\x08\x45xchange\x12\x10.stratagem.Frame\x1a\x10.stratagem.Frame(\x01\x30\x01\x12\x37\n\x05\x41\x62ort\x12\x17.stratagem.AbortRequest\x1a\x15.stratagem.AbortReply\x12I\n\x0bGetPosition\x12\x1d.stratagem.GetPositionRequest\x1a\x1b.stratagem.GetPositionReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$stratagem/rpc/generated/worker.proto\x12\tstratagem\x1a$stratagem/rpc/generated/common.proto\x1a#stratagem/rpc/generated/frame.proto\x1a\"stratagem/rpc/generated/lane.proto\"\xf9\x02\n\x0b\x44\x65scription\x12\x0c\n\x04task\x18\x01 \x01(\t\x12\r\n\x05place\x18\x02 \x01(\t\x12\x34\n\x07options\x18\x04 \x03(\x0b\x32#.stratagem.Description.OptionsEntry\x12\x36\n\x08\x66\x61ilures\x18\x05 \x03(\x0b\x32$.stratagem.Description.FailuresEntry\x12\x15\n\rstore_address\x18\x06 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x04\x12\x18\n\x10\x63onnection_broke\x18\x08 \x01(\x08\x12\x12\n\nhas_formed\x18\t \x01(\x08\x12\x0b\n\x03gpu\x18\n \x01(\t\x12\x11\n\tunreached\x18\x0b \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x03\x10\x04\"\x80\x01\n\x0bMeetRequest\x12!\n\x06sender\x18\x01 \x01(\x0b\x32\x11.stratagem.Sender\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\r\x12+\n\x0b\x64\x65scription\x18\x04 \x01(\x0b\x32\x16.stratagem.Description\"9\n\tMeetReply\x12,\n\x0c\x64\x65scriptions\x18\x01 \x03(\x0b\x32\x16.stratagem.Description\"|\n\x0c\x41\x62ortRequest\x12!\n\x06sender\x18\x01 \x01(\x0b\x32\x11.stratagem.Sender\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\r\x12\x16\n\x0eis_out_of_step\x18\x05 \x01(\x08\"\x0c\n\nAbortReply\"\x14\n\x12GetPositionRequest\"k\n\x10GetPositionReply\x12\x10\n\x08position\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x04\x12\x12\n\nwaiting_on\x18\x03 \x01(\r\x12\x10\n\x08has_rank\x18\x04 \x01(\x08\x12\x0e\n\x06\x62roken\x18\x05 \x01(\t2\xb8\x02\n\x06Worker\x12\x34\n\x04Meet\x12\x16.stratagem.MeetRequest\x1a\x14.stratagem.MeetReply\x12@\n\x08OpenLane\x12\x1a.stratagem.OpenLaneRequest\x1a\x18.stratagem.OpenLaneReply\x12\x32\n\x08\x45xchange\x12\x10.stratagem.Frame\x1a\x10.stratagem.Frame(\x01\x30\x01\x12\x37\n\x05\x41\x62ort\x12\x17.stratagem.AbortRequest\x1a\x15.stratagem.AbortReply\x12I\n\x0bGetPosition\x12\x1d.stratagem.GetPositionRequest\x1a\x1b.stratagem.GetPositionReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,23 +39,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIPTION_FAILURESENTRY']._loaded_options = None
   _globals['_DESCRIPTION_FAILURESENTRY']._serialized_options = b'8\001'
   _globals['_DESCRIPTION']._serialized_start=163
-  _globals['_DESCRIPTION']._serialized_end=521
-  _globals['_DESCRIPTION_OPTIONSENTRY']._serialized_start=420
-  _globals['_DESCRIPTION_OPTIONSENTRY']._serialized_end=466
-  _globals['_DESCRIPTION_FAILURESENTRY']._serialized_start=468
-  _globals['_DESCRIPTION_FAILURESENTRY']._serialized_end=515
-  _globals['_MEETREQUEST']._serialized_start=524
-  _globals['_MEETREQUEST']._serialized_end=652
-  _globals['_MEETREPLY']._serialized_start=654
-  _globals['_MEETREPLY']._serialized_end=711
-  _globals['_ABORTREQUEST']._serialized_start=713
-  _globals['_ABORTREQUEST']._serialized_end=837
-  _globals['_ABORTREPLY']._serialized_start=839
-  _globals['_ABORTREPLY']._serialized_end=851
-  _globals['_GETPOSITIONREQUEST']._serialized_start=853
-  _globals['_GETPOSITIONREQUEST']._serialized_end=873
-  _globals['_GETPOSITIONREPLY']._serialized_start=875
-  _globals['_GETPOSITIONREPLY']._serialized_end=982
-  _globals['_WORKER']._serialized_start=985
-  _globals['_WORKER']._serialized_end=1297
+  _globals['_DESCRIPTION']._serialized_end=540
+  _globals['_DESCRIPTION_OPTIONSENTRY']._serialized_start=439
+  _globals['_DESCRIPTION_OPTIONSENTRY']._serialized_end=485
+  _globals['_DESCRIPTION_FAILURESENTRY']._serialized_start=487
+  _globals['_DESCRIPTION_FAILURESENTRY']._serialized_end=534
+  _globals['_MEETREQUEST']._serialized_start=543
+  _globals['_MEETREQUEST']._serialized_end=671
+  _globals['_MEETREPLY']._serialized_start=673
+  _globals['_MEETREPLY']._serialized_end=730
+  _globals['_ABORTREQUEST']._serialized_start=732
+  _globals['_ABORTREQUEST']._serialized_end=856
+  _globals['_ABORTREPLY']._serialized_start=858
+  _globals['_ABORTREPLY']._serialized_end=870
+  _globals['_GETPOSITIONREQUEST']._serialized_start=872
+  _globals['_GETPOSITIONREQUEST']._serialized_end=892
+  _globals['_GETPOSITIONREPLY']._serialized_start=894
+  _globals['_GETPOSITIONREPLY']._serialized_end=1001
+  _globals['_WORKER']._serialized_start=1004
+  _globals['_WORKER']._serialized_end=1316
 # @@protoc_insertion_point(module_scope)

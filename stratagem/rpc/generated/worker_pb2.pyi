@@ -74,6 +74,7 @@ class Description(_message.Message):
     CONNECTION_BROKE_FIELD_NUMBER: _builtins.int
     HAS_FORMED_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    UNREACHED_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """Task id, for example "worker:1". Ranks are the workers in the order of their indices."""
     place: _builtins.str
@@ -88,6 +89,8 @@ class Description(_message.Message):
     """Whether it has been in a group before: it compares with the others what they have completed, and so do all."""
     gpu: _builtins.str
     """Which GPU it computes on, unlike every other in the world; empty: on none, or NCCL must not be taken."""
+    unreached: _builtins.str
+    """Task of the rank that did not answer when it wanted to open a lane to it since the round before; empty: none."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Choices that have to be the same everywhere, as name and value."""
@@ -108,10 +111,11 @@ class Description(_message.Message):
         connection_broke: _builtins.bool = ...,
         has_formed: _builtins.bool = ...,
         gpu: _builtins.str = ...,
+        unreached: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "connection_broke", b"connection_broke", "failures", b"failures", "gpu", b"gpu", "has_formed", b"has_formed", "options", b"options", "place", b"place", "store_address", b"store_address", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "connection_broke", b"connection_broke", "failures", b"failures", "gpu", b"gpu", "has_formed", b"has_formed", "options", b"options", "place", b"place", "store_address", b"store_address", "task", b"task", "unreached", b"unreached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -297,6 +297,26 @@ def test_who_cannot_open_a_lane_says_so_until_all_have_heard(
     assert "The ring could not open its lanes (tcp): worker:0 cannot be reached" in caplog.text, "and in its own log"
 
 
+def test_of_two_that_are_cut_off_from_each_other_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, is_cut = Opener.sender, threading.Event()
+
+    def cut(opener: Opener, rank: int, *arguments: Any) -> Any:
+        if is_cut.is_set() and {opener._peers.rank, rank} == {1, 2}:
+            opener.unreached = f"worker:{rank}"
+            raise PeerUnavailableError(f"worker:{rank} cannot be reached")
+        return sender(opener, rank, *arguments)
+
+    monkeypatch.setattr(Opener, "sender", cut)
+    with ring_of(3, "tcp") as (chief, ring), futures.ThreadPoolExecutor(2) as pool:
+        is_cut.set()
+        cut_off(ring, 1)
+        going_on = pool.submit(sums, ring[:2])
+        with pytest.raises(CollectiveError, match="worker:2 and worker:1 do not reach each other, and worker:2 leaves"):
+            sums(ring[2:])
+        chief.leave("worker:2", generation=2)
+        assert going_on.result(60) == [3.0] * 2
+
+
 def test_a_ring_forms_once_it_is_known_where_all_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The chief was started again and had not heard from one yet: the others called nobody until the time-out."""
     say, looked = Chief.say, set[str]()
