@@ -240,5 +240,9 @@ class RingService:
         known = membership.member(caller.task)
         if membership.members and (known is None or caller.number < known.incarnation):
             raise FencedError(f"{caller} is no live member of this cluster")
+        if known is not None and not known.live and caller.number == known.incarnation:
+            raise PeerUnavailableError(
+                f"{caller} is lost, by what the chief has told here; if it goes on, it is cut off"
+            )
         if known is None or not known.live or caller.number > known.incarnation:
             raise PeerUnavailableError(f"{caller} is not known here yet; ask again")

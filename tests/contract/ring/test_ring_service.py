@@ -14,10 +14,12 @@ import pytest
 from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
+from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2_grpc
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.server import add_servicer, serve
+from stratagem.worker.ring.lane_plan import RankInfo
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
 
@@ -70,6 +72,17 @@ def test_streams_that_nobody_took_leave_their_places(address: str) -> None:
     finally:
         gc.enable()
         channel.close()
+
+
+def test_who_does_not_hear_the_chief_is_told_that_it_is_lost() -> None:
+    """It was told to ask again, and in the end that the first rank does not take part."""
+    lost = Membership(True, (Member(PEER.task, "127.0.0.1:1", PEER.incarnation, False),), PEER.task)
+    ring_service = RingService("127.0.0.1", lambda: lost, BytesMeter())
+    try:
+        with pytest.raises(PeerUnavailableError, match=r"worker:1 .* is lost, by what the chief has told here"):
+            ring_service.meet(Incarnation(PEER.task, PEER.incarnation), 1, 1, RankInfo(PEER.task))
+    finally:
+        ring_service.close()
 
 
 def test_a_group_that_is_being_formed_ends_when_another_rank_gives_up() -> None:
