@@ -17,6 +17,7 @@ import torch
 
 from stratagem.checkpoint.ended import note_leaving
 from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
+from stratagem.cluster.exit_codes import EXIT_FAILED, EXIT_NO_RETRY, EXIT_USAGE
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import FencedError, StratagemError
 from stratagem.measuring.flight import FLIGHT
@@ -26,7 +27,7 @@ from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
 from stratagem.worker import background_writes, interrupts, script_runner
 from stratagem.worker.runtime import active_runtime
-from stratagem.worker.script_runner import EXIT_NO_RETRY, EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome
+from stratagem.worker.script_runner import Outcome
 from stratagem.worker.step_meter import active_meter
 
 REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
@@ -63,10 +64,10 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     if outcome.exit_code == 0 and num_replicas > 1 and alone and script_runner.awaits_strategy():
         outcome = Outcome(EXIT_USAGE, script_runner.trains_alone(num_replicas, "and has ended"))
     if outcome.exit_code == 0 and (error := background_writes.failure()) is not None:
-        outcome = Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}")
+        outcome = Outcome(EXIT_FAILED, f"{type(error).__name__}: {error}")
     runtime = active_runtime()
     reason = runtime.stop_reason() if runtime is not None else None
-    if outcome.exit_code == EXIT_SCRIPT_FAILED and reason is not None and str(reason) not in outcome.message:
+    if outcome.exit_code == EXIT_FAILED and reason is not None and str(reason) not in outcome.message:
         # The script failed because the job was already over for it: say so.
         outcome = dataclasses.replace(outcome, message=f"{outcome.message} [{reason}]", follows=True)
     if outcome.traceback:
@@ -140,7 +141,7 @@ def _code(config: RoleConfig, outcome: Outcome, session: SessionClient | None = 
     none) under a supervisor (``run_id``) before anybody in the job has made a step. It has a mistake, and Kubernetes
     would start it 20 times more, Docker 3 times; ``session``: with the chief, None without one."""
     may_be_peer = outcome.follows or not outcome.traceback or script_runner.uses_torch_distributed()
-    is_broken = outcome.exit_code == EXIT_SCRIPT_FAILED and not (may_be_peer or script_runner.has_stepped())
+    is_broken = outcome.exit_code == EXIT_FAILED and not (may_be_peer or script_runner.has_stepped())
     has_begun = session is not None and session.job_started
     return EXIT_NO_RETRY if config.run_id and is_broken and not has_begun else outcome.exit_code
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.worker.ring.communicator import Communicator
 
-EXIT_TERMINATED = 143
 AGAIN_S = 0.02
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _before: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
@@ -111,7 +111,7 @@ class Preempted(SystemExit):
     """This process was asked to end and has saved what it needs to go on: exit code 143, "start me again"."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(EXIT_TERMINATED)
+        super().__init__(EXIT_PREEMPTED)
         self.message = message
         """What was saved, and where."""
 
@@ -160,7 +160,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     preemption.leave()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(EXIT_TERMINATED)
+    raise SystemExit(EXIT_PREEMPTED)
 
 
 def inside_grpc(frame: FrameType | None) -> bool:

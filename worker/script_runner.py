@@ -22,17 +22,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from stratagem.errors import CollectiveError, ConfigurationError, ForbiddenError, JobStoppedError, StratagemError
-from stratagem.worker.interrupts import EXIT_TERMINATED, Preempted
+from stratagem.worker.interrupts import Preempted
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.step_meter import active_meter
 
 logger = logging.getLogger(__name__)
 
-EXIT_DONE = 0
-EXIT_SCRIPT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_NO_RETRY = 42
 leave = os._exit
 """As it is without :func:`before_sudden_exit`."""
 PATIENCE_S = 10.0
@@ -97,25 +94,25 @@ def follows(error: BaseException | None) -> bool:
 def _of(error: BaseException) -> Outcome:
     match error:
         case Preempted():
-            return Outcome(EXIT_TERMINATED, error.message)
+            return Outcome(EXIT_PREEMPTED, error.message)
         case SystemExit(code=None):
             return Outcome(EXIT_DONE)
         case SystemExit(code=int(code)):
             return Outcome(code, f"the script exited with code {code}" if code else "")
         case SystemExit():
-            return Outcome(EXIT_SCRIPT_FAILED, str(error.code))
+            return Outcome(EXIT_FAILED, str(error.code))
         case KeyboardInterrupt():
             return Outcome(130, "interrupted")
         case JobStoppedError():
             return Outcome(error.exit_code, str(error))
         case StratagemError():
-            code = EXIT_USAGE if isinstance(error, ConfigurationError | ForbiddenError) else EXIT_SCRIPT_FAILED
+            code = EXIT_USAGE if isinstance(error, ConfigurationError | ForbiddenError) else EXIT_FAILED
             return Outcome(code, f"{type(error).__name__}: {error}{_place(error.__traceback__)}")
     if uses_torch_distributed():
         _kept.append(error)
     frames = _script_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}", text)
+    return Outcome(EXIT_FAILED, f"{type(error).__name__}: {error}", text)
 
 
 def _place(frames: TracebackType | None) -> str:

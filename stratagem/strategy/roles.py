@@ -13,6 +13,7 @@ from typing import Any, cast
 from stratagem.arguments import check_kind
 from stratagem.checkpoint.ended import note_leaving, take_away_at_exit
 from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.sources import cluster_layer, environment_layer, gather, resolve
 from stratagem.cluster.spec import ClusterSpec
@@ -20,7 +21,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError, JobStoppedError
 from stratagem.rpc.logs import configure_logging, show_until_configured
-from stratagem.worker.interrupts import EXIT_TERMINATED, preemption
+from stratagem.worker.interrupts import preemption
 from stratagem.worker.runtime import WorkerRuntime, active_runtime
 from stratagem.worker.script_runner import before_sudden_exit, follows, watch_exit
 
@@ -133,7 +134,7 @@ def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
     def goodbye() -> None:
         code, words, follows = failure[0] if failure else (*exit_code(), False)
         if preemption.is_leaving and not failure:
-            code, words = EXIT_TERMINATED, ""
+            code, words = EXIT_PREEMPTED, ""
         if code == 0 and active_runtime() is runtime:  # else `stratagem worker` has noted it, and said goodbye
             take_away_at_exit(runtime.config.checkpoint_dir, runtime.config.task)
             note_leaving(runtime.config.checkpoint_dir, runtime.config.task, "its script is done")
