@@ -40,6 +40,8 @@ class SameBits:
     def __post_init__(self) -> None:
         self.begin_anew()
         self._settings: tuple[list[list[object]], int] = [], 0
+        self._views: dict[int, torch.Tensor] = {}
+        """Of parameters, by number: their memory as integers, as it was looked at last."""
 
     def begin_anew(self) -> None:
         """Goes round the weights from the start: those of other ranks do as well."""
@@ -90,16 +92,24 @@ class SameBits:
     def _next_window(self) -> int:
         total, left = 0, WINDOW
         for _ in range(min(MAX_PIECES, len(self._parameters))):
-            flat = _flat(self._parameters[self._index])
-            piece = flat[self._offset : self._offset + left]
-            total = total * 31 + sum_of_bits(piece)
-            left -= piece.numel()
-            self._offset += piece.numel()
-            if self._offset >= flat.numel():
+            bits = self._bits(self._index)
+            size = bits.numel()
+            piece = bits if not self._offset and size <= left else bits[self._offset : self._offset + left]
+            total = total * 31 + int(piece.sum(dtype=torch.int64))
+            num_looked = min(left, size - self._offset)
+            left -= num_looked
+            self._offset += num_looked
+            if self._offset >= size:
                 self._index, self._offset = (self._index + 1) % len(self._parameters), 0
             if not left:
                 break
         return total % (1 << _BITS) + 1 if self._parameters else 0
+
+    def _bits(self, index: int) -> torch.Tensor:
+        parameter, view = self._parameters[index], self._views.get(index)
+        if view is None or view.data_ptr() != parameter.data_ptr() or view.numel() != parameter.numel():
+            view = self._views[index] = _as_integers(_flat(parameter))
+        return view
 
 
 def checksums(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, ...]:
@@ -137,8 +147,12 @@ def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def sum_of_bits(flat: torch.Tensor) -> int:
     """Of the bits, as integers: the order in which they are added does not matter."""
+    return int(_as_integers(flat).sum(dtype=torch.int64))
+
+
+def _as_integers(flat: torch.Tensor) -> torch.Tensor:
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return int(flat.view(sizes.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
+    return flat.view(sizes.get(flat.element_size(), torch.int64))
 
 
 def _odd(values: Sequence[object]) -> int | None:
