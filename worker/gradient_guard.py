@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -45,18 +46,20 @@ def are_finite(gradients: Sequence[torch.Tensor]) -> bool:
     """Whether no element is NaN or Inf: then their sum is not either, and it is had at half the price of a norm."""
     small: list[torch.Tensor] = []  # and of the CPU: they are put together, as a call for each costs more than a copy
     sums: list[torch.Tensor] = []
+    on_gpu: dict[torch.device, list[torch.Tensor]] = {}
     for each in gradients:
         values = each if each.layout is torch.strided else _values(each)
         if values.is_cpu and values.numel() <= SMALL_ELEMENTS:
             small.append(values)
+        elif values.is_cuda and values.is_floating_point():
+            on_gpu.setdefault(values.device, []).append(values)
         else:
             sums.append(_sum(values))
     if small:
         sums.append(_sum(torch.cat([each.reshape(-1) for each in small]) if len(small) > 1 else small[0]))
-    if all([each.is_cpu for each in sums]):
-        return all([cmath.isfinite(each.item()) for each in sums])
-    # One wait for the device, not one for each.
-    return bool(torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).all())
+    # Two kernels and one wait for a device, not one for each gradient.
+    sums += [torch.stack(torch._foreach_norm(each, math.inf)).amax() for each in on_gpu.values()]
+    return all([cmath.isfinite(each.item()) for each in sums])
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -31,6 +31,8 @@ class WeightTargets:
         self._mirrored: dict[int, tuple[int, int]] = {}
         """Where a tensor lay, and its version, when its mirror had what it has."""
         self._dirty: set[int] = set()
+        self._settled: set[torch.device] = set()
+        """GPUs that have copied out of all mirrors what they were given last."""
         self._placed: torch.Tensor | None = None
         """The newest that :meth:`place` gave."""
         self._spans: dict[tuple[int, int, int, int], tuple[list[Span], list[int]]] = {}
@@ -71,11 +73,13 @@ class WeightTargets:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for index in self._dirty:
-            tensor = self.tensors[index]
-            tensor.copy_(self._mirrors[index].view(tensor.shape), non_blocking=True)
+        written = [self.tensors[index] for index in self._dirty]
+        mirrors = [self._mirrors[index].view(self.tensors[index].shape) for index in self._dirty]
+        torch._foreach_copy_(written, mirrors, non_blocking=True)
+        for index, tensor in zip(self._dirty, written, strict=True):
             self._mirrored[index] = tensor.data_ptr(), tensor._version
         self._dirty.clear()
+        self._settled.clear()
 
     def pieces(self, chunk: Chunk) -> Pieces:
         """The current values of a chunk, to be sent."""
@@ -115,8 +119,9 @@ class WeightTargets:
             mirror = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=on_gpu)
             self._mirrors[index] = mirror
         if index not in self._dirty:
-            if tensor.device.type == "cuda":
-                torch.cuda.current_stream(tensor.device).synchronize()  # the last copy out of the mirror is done
+            if tensor.device.type == "cuda" and tensor.device not in self._settled:
+                torch.cuda.current_stream(tensor.device).synchronize()
+                self._settled.add(tensor.device)
             if self._mirrored.get(index) != (tensor.data_ptr(), tensor._version):
                 mirror.copy_(tensor.detach().reshape(-1))  # a frame may bring a part of the tensor only
             self._dirty.add(index)
@@ -129,6 +134,7 @@ class GradientSource:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._pinned: dict[int, torch.Tensor] = {}
+        """Of chunks, by index."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def pieces(self, chunk: Chunk) -> Pieces:
@@ -136,35 +142,34 @@ class GradientSource:
 
         The values are read when the lane sends. Whoever changes a gradient after this call must stage it again.
         """
-        parts: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        parts: list[torch.Tensor] = []
         for span in chunk.spans:
             parameter = self._parameters[span.variable]
             gradient = parameter.grad
             if gradient is None:
-                parts.append((torch.zeros(span.num_elements, dtype=parameter.dtype), None))
+                parts.append(torch.zeros(span.num_elements, dtype=parameter.dtype, device=parameter.device))
                 continue
             flat = gradient if gradient.dtype is parameter.dtype else gradient.to(parameter.dtype)
             flat = flat.detach().reshape(-1) if flat.requires_grad else flat.reshape(-1)
             if span.num_elements < flat.numel():
                 flat = flat[span.start : span.start + span.num_elements]
-            parts.append((flat, None) if flat.is_cpu else self._to_host(flat, span.variable, span.start))
+            parts.append(flat)
+        if not all([part.is_cpu for part in parts]):
+            return self._to_host(parts, chunk.index)
 
         def ready() -> Sequence[torch.Tensor]:
-            for _, event in parts:
-                if event is not None:
-                    event.synchronize()
-            tensors = [tensor for tensor, _ in parts]
-            are_tiny = chunk.num_elements <= TINY_ELEMENTS * len(tensors)
-            return [torch.cat(tensors)] if are_tiny and len(tensors) > 1 else tensors
+            are_tiny = chunk.num_elements <= TINY_ELEMENTS * len(parts)
+            return [torch.cat(parts)] if are_tiny and len(parts) > 1 else parts
 
         return ready
 
-    def _to_host(self, flat: torch.Tensor, variable: int, start: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        whole = self._pinned.get(variable)
-        if whole is None:
-            whole = torch.empty(self._parameters[variable].numel(), dtype=flat.dtype, pin_memory=True)
-            self._pinned[variable] = whole
-        pinned = whole[start : start + flat.numel()]
+    def _to_host(self, parts: Sequence[torch.Tensor], chunk: int) -> Pieces:
+        device = next(part.device for part in parts if not part.is_cpu)
+        # One copy, as what there is to call and to wait for costs more than to put the parts together there.
+        flat = torch.cat([part.to(device) for part in parts]) if len(parts) > 1 else parts[0]
+        pinned = self._pinned.get(chunk)
+        if pinned is None or pinned.numel() != flat.numel() or pinned.dtype is not flat.dtype:
+            pinned = self._pinned[chunk] = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
         side = self._streams.get(flat.device)
         if side is None:
             side = self._streams[flat.device] = torch.cuda.Stream(flat.device)
@@ -174,4 +179,9 @@ class GradientSource:
             event = torch.cuda.Event()
             event.record(side)
         flat.record_stream(side)
-        return pinned, event
+
+        def ready() -> Sequence[torch.Tensor]:
+            event.synchronize()
+            return [pinned]
+
+        return ready

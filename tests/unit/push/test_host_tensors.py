@@ -141,3 +141,17 @@ def test_a_cuda_gradient_may_change_after_its_copy_is_ready() -> None:
     parameter.grad.zero_()
     torch.cuda.synchronize()
     assert piece.is_pinned() and bool((piece == 1).all())
+
+
+@pytest.mark.cuda
+def test_a_chunk_of_several_cuda_gradients_is_one_copy() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(size, device="cuda")) for size in (3, 5, 2)]
+    parameters[0].grad, parameters[2].grad = torch.full((3,), 2.0, device="cuda"), torch.full((2,), 4.0, device="cuda")
+    (chunk,) = layout_of([parameter.data for parameter in parameters], 1 << 10).chunks
+    source = GradientSource(parameters)
+    for _ in range(2):
+        (piece,) = source.pieces(chunk)()
+        gradients = [torch.zeros(5) if one.grad is None else one.grad.cpu() for one in parameters]
+        expected = torch.cat([gradients[span.variable] for span in chunk.spans])
+        assert piece.is_pinned() and torch.equal(piece, expected)
+        torch._foreach_mul_([one.grad for one in parameters if one.grad is not None], 3.0)
