@@ -122,7 +122,7 @@ def collectives_command(
 
 
 @benchmark("train")
-@workload_option(ALL_REDUCED)
+@workload_option((*ALL_REDUCED, EMPTY.name), ALL_REDUCED)
 @lane_option(ALL_LANES, TRAIN_LANES)
 @workers_option
 @device_option
@@ -141,8 +141,7 @@ def train_command(
     ddp = takes_part("ddp", peers)
     try:
         return [
-            train_cases(workload_on(name, device), num_workers, lanes, ddp=ddp, tf_python=python)
-            for name in workloads or ALL_REDUCED
+            train_cases(workload_on(name, device), num_workers, lanes, ddp=ddp, tf_python=python) for name in workloads
         ]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
@@ -171,7 +170,7 @@ def links_command(
 
 
 @benchmark("ps")
-@workload_option((*ON_SERVERS, CHANNELS_LAST.name))
+@workload_option((*ON_SERVERS, CHANNELS_LAST.name), CLASSIFIERS)
 @lane_option(ALL_LANES, ALL_LANES)
 @device_option
 @peer_option("tf")
@@ -187,7 +186,7 @@ def ps_command(
 ) -> Groups:
     """Training with parameter servers, beside TensorFlow's."""
     python = python_of(TENSORFLOW, peers, tf_python)
-    return [ps_cases(workload_on(name, device), lanes, python, tls=tls) for name in workloads or CLASSIFIERS]
+    return [ps_cases(workload_on(name, device), lanes, python, tls=tls) for name in workloads]
 
 
 @benchmark("step")
@@ -199,17 +198,17 @@ def step_command(lanes: tuple[str, ...], device: str) -> Groups:
 
 
 @benchmark("fit")
-@workload_option(CLASSIFIERS)
+@workload_option(CLASSIFIERS, ("cnn",))
 def fit_command(workloads: tuple[str, ...]) -> Groups:
     """What Model.fit costs over a plain loop, in one process."""
-    return [fit_cases(WORKLOADS[name]) for name in workloads or ("cnn",)]
+    return [fit_cases(WORKLOADS[name]) for name in workloads]
 
 
 @benchmark("pull")
 @workload_option(CLASSIFIERS)
 def pull_command(workloads: tuple[str, ...]) -> Groups:
     """What it costs to ask for weights that have not changed."""
-    return [pull.pull_cases(WORKLOADS[name]) for name in workloads or CLASSIFIERS]
+    return [pull.pull_cases(WORKLOADS[name]) for name in workloads]
 
 
 @benchmark("apply")
@@ -232,7 +231,7 @@ def memory_command(
     workloads: tuple[str, ...], lanes: tuple[str, ...], num_workers: int, blocks: int, as_json: bool
 ) -> Groups:
     """What each process of a large model has, by ring and by one ps, beside DistributedDataParallel."""
-    return [memory.memory_cases(WORKLOADS[name], lanes, num_workers) for name in workloads or TOWERS]
+    return [memory.memory_cases(WORKLOADS[name], lanes, num_workers) for name in workloads]
 
 
 @benchmark("start")

@@ -17,7 +17,6 @@ from benchmarks.hosts import HostsUnavailableError
 from benchmarks.peers import MPI, TENSORFLOW, Peer, PeerMissingError
 from benchmarks.runner import Case, Identity, Row, Sample, run_cases
 from benchmarks.table import format_number, format_table
-from benchmarks.training.workloads import WORKLOADS
 
 DEFAULT_BLOCKS = 5
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,9 +44,16 @@ device_option = click.option(
 )
 
 
-def workload_option(names: Iterable[str] = tuple(WORKLOADS)) -> Callable[[Function], Function]:
-    """``--workload``, as often as one likes."""
-    return click.option("--workload", "workloads", type=click.Choice(list(names)), multiple=True, help="Default: all.")
+def workload_option(names: Sequence[str], default: Sequence[str] = ()) -> Callable[[Function], Function]:
+    """``--workload``, as often as one likes; without it ``default``, or all."""
+    return click.option(
+        "--workload",
+        "workloads",
+        type=click.Choice(names),
+        multiple=True,
+        default=list(default or names),
+        show_default=True,
+    )
 
 
 def lane_option(lanes: Sequence[str], default: Sequence[str]) -> Callable[[Function], Function]:
