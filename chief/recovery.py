@@ -50,6 +50,12 @@ class Recovery(ChiefPart):
 
     async def release(self, incarnation: Incarnation) -> None:
         """Every live ps refuses ``incarnation``: gives its units back."""
+        while not await self._is_released(incarnation):
+            if len(self._ps_pool.servers) < self._ps_pool.num_ps:
+                await self._changed.wait()
+
+    async def _is_released(self, incarnation: Incarnation) -> bool:
+        """Gives its units back, unless it has to wait for a ps."""
         lease_book = self._lease_book
         async with self.ps_return.closing_steps():
             slices = self._committed.get(incarnation, set())
@@ -57,19 +63,23 @@ class Recovery(ChiefPart):
                 self._committed.pop(incarnation, None)
             units = lease_book.held(incarnation)
             if units and lease_book.is_done_unreported(incarnation):
-                units = await self._accept_done(units)
+                described = await self._ps_pool.describe()
+                if len(described) >= self._ps_pool.num_ps:
+                    units = await self._accept_done(units, described)
+                elif any(each.accumulates for each in described.values()):
+                    return False  # one that has an update of these could not take another one of some of them
             committed = await self._committed_ordinals(units, slices) if lease_book.synchronous and units else {}
             back = await self.carry_out(lease_book.remove(units, committed))
             lease_book.forget(incarnation)
             if back:
                 logger.warning("%d units of %s go back: %s", len(back), incarnation, _listed(back))
             self._changed.notify()
+            return True
 
-    async def _accept_done(self, units: Sequence[Unit]) -> list[Unit]:
+    async def _accept_done(
+        self, units: Sequence[Unit], described: Mapping[Incarnation, ServerDescription]
+    ) -> list[Unit]:
         """Accepts units that their worker did not live to report, though every ps has closed them; returns the rest."""
-        described = await self._ps_pool.describe()
-        if len(described) < self._ps_pool.num_ps:
-            return [*units]
         closed = plus(_closed([*described.values()]), await self._close_applied(units, described))
         done = [unit for unit in units if has(closed, unit)]
         self.accepted(self._lease_book.mark_accepted(done))

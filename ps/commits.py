@@ -63,7 +63,7 @@ class Commits(Applying):
         with noted(self._state, sender, call):
             with self._state.lock:
                 self._state.units.close(closes)
-                if self._state.steps.leave(sender, [close.unit for close in closes]):
+                if self._state.steps.leave(sender, closes):
                     self._state.changed.notify_all()
                 if self._state.backup is not None:
                     self._state.backup.tell(CLOSE_UNITS, as_it_came, {})
@@ -77,7 +77,7 @@ class Commits(Applying):
             present = self.present(request.groups)
             state.units.close(request.closes)
             is_new = not update.units or state.units.is_new(update)
-            if request.slice is not None and state.steps.leave(request.sender, [one.unit for one in request.closes]):
+            if request.slice is not None and state.steps.leave(request.sender, request.closes):
                 state.changed.notify_all()
         if request.slice is not None:
             if state.backup is not None:

@@ -16,6 +16,7 @@ from stratagem.ps.merge import coefficients
 from stratagem.ps.requests import GroupCommit, RequestedSlice, Sender, UpdateAction, is_fenced
 from stratagem.ps.shard_group import Parts
 from stratagem.ps.staging import FRAME_OVERHEAD_BYTES
+from stratagem.ps.units import UnitClose
 
 NUM_REMEMBERED = 256
 """Steps applied, and steps closed, that are remembered for resends."""
@@ -83,8 +84,8 @@ class SyncSteps:
         self._forgotten_step = 0
         self._accumulates = False
         """Updates have come of several batches."""
-        self._left: dict[Unit, Sender] = {}
-        """Slices that have had all the updates that their workers make."""
+        self._left: dict[Unit, tuple[Sender, int]] = {}
+        """Slices that have had all the updates that their workers make, and how many of these came here."""
 
     @property
     def are_used(self) -> bool:
@@ -115,10 +116,10 @@ class SyncSteps:
         if (error := self._lacks_for_good(key)) is not None:
             raise error
 
-    def leave(self, sender: Sender, units: Iterable[Unit]) -> bool:
+    def leave(self, sender: Sender, closes: Iterable[UnitClose]) -> bool:
         """``sender`` has gone on from these slices: whoever waits for another update of one waits in vain. Whether
         somebody does."""
-        self._left.update(dict.fromkeys(units, sender))
+        self._left.update({close.unit: (sender, close.num_updates) for close in closes})
         while len(self._left) > NUM_REMEMBERED:
             del self._left[next(iter(self._left))]
         errors = {key: error for key in self._open if (error := self._lacks_for_good(key)) is not None}
@@ -128,15 +129,21 @@ class SyncSteps:
 
     def _lacks_for_good(self, key: StepKey) -> ConfigurationError | None:
         came = self._open[key].contributions
-        gone = [unit for unit in self.included(key) if unit in self._left and unit not in came]
+        gone = [unit for unit in self.included(key) if unit not in came and self._is_left_without(unit, key[1])]
         if not gone or not came:
             return None
         return ConfigurationError(
             f"step {key[0]}: {next(iter(came.values())).sender} makes update {key[1] + 1} of this batch, and "
-            f"{self._left[gone[0]]} went on without it: every worker must call optimizer.step() as often on its slice "
-            "of a batch. A slice that is to count for nothing does so with strategy.set_weight(0); for losses that are "
+            f"{self._left[gone[0]][0]} went on without it: every worker must call optimizer.step() as often on its "
+            "slice of a batch. A slice that is to count for nothing does so with strategy.set_weight(0); for losses that are "
             "not finite there is prepare(nan='skip'), which all skip together. " + GOES_ON
         )
+
+    def _is_left_without(self, unit: Unit, ordinal: int) -> bool:
+        """Not where its worker has made the update, in an earlier step that a chief leases again whose disk lost it."""
+        if unit not in self._left or ordinal < self._left[unit][1]:
+            return False
+        return not any(unit in units for (_, made), units in self._applied.items() if made == ordinal)
 
     def num_bytes(self, key: tuple[str, int]) -> int:
         """Bytes that the slices of one incarnation keep here, at most."""

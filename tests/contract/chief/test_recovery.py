@@ -361,6 +361,26 @@ async def test_what_any_ps_has_of_a_dead_worker_is_not_made_again_where_updates_
         assert running.job.get_status().updates_lost == 1
 
 
+async def test_what_any_ps_has_of_a_dead_worker_is_known_before_it_is_leased_again(tmp_path: Path) -> None:
+    """A ps was away, so all of it went back to others, and the ps that had it refused their updates."""
+    config = {"num_workers": 2, "num_ps": 2, "checkpoint_dir": str(tmp_path)}
+    async with cluster(**config) as (running, [first, second], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await first.open(num_examples=16)
+        assert indices(await first.next(want=4, steps_per_unit=1)) == [0, 1, 2, 3]
+        for unit in range(3):
+            servers[0].apply(Unit(1, 0, unit), num_servers=1)
+        servers[0].accumulates = True
+        await lose(running, servers[1])
+        num_described = servers[0].num_described
+        first.goodbye(exit_code=1)
+        await until(lambda: servers[0].num_described > num_described)
+        assert running.job.lease_book.num_held(running.job.sessions.tasks["worker:0"].incarnation)
+        async with ps(running.address, FakePs(1)):
+            await until(lambda: not running.job.lease_book.num_held(running.job.sessions.tasks["worker:0"].incarnation))
+            assert indices(await second.next(want=2, steps_per_unit=1)) == [3, 4]
+
+
 async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
     config = {
         "state_dir": str(tmp_path / "state"),

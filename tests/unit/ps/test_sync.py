@@ -226,6 +226,20 @@ def test_a_worker_that_goes_on_without_an_update_is_waited_for_by_nobody(waits: 
         one.prepare(ref, units[0], part)
 
 
+def test_a_batch_that_is_in_another_step_once_more_is_not_one_that_was_left() -> None:
+    """A chief whose disk lost its last lines leases it again: the job ended with an update that was left out."""
+    store, (one, two) = started(2)
+    before, units = units_of(1, 2), units_of(2, 2)
+    assert commit(two, torch.ones(SIZE), before[1], part_of(1, (before[1],), 2)).result().applied
+    two.close(before[1], num_updates=1)
+    units = (units[0], before[1])
+    call = commit(one, torch.full((SIZE,), 0.5), units[0], part_of(2, units, 2))
+    poll(lambda: store.state.steps.is_prepared((2, 0), units[0]))
+    assert commit(two, torch.full((SIZE,), 9.0), units[1], part_of(2, units, 2)).result().applied
+    assert call.result().applied
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 0.5)]))
+
+
 def test_chief_completes_a_step_whose_workers_are_all_dead() -> None:
     store, (one, two) = started(2)
     units = units_of(1, 2)
