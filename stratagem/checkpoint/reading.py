@@ -144,7 +144,8 @@ def _read(saved: SavedCheckpoint, name: str, servers: ServerState | None) -> Enc
     kind, value = entry.kind, decode(entry.tree, tensors, servers.variable)
     if kind == SERVED_OPTIMIZER:
         kind = OPTIMIZER
-        value = {"state": servers.optimizer_state(value["variables"]), "param_groups": value["param_groups"]}
+        groups = value["param_groups"]
+        value = {"state": servers.optimizer_state(value["variables"], groups), "param_groups": groups}
     return encode(value, name, copy=False).of_kind(kind)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import safetensors
@@ -81,9 +81,11 @@ class ServerState:
             raise CheckpointError(f"the checkpoint {self._path} has no variable {name}: it is of another model")
         return self.variables[name]
 
-    def optimizer_state(self, names: Iterable[str]) -> dict[int, dict[str, Any]]:
+    def optimizer_state(
+        self, names: Sequence[str], param_groups: Iterable[Mapping[str, Any]]
+    ) -> dict[int, dict[str, Any]]:
         """The part ``state`` of the ``state_dict()`` of an optimizer whose parameters have these names on the ps, in
-        its order."""
+        its order, beside the ``param_groups`` of it."""
         facts: dict[str, tuple[dict[str, Any], int]] = {}
         for group, position, shard in self._shards():
             if group["optimizer"]:  # of a variable that was cut its first part
@@ -100,6 +102,7 @@ class ServerState:
             entry |= {slot: self._slot(slot)[name] for slot in group["slots"]}
             if entry:
                 state[index] = entry
+        add_first_sums(state, param_groups, lambda index: self.variables.get(names[index]))
         return state
 
     def _slot(self, slot: str) -> dict[str, torch.Tensor]:
@@ -127,6 +130,26 @@ class ServerState:
                         yield group, position, shard
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{part} cannot be read: {error!r}") from None
+
+
+def add_first_sums(
+    state: dict[int, dict[str, Any]],
+    param_groups: Iterable[Mapping[str, Any]],
+    value: Callable[[int], torch.Tensor | None],
+) -> None:
+    """Adagrad has sums from the beginning, also of parameters that no update has touched: ``state`` gets what it lacks
+    of these, as torch's constructor makes it; without it ``step()`` of a single process ends in a KeyError.
+
+    Args:
+        state: of a ``state_dict()``, by number of the parameter; ``param_groups`` as there.
+        value: of the parameter with a number; None: it is not known.
+    """
+    for group in param_groups:
+        if "initial_accumulator_value" in group:
+            for index in group["params"]:
+                if index not in state and (like := value(index)) is not None:
+                    first = torch.full_like(like, group["initial_accumulator_value"])
+                    state[index] = {"step": torch.tensor(0.0), "sum": first}
 
 
 def has_server_state(path: pathlib.Path) -> bool:

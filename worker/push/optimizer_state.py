@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stratagem.checkpoint.server_state import add_first_sums
 from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
 from stratagem.worker.push.host_tensors import WeightTargets
 from stratagem.worker.push.remote_table import RemoteTable
@@ -64,7 +65,7 @@ class OptimizerState:
         self._layout = variables.layout
         self._elsewhere = _Elsewhere()
         self._optimizer.register_state_dict_pre_hook(lambda _: self._insist(self._fetch))
-        self._optimizer.register_state_dict_post_hook(lambda _, state: self._empty())
+        self._optimizer.register_state_dict_post_hook(lambda _, state: self._finish(state))
         self._optimizer.register_load_state_dict_post_hook(lambda _: self._load())
         self._optimizer.register_step_pre_hook(lambda *_: self._check())
 
@@ -98,6 +99,11 @@ class OptimizerState:
                     whole = state.setdefault(name, torch.zeros_like(tensors[name][shard.variable]))
                     rows = slice(shard.start, shard.start + shard.num_elements)
                     whole.view(-1)[rows] = tensors[name][shard.variable].view(-1)[rows]
+
+    def _finish(self, state: dict[str, Any]) -> None:
+        self._empty()
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        add_first_sums(state["state"], state["param_groups"], parameters.__getitem__)
 
     def _empty(self) -> None:
         for parameter in self._parameters:

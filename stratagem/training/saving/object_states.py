@@ -139,7 +139,8 @@ def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[
             if any(id(parameter) not in keys for parameter in parameters):
                 raise CheckpointError(f"{name} changes parameters that are not the model's")
             variables = [keys[id(parameter)] for parameter in parameters]
-            value = {"state": state.optimizer_state(variables), "param_groups": param_groups(item)}
+            groups = param_groups(item)
+            value = {"state": state.optimizer_state(variables, groups), "param_groups": groups}
         states[name] = encode(value, name, copy=False).of_kind(kind_of(name, item))
     return states
 

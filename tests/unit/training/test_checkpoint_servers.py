@@ -48,7 +48,11 @@ def written_by_servers(folder: Path) -> Path:
         worker.create(start()[index])
         for step in range(3):
             worker.commit(gradients(step)[index], unit(step))
-    path = take_checkpoint(folder, stores, 3)
+    return taken(folder, stores, 3)
+
+
+def taken(folder: Path, stores: list[Store], step: int) -> Path:
+    path = take_checkpoint(folder, stores, step)
     (path / MANIFEST).write_bytes(encode(read_content(path) | {"created": "2026-01-01T00:00:00+00:00"}))
     (path / "nonce").unlink()
     return path
@@ -99,6 +103,23 @@ def test_a_process_goes_on_where_servers_stopped(by_chief: Path) -> None:
     }
     train(model, optimizer, range(3, 5))
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def test_adagrad_goes_on_where_servers_had_no_update_of_it(tmp_path: Path) -> None:
+    """The first ``step()`` of a single process ended in a KeyError: torch's constructor makes sums, the ps had none."""
+    store = Store("ps:0")
+    shards = (ShardSpec("weight", (ROWS, 4), 0, ROWS, 0), ShardSpec("bias", (ROWS,), 0, ROWS, 20))
+    worker = DirectWorker(store, "worker:0", GroupSpec(1, "Adagrad", torch.float32, shards))
+    expected, _ = trained_here(0)
+    worker.create(torch.cat([expected.weight.detach().reshape(-1), expected.bias.detach()]))
+    model = nn.Linear(4, ROWS)
+    first, optimizer = (
+        torch.optim.Adagrad(each.parameters(), 0.1, initial_accumulator_value=0.5) for each in (expected, model)
+    )
+    Checkpoint(model=model, optimizer=optimizer).restore(taken(tmp_path, [store], 0))
+    train(expected, first, range(2))
+    train(model, optimizer, range(2))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
 def test_a_plain_state_dict(by_chief: Path) -> None:
