@@ -49,3 +49,16 @@ def test_what_is_not_loaded_stays_as_other_workers_have_trained_it(cluster: Star
     """The lead gave the ps all of its own values, which were older: what others had trained was gone."""
     done = cluster(2, 2, "loads_a_part.py").finish()
     assert done.code == 0, done.stderr
+
+
+def test_a_script_whose_last_save_is_older_than_the_chief_s_goes_on_with_the_chief_s(
+    cluster: Start, tmp_path: Path
+) -> None:
+    """The updates since its last save were undone, and their examples, which the chief has counted, did not come
+    again."""
+    folder = str(tmp_path / "checkpoints")
+    for num_epochs, words in ((1, "[1.0] batches: 8"), (2, "[2.0] batches: 11")):
+        done = cluster(1, 1, "saves_early.py", folder, num_epochs, flags=["--checkpoint-dir", folder]).finish()
+        assert done.code == 0, done.stderr
+        assert f"each example: {words}" in done.stdout
+    assert "the job goes on with 8 updates, what is restored has 3" in done.stderr

@@ -207,7 +207,9 @@ class Servers:
         """
         return {place_of(tensor): name for name, tensor in self._groups.optimized}
 
-    def load_once(self, load: Callable[[], object] | None, num_updates: int | None = None) -> None:
+    def load_once(
+        self, load: Callable[[], object] | None, num_updates: int | None = None, resumes: bool = False
+    ) -> None:
         """See :meth:`.Strategy.load_once`; ``load`` is called on every worker.
 
         Nobody comes back before the ps have it, so that no update is overwritten. A worker that starts again later
@@ -222,6 +224,8 @@ class Servers:
                 meanwhile. None: there is nothing to load, which a worker that starts again later, and may find
                 something by then, has to know.
             num_updates: of parameter servers, in what is loaded; None: there were none, or nobody knows.
+            resumes: ps that have more updates, before the first one of this job, keep what they have: the chief has
+                counted the examples of these, and they do not come again.
         """
         group = self.chief.new_group("barrier, load or restore")
         has_loaded = False
@@ -230,11 +234,12 @@ class Servers:
         for attempt in itertools.count(1):
             is_done = self.chief.logs(group, 0) is not None
             if not is_done and self._runtime.gives_values():
-                if load is not None:
+                keeps = resumes and self._keeps_more_than(num_updates)
+                if load is not None and not keeps:
                     self._warn_of_undone(num_updates)
                     self._load(load, deadline)
                 self.chief.record_logs(group, 0, {})
-                is_done = has_loaded = True
+                is_done, has_loaded = True, not keeps
             if self.chief.agree(group, attempt, int(is_done)):
                 break
             if time.monotonic() > deadline:
@@ -251,12 +256,25 @@ class Servers:
             self._groups.refresh()
         self.place = f"after {group}, "
 
+    def _keeps_more_than(self, num_updates: int | None) -> bool:
+        held = self._groups.num_updates
+        if num_updates is None or held <= num_updates or any(push.num_pushed for push in self._groups.pushes):
+            return False
+        logger.warning(
+            "the job goes on with %d updates, what is restored has %d: the parameter servers keep weights and state of "
+            "optimizers, and all else (counters, schedulers, buffers) is as restored. To undo these updates, name the "
+            "checkpoint: Checkpoint.restore(path)",
+            *(held, num_updates),
+        )
+        return True
+
     def _warn_of_undone(self, num_updates: int | None) -> None:
         held = self._groups.num_updates
         if num_updates is not None and held > num_updates:
             logger.warning(
                 "the parameter servers have %d updates, what is restored has %d: the others are undone, and examples "
-                "that the chief has counted do not come again",
+                "that the chief has counted do not come again (CheckpointManager.restore_or_initialize at the start of "
+                "a job keeps them)",
                 *(held, num_updates),
             )
         elif num_updates is not None and held < num_updates:

@@ -222,6 +222,10 @@ class Checkpoint:
         Raises:
             CheckpointError: it is damaged (names the file, and the last good checkpoint), or lacks an object.
         """
+        return self._restore(path, random)
+
+    def _restore(self, path: str | os.PathLike[str] | None, random: bool = True, resumes: bool = False) -> Any:
+        """:meth:`restore`; ``resumes``: parameter servers that a new job has put back to more than that keep it."""
         self.wait()
         found: dict[str, Any] = {}
 
@@ -258,7 +262,7 @@ class Checkpoint:
         else:
             manifest = Manifest.read(pathlib.Path(place["path"])) if found["saved"].has_servers else None
             num_updates = None if manifest is None else manifest.step
-            self._servers.load_once(partial(put_back, own, values), num_updates)
+            self._servers.load_once(partial(put_back, own, values), num_updates, resumes)
         self._objects |= own
         if place["random"]:
             generators = reading.kind_and_state(states[RANDOM])[1]

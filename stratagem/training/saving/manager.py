@@ -58,7 +58,8 @@ class CheckpointManager(WithWaysOut):
         """Restores the newest checkpoint that is not damaged and returns its path; None when there is no checkpoint.
 
         Damaged ones are named in the log. Those that the chief took by itself are left out where the objects need more
-        than they hold: its folder may be this one.
+        than they hold: its folder may be this one. Where the job goes on from such a one that is newer (it was told to
+        end, say), parameter servers keep what they have, and the other objects are as in the one that is returned.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.
@@ -67,7 +68,7 @@ class CheckpointManager(WithWaysOut):
         path: str = self.checkpoint._members.from_first(
             lambda: str(newest_undamaged(self.directory, self._name, fits) or "")
         )
-        restored = self.checkpoint.restore(path or None)
+        restored = self.checkpoint._restore(path or None, resumes=True)
         return None if restored is None else restored.path
 
     def _prune(self, newest: pathlib.Path) -> None:
