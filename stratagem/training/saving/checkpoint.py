@@ -224,7 +224,9 @@ class Checkpoint:
         """
         return self._restore(path, random)
 
-    def _restore(self, path: str | os.PathLike[str] | None, random: bool = True, resumes: bool = False) -> Any:
+    def _restore(
+        self, path: str | os.PathLike[str] | None, random: bool = True, resumes: bool = False
+    ) -> Restored | None:
         """:meth:`restore`; ``resumes``: parameter servers that a new job has put back to more than that keep it."""
         self.wait()
         found: dict[str, Any] = {}
