@@ -64,6 +64,7 @@ class OptimizerState:
         self._clients = variables.clients
         self._layout = variables.layout
         self._elsewhere = _Elsewhere()
+        self._num_parameters = self._count()
         self._optimizer.register_state_dict_pre_hook(lambda _: self._insist(self._fetch))
         self._optimizer.register_state_dict_post_hook(lambda _, state: self._finish(state))
         self._optimizer.register_load_state_dict_post_hook(lambda _: self._load())
@@ -113,6 +114,15 @@ class OptimizerState:
     def _check(self) -> None:
         if self._optimizer.state is not self._elsewhere:
             raise ConfigurationError(_NOT_HERE)
+        if self._count() != self._num_parameters:
+            raise ConfigurationError(
+                f"{type(self._optimizer).__name__} has got parameters since strategy.prepare, which the parameter "
+                "servers do not train: call add_param_group before prepare, and requires_grad_(False) on what is not "
+                "to be trained yet"
+            )
+
+    def _count(self) -> int:
+        return sum([len(group["params"]) for group in self._optimizer.param_groups])
 
     def begin(self, is_given: bool) -> None:
         """What the optimizer had before it was prepared goes to the ps with the weights that this process gave them, if

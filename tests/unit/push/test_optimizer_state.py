@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.errors import PeerUnavailableError, StaleStoreError, StratagemError
+from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError, StratagemError
 from stratagem.rpc.generated import ps_pb2
 from stratagem.worker.push import optimizer_state
 from stratagem.worker.push.layout import Layout, VariableSpec
@@ -64,3 +64,16 @@ def test_a_state_of_before_is_given_to_ps_that_come_back(monkeypatch: pytest.Mon
     trained.step()
     OptimizerState(variables, trained, [parameter], lambda: True, reconnect).begin(True)
     assert given == [("sum", [1])] and not failures
+
+
+def test_parameters_that_are_added_later_are_refused() -> None:
+    """They were never trained, without a word."""
+    layout = Layout([VariableSpec("w", (2,), torch.float32, 1)], [[(0, 0, 2)]], 1 << 20)
+    variables: Any = SimpleNamespace(clients=[], layout=layout)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    OptimizerState(variables, optimizer, [parameter], lambda: True, lambda: None).begin(False)
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ConfigurationError, match="before prepare"):
+        optimizer.step()
