@@ -61,6 +61,14 @@ class BuildContext:
 
     def check_holds(self, script: str) -> None:
         """Refuses (ConfigurationError) a context that leaves the script out."""
+        file, root = self.root / script, os.path.realpath(self.root)
+        real = os.path.realpath(file)
+        stays = script in self.files and os.path.relpath(real, root) in self.files
+        if real != os.path.join(root, script) and not (stays and not os.path.isabs(os.readlink(file))):
+            raise ConfigurationError(
+                f"the script {script} would not be in the image: it is reached by a link, to {real}, and a link goes "
+                "there as a link. Name the file itself, inside the project's folder, or copy it there"
+            )
         if script not in self.files:
             raise ConfigurationError(
                 f"the script {script} would not be in the image, because {IGNORE_FILE} of {self.root} leaves it out; "

@@ -121,3 +121,17 @@ def test_a_script_that_is_ignored_is_named(tmp_path: Path) -> None:
     (tmp_path / ".dockerignore").write_text("*.py\n")
     with pytest.raises(ConfigurationError, match=r"add the line !train\.py"):
         read_context(tmp_path).check_holds("train.py")
+
+
+@pytest.mark.parametrize("script", ["link.py", "folder/train.py", "absolute.py"])
+def test_a_script_behind_a_link_is_refused_with_the_file_it_is(script: str, tmp_path: Path) -> None:
+    elsewhere, root = project(tmp_path / "elsewhere", "train.py"), project(tmp_path / "project", "train.py")
+    (root / "link.py").symlink_to(elsewhere / "train.py")
+    (root / "folder").symlink_to(elsewhere)
+    (tmp_path / "same").symlink_to(root)
+    (root / "absolute.py").symlink_to(root / "train.py")
+    (root / "relative.py").symlink_to("train.py")
+    for works in ("train.py", "relative.py"):
+        read_context(tmp_path / "same").check_holds(works)
+    with pytest.raises(ConfigurationError, match=f"by a link, to {tmp_path}/.*/train.py"):
+        read_context(root).check_holds(script)
