@@ -75,7 +75,7 @@ def state(record: JobRecord, folder: Path) -> JobState:
         there = {job["metadata"]["name"] for job in jobs}
         made = (str(one["metadata"]["name"]) for one in _objects(folder) if one["kind"] == "Job")
         gone = (f"the Job {name} is gone: cancel the job" for name in made if name not in there)
-        phases = sorted(f"{task_of(pod)} {pod['status'].get('phase')}" for pod in pods)
+        phases = sorted(f"{task_of(pod)} {pod['status'].get('phase')}{_restarts(pod)}" for pod in pods)
         running = any(pod["status"].get("phase") == "Running" for pod in pods)
         detail = "; ".join([", ".join(phases), *gone, *reasons_of(cluster, _selector(record), jobs, pods)])
         return JobState("running" if running else "pending", None, detail)
@@ -164,6 +164,12 @@ def _has_started(pod: Object) -> bool:
 
 def _runs_again(pod: Object) -> bool:
     return any("running" in one["state"] and "terminated" in one.get("lastState", {}) for one in _containers(pod))
+
+
+def _restarts(pod: Object) -> str:
+    """In words, how often a pod's container was started again, and whether it had too little memory."""
+    again = sum(int(one["restartCount"]) for one in _containers(pod))
+    return (f" (restarts: {again})" if again else "") + _end_of([pod])[1]
 
 
 def _end_of(pods: list[Object]) -> tuple[int | None, str]:

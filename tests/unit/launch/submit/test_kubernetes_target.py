@@ -162,6 +162,17 @@ def test_a_task_that_is_not_to_be_tried_again_ends_the_job_also_where_the_cluste
     assert state == JobState("failed", 42, words)
 
 
+def test_a_task_that_was_started_again_says_so_while_it_runs(
+    server: ApiServer, record: JobRecord, tmp_path: Path
+) -> None:
+    last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    status = {"name": "task", "state": {"running": {}}, "lastState": last, "restartCount": 3}
+    pod = {"phase": "Running", "containerStatuses": [status]}
+    server.add_pod("digits-1-ps-0", "digits-1-ps-0-abc", "ps", "digits-1", pod)
+    detail = kubernetes_target.state(record, tmp_path).detail
+    assert detail == "ps-0 Running (restarts: 3) (OOMKilled: it needs more memory)"
+
+
 @pytest.mark.parametrize("reason", ["WaitForPodScheduled", "ProvisioningFailed"])
 def test_a_volume_that_waits_for_its_pod_is_no_reason_to_wait(
     server: ApiServer, record: JobRecord, tmp_path: Path, reason: str
