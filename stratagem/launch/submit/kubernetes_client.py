@@ -96,8 +96,22 @@ class Cluster:
         except BaseException as error:
             if not isinstance(error, SubmitError):  # Ctrl-C: this one may be there, too
                 made.append(one)
-            self.delete(list(reversed(made)))
+            left = [_name(one) for one in reversed(made) if not self._takes_back(one)]
+            if left and isinstance(error, SubmitError):
+                named = " ".join(name.replace(" ", "/") for name in left)
+                raise SubmitError(
+                    f"{error}; and it would not delete what was created before: somebody who may is to call "
+                    f"`kubectl --namespace {self.namespace} delete {named}`"
+                ) from None
             raise
+
+    def _takes_back(self, one: Object) -> bool:
+        """Deletes an object; whether the server let it."""
+        try:
+            self.delete([one])
+        except SubmitError:
+            return False
+        return True
 
     def delete(self, objects: Sequence[Object]) -> None:
         """Deletes the objects and what they own; those that are gone do not matter. SubmitError: the server refused."""

@@ -107,6 +107,16 @@ def test_an_interrupt_takes_back_also_what_was_just_being_created(
     assert server.posted[-1]["kind"] == "Job" and not server.names
 
 
+def test_who_may_not_delete_hears_what_was_refused_first_and_what_stays(server: ApiServer, cluster: Cluster) -> None:
+    server.refuse("jobs", "no job for you")
+    path = f"/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies/digits-1"
+    server.handler[f"delete {path}"] << 403 << {"message": "no deletion"}
+    with pytest.raises(SubmitError) as caught:
+        cluster.create(OBJECTS)
+    assert str(caught.value).startswith("the cluster would not create Job digits-1-chief-0: 403 no job for you; ")
+    assert f"`kubectl --namespace {NAMESPACE} delete NetworkPolicy/digits-1`" in str(caught.value)
+
+
 def test_a_cluster_whose_certificate_is_not_to_be_checked_is_no_warning_at_each_call(server: ApiServer) -> None:
     config = yaml.safe_load(server.kubeconfig.read_text())
     config["clusters"][0]["cluster"]["insecure-skip-tls-verify"] = True
