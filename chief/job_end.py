@@ -44,7 +44,8 @@ class JobEnd(ChiefPart):
         try:
             await asyncio.wait_for(self._maintenance.save_last(), LEAVE_S)
         except (StratagemError, TimeoutError) as error:
-            logger.warning("No checkpoint before the chief leaves: %s", error)
+            why = str(error) or f"it was not written within {LEAVE_S:g} s"  # a TimeoutError says nothing
+            logger.warning("No checkpoint before the chief leaves: %s", why)
         await self._until(lambda: not self._sessions.leaving, deadline)  # ps of the same node, say
 
     async def see_off(self, stop: StopJob) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.chief import job_end
 from stratagem.chief.job_end import LEAVE_S
 from stratagem.chief.journal.journal import exit_code_of
 from stratagem.chief.membership.session import SessionState
@@ -162,6 +163,17 @@ async def test_a_chief_leaves_also_when_the_checkpoint_fails_as_nobody_thought_o
         monkeypatch.setattr(running.job._maintenance, "save_last", fails)
         running.job.leave(143, "the chief got SIGTERM")
         assert await running.exit_code() == 143
+
+
+async def test_a_chief_that_leaves_without_a_checkpoint_in_time_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(job_end, "LEAVE_S", 0.05)
+    async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
+        monkeypatch.setattr(running.job._maintenance, "save_last", asyncio.Event().wait)
+        running.job.leave(143, "the chief got SIGTERM")
+        assert await running.exit_code() == 143
+    assert "No checkpoint before the chief leaves: it was not written within 0.05 s" in caplog.messages
 
 
 async def test_a_chief_that_is_told_twice_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
