@@ -133,7 +133,12 @@ def cancel(job_id: str, store: JobStore) -> JobState:
 def remove(job_id: str, store: JobStore) -> None:
     """Forgets a job that is over (ConfigurationError: it runs), with its logs, volume and image."""
     record = store.load(job_id)
-    if not (state := state_of(record, store)).is_over and state.phase != "unknown":
+    try:
+        state = state_of(record, store)
+    except (SubmitError, ConfigurationError) as error:
+        words = f"{error}\nWhere that is gone for good, delete {store.folder(job_id)}: then the job is forgotten here"
+        raise type(error)(words) from None
+    if not state.is_over and state.phase != "unknown":
         raise ConfigurationError(f"the job {job_id} is {state.phase}: `stratagem jobs cancel {job_id}` first")
     target_of(record.target).remove(record, store.folder(job_id))
     store.remove(job_id)

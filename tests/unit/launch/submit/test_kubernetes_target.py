@@ -15,10 +15,10 @@ from urllib3.exceptions import InsecureRequestWarning
 from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.manifests.kubernetes import render
 from stratagem.launch.manifests.workload import Workload
-from stratagem.launch.submit import kubernetes_target
+from stratagem.launch.submit import kubernetes_target, submission
 from stratagem.launch.submit.kubernetes_client import Cluster
 from stratagem.launch.submit.kubernetes_target import FILE
-from stratagem.launch.submit.record import JobRecord, JobState
+from stratagem.launch.submit.record import JobRecord, JobState, JobStore
 from tests.unit.launch.submit.api_server import CLAIMS, JOBS, NAMESPACE, ApiServer, api_server
 
 WORKLOAD = Workload(
@@ -238,6 +238,17 @@ def test_cancel_deletes_the_jobs_and_remove_the_rest(server: ApiServer, record: 
     assert kubernetes_target.state(record, tmp_path).phase == "unknown"
     kubernetes_target.remove(record, tmp_path)  # the Jobs are gone already: that does not matter
     assert server.names == set()
+
+
+def test_a_job_whose_cluster_is_gone_for_good_can_be_forgotten(
+    record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    store = JobStore()
+    folder = store.create(record.id)
+    store.save(dataclasses.replace(record, place={**record.place, "kubeconfig": str(tmp_path / "nowhere")}))
+    with pytest.raises(ConfigurationError, match=f"gone for good, delete {folder}"):
+        submission.remove(record.id, store)
 
 
 def test_no_configuration_and_no_server_are_said_in_words(tmp_path: Path, server: ApiServer) -> None:
