@@ -298,15 +298,14 @@ def test_who_cannot_open_a_lane_says_so_until_all_have_heard(
 
 
 def test_of_two_that_are_cut_off_from_each_other_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender, is_cut = Opener.sender, threading.Event()
+    open_lane, is_cut = Peers.open_lane, threading.Event()
 
-    def cut(opener: Opener, rank: int, *arguments: Any) -> Any:
-        if is_cut.is_set() and {opener._peers.rank, rank} == {1, 2}:
-            opener.unreached = f"worker:{rank}"
+    def cut(peers: Peers, rank: int, *arguments: Any) -> Any:
+        if is_cut.is_set() and {peers.rank, rank} == {1, 2}:
             raise PeerUnavailableError(f"worker:{rank} cannot be reached")
-        return sender(opener, rank, *arguments)
+        return open_lane(peers, rank, *arguments)
 
-    monkeypatch.setattr(Opener, "sender", cut)
+    monkeypatch.setattr(Peers, "open_lane", cut)
     with ring_of(3, "tcp") as (chief, ring), futures.ThreadPoolExecutor(2) as pool:
         is_cut.set()
         cut_off(ring, 1)
