@@ -37,6 +37,8 @@ INLINE_BYTES = 1 << 20
 """What is written together inside :meth:`TcpSender.corked`."""
 MAX_FRAME_BYTES = 256 << 20
 """Larger frames are refused before any memory is set aside for them."""
+_MOST_RESENT = 3
+"""A peer that has acknowledged nothing after so many attempts of the kernel in a row, about 1.4 s, gets nothing."""
 _Unread = tuple[int, int, int, int, Payload, int]
 _Outgoing = _Unread | list[memoryview]
 """A frame to build, or the rest of one."""
@@ -77,6 +79,13 @@ class TcpSender(Corkable):
     @property
     def alive(self) -> bool:
         return self._error is None
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether nothing of what was sent arrives, as the kernel sees it: a peer that stands still acknowledges."""
+        with contextlib.suppress(OSError):  # else it is closed
+            return self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[2] >= _MOST_RESENT
+        return False
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
         if self._error is not None:

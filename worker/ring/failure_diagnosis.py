@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from stratagem.cluster.membership import Membership
 from stratagem.errors import CollectiveError, PeerUnavailableError
 from stratagem.worker.ring.communicator import Position
-from stratagem.worker.ring.group import OutOfStepError
+from stratagem.worker.ring.group import LateError, OutOfStepError
 from stratagem.worker.ring.members import MembershipSource
 from stratagem.worker.ring.peers import Peers
 
@@ -28,6 +28,7 @@ CHIEF_S = 1.0
 """Seconds by which the chief may hear of a loss later than the peers do."""
 TELL_S = 3.0
 """Seconds to wait until the other ranks have heard of a failure."""
+LOST = "who waits for each other may be on a network that drops large packets: look at its MTU"
 LIVES_S = 5.0
 """Seconds that a rank may take to say where it stands, while nothing has failed."""
 
@@ -147,6 +148,7 @@ class FailureDiagnosis:
         deadline = time.monotonic() + BLAME_S
         suspect = error.rank
         asked: dict[int, None] = {}
+        hint = f" ({LOST})" if isinstance(error, LateError) else ""
         while suspect is not None and suspect not in asked and time.monotonic() < deadline:
             if self._reason:
                 return self._reason
@@ -166,11 +168,17 @@ class FailureDiagnosis:
                 if self._explaining and not isinstance(error, OutOfStepError):
                     self.hears(max(0.0, deadline - time.monotonic()))
                 tasks = [self._peers.members.ranks[rank].task for rank in (*asked, self._peers.rank)]
-                return self._reason or f"{self._session.task} waits for {', which waits for '.join(tasks)}: {error}"
+                return (
+                    self._reason or f"{self._session.task} waits for {', which waits for '.join(tasks)}: {error}{hint}"
+                )
             if reply.waiting_on == self._peers.rank:
-                return f"{task} is at {reply.position} and waits for {self._session.task}: {error}"
+                return f"{task} is at {reply.position} and waits for {self._session.task}: {error}{hint}"
             suspect = reply.waiting_on
-        return self._from_chief() or str(error)
+        told = str(error)
+        if suspect in asked:
+            tasks = [self._peers.members.ranks[rank].task for rank in (*asked, suspect)]
+            told = f"{self._session.task} waits for {', which waits for '.join(tasks)}: {error}{hint}"
+        return self._from_chief() or told
 
     def _from_chief(self) -> str:
         """What the chief knows; it may hear of a loss a moment later than the peers do."""

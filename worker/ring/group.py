@@ -41,6 +41,10 @@ class OutOfStepError(CollectiveError):
     """A rank stands still, or is in another collective: over other connections it would be so again."""
 
 
+class LateError(OutOfStepError):
+    """A rank that is reached over a network sent or took nothing within the time-out."""
+
+
 class Tag(NamedTuple):
     """Which collective a message belongs to (docs/protocol.md 19). Ranks that are not at the same tag must not mix."""
 

@@ -10,10 +10,10 @@ from itertools import accumulate
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.errors import CollectiveError, StratagemError
+from stratagem.errors import CollectiveError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import ReceivingLane, SendingLane
-from stratagem.worker.ring.group import HOST, REDUCE, Arena, Breakable, OutOfStepError, Tag
+from stratagem.worker.ring.group import HOST, REDUCE, Arena, Breakable, LateError, OutOfStepError, Tag
 from stratagem.worker.ring.schedule import (
     ChunkAction,
     Schedule,
@@ -160,7 +160,11 @@ class RingGroup(Breakable):
         self.flush(tag)
 
     def waiting_on(self) -> int | None:
-        return self._awaits
+        return self._awaits if self._awaits is None or not self._is_unheard else self._right
+
+    @property
+    def _is_unheard(self) -> bool:
+        return getattr(self._right_lane, "is_unheard", False)  # a tcp lane can tell
 
     def close(self, reason: str) -> None:
         self.break_off(CollectiveError(reason))
@@ -234,7 +238,9 @@ class RingGroup(Breakable):
                 lane.close(str(error))
 
     def _blame(self, rank: int, tag: Tag, error: StratagemError, deadline: float = math.inf) -> CollectiveError:
-        kind = CollectiveError if time.monotonic() < deadline else OutOfStepError
+        kind = CollectiveError if time.monotonic() < deadline else LateError
+        if self._is_unheard:  # then the one to the left waits as well
+            rank, error = self._right, PeerUnavailableError("nothing arrives of what it is sent")
         return self.break_off(kind(f"collective {tag.ordinal} failed at rank {rank}: {error}", rank))
 
     # -- collectives -------------------------------------------------------------------------------------------

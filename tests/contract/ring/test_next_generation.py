@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -354,6 +356,27 @@ def test_nobody_meets_again_for_a_rank_that_stands_still(transport: str) -> None
             with pytest.raises(CollectiveError, match=r"worker:2 is at .* and does not take part"):
                 each.result(60)
         assert [one.generation for one in ring] == [0] * 3
+
+
+def test_two_between_whom_the_network_drops_large_packets_are_named() -> None:
+    with ring_of(3, "tcp") as (_, ring), futures.ThreadPoolExecutor(3) as pool:
+        drop_large_packets(ring[2].group._left_lane._sock)  # type: ignore[attr-defined]
+        for one in ring:
+            one.group.timeout_s = 5.0
+        calls = [pool.submit(one.all_reduce, torch.ones(100_000)) for one in ring]
+        poll(lambda: ring[1].group.waiting_on() == 2)  # whom it sends to, not who has to send to it
+        errors = [str(call.exception(60)) for call in calls]
+        assert all("worker:1" in error and "worker:2" in error for error in errors), errors
+        assert not any("waits for worker:0" in error for error in errors), errors
+        assert all("large packets: look at its MTU" in error for error in errors), errors
+
+
+def drop_large_packets(sock: socket.socket) -> None:
+    """As a network does on the way to ``sock``: its filter lets 900 bytes through, headers included."""
+    program = [(0x80, 0, 0, 0), (0x25, 0, 1, 900), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)]  # classic BPF
+    memory = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+    attach_filter = 26  # SO_ATTACH_FILTER
+    sock.setsockopt(socket.SOL_SOCKET, attach_filter, struct.pack("HP", len(program), ctypes.addressof(memory)))
 
 
 def test_connections_that_break_again_and_again_are_an_error() -> None:
