@@ -40,13 +40,14 @@ class StoreState:
     """Control state of a store. ``changed`` guards everything here; a group's own lock guards its tensors.
 
     Lock order: ``changed`` is never taken while a group's lock is held. ``frames_timeout_s``: seconds that a control
-    message waits for its frames, and for the sender's lane.
+    message waits for its frames, and for the sender's lane; ``task``: the ps, for messages.
     """
 
-    def __init__(self, limits: Limits, store_epoch: int, frames_timeout_s: float) -> None:
+    def __init__(self, limits: Limits, store_epoch: int, frames_timeout_s: float, task: str = "ps:0") -> None:
         self.lock = threading.RLock()
         """Of ``changed``, which takes more calls to enter: for who does not wait inside."""
         self.changed = threading.Condition(self.lock)
+        self.task = task
         self.limits = limits
         self.store_epoch = store_epoch
         self.frames_timeout_s = frames_timeout_s

@@ -56,7 +56,7 @@ class Store:
         self.task = task
         self.incarnation = 0
         """Of this process; set once the chief has issued it."""
-        self.state = StoreState(limits or Limits(), new_epoch(0), frames_timeout_s)
+        self.state = StoreState(limits or Limits(), new_epoch(0), frames_timeout_s, task)
         self.variables = Variables(self.state)
         self.commits = Commits(self.state)
         self.checkpoints = Checkpointing(self.state, TaskId.parse(task).index, folders)

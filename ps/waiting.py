@@ -85,9 +85,9 @@ def wait_frames(
     if not wait(state, ready, sender, call, state.frames_timeout_s):
         came = state.staging.num_frames(sender, ref.transfer)
         raise ProtocolError(
-            f"expected {ref.num_frames} frames of transfer {ref.transfer} from {sender} that cover what is "
-            f"present, got {came} within {state.frames_timeout_s:.0f} s (a network that drops large packets lets none "
-            "through, so look at its MTU); stage them again under a new transfer"
+            f"{state.task} expected {ref.num_frames} frames of transfer {ref.transfer} from {sender} that cover what "
+            f"is present, got {came} within {state.frames_timeout_s:.0f} s (a network that drops large packets lets "
+            "none through, so look at its MTU); stage them again under a new transfer"
         )
 
 

@@ -269,7 +269,7 @@ def test_a_failed_request_may_be_tried_again_under_its_number() -> None:
     store, (worker,) = started()
     store.state.frames_timeout_s = 0.01
     request = worker.request(TransferRef(worker.transfer + 10, 1), [])
-    with pytest.raises(ProtocolError, match=r"expected 1 frames of transfer .* got 0 .* its MTU"):
+    with pytest.raises(ProtocolError, match=r"ps:0 expected 1 frames of transfer .* got 0 .* its MTU"):
         worker.send(request)
     assert store.state.step == 0
     worker.transfer = request.gradients.transfer - 1
