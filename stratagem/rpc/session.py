@@ -235,6 +235,9 @@ class SessionClient:
                 if self._thread.is_alive() or isinstance(self.stopped, PeerUnavailableError):
                     logger.warning("The chief takes %s for lost: within peer_timeout_s it heard of no end", self.task)
         if exit_code == 0 and isinstance(self.stopped, FencedError):
+            logger.info(
+                "Finished; the chief at %s took %s for lost and has to hear of it", self.chief_address, self.task
+            )
             self._insist()
         self.close()
 

@@ -237,7 +237,9 @@ async def test_a_worker_that_stays_away_longer_is_fenced() -> None:
         assert "is not a live member of the cluster" in str(error)
 
 
-async def test_a_worker_that_was_fenced_when_it_finished_has_finished(tmp_path: Path) -> None:
+async def test_a_worker_that_was_fenced_when_it_finished_has_finished(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The chief waited for it, and ended the job as failed: who ends with 0 is started by nobody again."""
     config: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "session_grace_s": 60.0, "state_dir": str(tmp_path)}
     async with chief(**config) as running:
@@ -246,7 +248,9 @@ async def test_a_worker_that_was_fenced_when_it_finished_has_finished(tmp_path: 
         await until(lambda: session.membership.ready)
         running.job.streams.perform(running.job.sessions.tick(time.monotonic() + 1000))
         await until(lambda: session.stopped)
-        await asyncio.to_thread(session.goodbye, 0)
+        with caplog.at_level("INFO"):
+            await asyncio.to_thread(session.goodbye, 0)
+        assert "took worker:0 for lost and has to hear of it" in caplog.text, "it may take peer_timeout_s"
         assert await running.exit_code() == 0
         assert running.job.journal.history.done
 
