@@ -30,7 +30,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--optimizer", default="Adam", help="a class of torch.optim")
+    optimizers = [name for name in torch.optim.__all__ if name[0].isupper() and name != "Optimizer"]
+    parser.add_argument("--optimizer", choices=optimizers, default="Adam")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--export", metavar="FILE", help="write the trained weights there, as a plain state_dict")
     parser.add_argument("--logs", metavar="DIR", help="write curves for TensorBoard there")

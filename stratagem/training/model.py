@@ -19,6 +19,7 @@ from stratagem.strategy.current import current_strategy
 from stratagem.strategy.default import get_strategy
 from stratagem.training.callbacks.base import Callback, CallbackList, listed
 from stratagem.training.callbacks.history import History
+from stratagem.training.callbacks.learning_rate import LearningRateScheduler, ReduceLROnPlateau
 from stratagem.training.export.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.fit import loop as fit_loop
 from stratagem.training.fit import sources
@@ -250,7 +251,19 @@ class Model(ModelState):
             heard = sources.Heard(dataset, self._keep_example)
             passes = sources.Passes(heard, steps_per_epoch, isinstance(source, Iterator))
             together = sorted(type(each).__name__ for each in callbacks if getattr(each, "in_step", False))
-            agreement.meet({"epochs": epochs, "callbacks": together, "the epochs with a validation": num_validations})
+            paced = sorted(
+                type(each).__name__ for each in callbacks if isinstance(each, LearningRateScheduler | ReduceLROnPlateau)
+            )
+            agreement.meet(
+                {
+                    "initial_epoch": initial_epoch,
+                    "epochs": epochs,
+                    "steps_per_epoch": steps_per_epoch,
+                    "callbacks": together,
+                    "what sets the learning rate": paced,
+                    "the epochs with a validation": 0 if validation is None else sum(map(validates, range(epochs))),
+                }
+            )
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
             training.run(epochs)
             self._example = self._position.example if self._example is None else self._example

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from stratagem import latest_checkpoint
 from stratagem.training.model import Model
 from tests.cluster.scripts.fit_counted import NUM_EVALUATED, NUM_TRAINED, make_data, make_net, metrics
 
@@ -73,6 +74,14 @@ def test_an_evaluation_on_one_worker_alone_puts_no_later_one_out_of_order(
     for told, of_its_weights in [*lead, *other]:
         assert told == pytest.approx(of_its_weights, rel=1e-5)
     assert lead[0][0] > lead[1][0]
+
+
+def test_what_another_worker_than_the_lead_was_given_alone_is_refused(cluster: Start, tmp_path: Path) -> None:
+    of_the_lead = cluster(2, 1, "fit_one_sided.py", "--out", tmp_path / "a", "--alone", 0).finish()
+    assert of_the_lead.code == 0 and latest_checkpoint(tmp_path / "a"), of_the_lead.stderr
+    done = cluster(2, 1, "fit_one_sided.py", "--out", tmp_path / "b", "--alone", 1).finish()
+    assert done.code == 2
+    assert "fit the same, and callbacks is [] on the lead, ['ModelCheckpoint'] on worker:1" in done.stderr
 
 
 def test_workers_killed_in_training_and_in_evaluation(cluster: Start, tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -177,6 +178,19 @@ class Servers:
     def _evaluated_units(self, plan: Plan) -> EvaluatedUnits:
         group = self.chief.new_group(f"{self.place}evaluation")
         return EvaluatedUnits(self.chief, group, plan, self._pull, self._runtime.meter)
+
+    def beside(self, topic: str, mine: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """Tells the other workers what this one was given at a place of its script, and compares it with what they were
+        given that came there before: another worker than the lead, what the lead was given, and what that one was.
+        Nobody waits. Of processes that have ended, as of an earlier run of the job, nothing counts."""
+        me, session = self._runtime.config.task, self._runtime.session
+        self.chief.record_logs(f"{topic}, {me}", session.incarnation, {json.dumps(mine): 0.0})
+        lead = session.membership.lead
+        for each in session.membership.members:
+            if not each.live or each.task == me or lead not in (me, each.task) or not each.task.startswith("worker:"):
+                continue
+            for said in self.chief.logs(f"{topic}, {each.task}", each.incarnation) or ():
+                yield (each.task, dict(mine), json.loads(said)) if lead == me else (me, json.loads(said), dict(mine))
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

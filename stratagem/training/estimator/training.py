@@ -24,7 +24,7 @@ from stratagem.training.estimator.feeds import Feed, NumberedBatch, open_feed
 from stratagem.training.estimator.inputs import Input, split
 from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, ModelFunction, ModelObjects, giving
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig
-from stratagem.training.fit.agreement import check_alike
+from stratagem.training.fit.agreement import check_alike, check_alike_on_servers
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
@@ -84,10 +84,14 @@ class EstimatorTraining:
         workers = self.strategy.communicator
         if workers is not None and workers.healing is not None:
             workers.healing.refuse_newcomer("an Estimator's training")
+        names = ("save_checkpoints_steps", "save_checkpoints_secs", "save_summary_steps")
+        every = {name: getattr(self._config, name) for name in names}
+        told = {"model_dir": str(self._model_dir), "steps": steps, "max_steps": max_steps, **every}
         if workers is not None:
-            names = ("save_checkpoints_steps", "save_checkpoints_secs", "save_summary_steps")
-            every = {name: getattr(self._config, name) for name in names}
-            check_alike(workers, "an Estimator", {"steps": steps, "max_steps": max_steps, **every})
+            check_alike(workers, "an Estimator", told)
+        elif self.strategy.servers is not None:
+            place = self.strategy.servers.chief.new_group("training of an Estimator")
+            check_alike_on_servers(self.strategy.servers, "an Estimator", place, told)
         feed = open_feed(self.strategy, given, self._build)
         manager = self._prepare(feed)
         target = self._step + steps if steps is not None else max_steps

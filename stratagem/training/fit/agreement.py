@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -138,6 +139,9 @@ class FitOnServers(FitAgreement):
         finally:
             self._servers.place = f"after {self._counted}, "
 
+    def meet(self, given: Mapping[str, Any]) -> None:
+        check_alike_on_servers(self._servers, "fit", self._counted, given)
+
     def begin(self, epoch: int) -> dict[str, float] | None:
         self._epoch = epoch
         self._servers.place = f"{self._counted}, epoch {epoch + 1}, "
@@ -170,6 +174,33 @@ def check_alike(workers: Communicator, called: str, given: Mapping[str, Any]) ->
                     f"every worker must give {called} the same, and {name} is {value} on worker 0, {its[name]} on "
                     f"worker {rank}: what saves, restores or evaluates is done by all together. What one worker "
                     "alone does (strategy.is_lead) is for a callback that only prints or writes"
+                )
+
+
+def check_alike_on_servers(servers: Servers, called: str, place: str, given: Mapping[str, Any]) -> None:
+    """As :func:`check_alike`, under parameter servers, at a ``place`` of the script, of the lead and each other worker:
+    whoever comes later sees it. A worker that goes on after a loss may begin at another epoch, and what the lead alone
+    saves or evaluates is saved and evaluated.
+
+    Raises:
+        ConfigurationError: names it, and both values.
+    """
+    for task, first, its in servers.beside(f"{place}, given", given):
+        for name, value in first.items():
+            match name:
+                case "initial_epoch":
+                    continue
+                case "callbacks":
+                    is_refused = bool(Counter(its[name]) - Counter(value))
+                case "the epochs with a validation":
+                    is_refused = its[name] > value
+                case _:
+                    is_refused = its[name] != value
+            if is_refused:
+                raise ConfigurationError(
+                    f"every worker must give {called} the same, and {name} is {value} on the lead, {its[name]} on "
+                    f"{task}: the lead is the one that saves, and whose values count. Give it to all alike; what saves "
+                    "or evaluates may be the lead's alone"
                 )
 
 
