@@ -48,6 +48,11 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
+def test_digits_names_the_optimizers_there_are() -> None:
+    ended = run_example("digits.py", "--optimizer", "adam")
+    assert ended.returncode == 2 and "'Adam'" in ended.stderr, ended.stderr
+
+
 def test_digits_learns_and_exports_plain_weights(tmp_path: Path) -> None:
     export = tmp_path / "digits.pt"
     ended = run_example(
