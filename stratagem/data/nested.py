@@ -181,6 +181,14 @@ def num_examples(batch: Any) -> int:
     )
 
 
+def is_example(batch: Any) -> bool:
+    """Whether it looks like one example (features and a label), and no batch: one tensor beside single numbers."""
+    found = leaves(batch)
+    rest = [leaf for leaf in found if not is_rows(leaf)]
+    has_numbers = any(isinstance(leaf, torch.Tensor | np.generic | int | float) for leaf in rest)
+    return has_numbers and len(found) == len(rest) + 1
+
+
 def part_of(batch: Any, start: int, stop: int) -> Any:
     """Examples ``start`` … ``stop``-1 of ``batch``; tensors and arrays are views. A ConfigurationError where it has no
     examples to tell apart, or a part that cannot be cut."""

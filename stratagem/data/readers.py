@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from stratagem.data.index_batches import IndexBatches
 from stratagem.data.loaders import Batches, DropWatch, NumPasses, carried, length_of, rebuild, seed_epoch, tell_epoch
-from stratagem.data.nested import empty_like, fingerprint, num_examples, part_of, tensors, to_device
+from stratagem.data.nested import empty_like, fingerprint, is_example, num_examples, part_of, tensors, to_device
 from stratagem.errors import ConfigurationError
 
 
@@ -153,6 +153,12 @@ class StreamReader:
         first_batch, first_step = divmod(first, self._batch_split.steps_per_batch)
         takes_fingerprint = self._takes_fingerprint
         for batch in self._source.open(epoch, first_batch, seed):
+            if self._batch_split.num_replicas > 1 and self._source.gives_items and is_example(batch):
+                raise ConfigurationError(
+                    "expected items of a DataLoader with batch_size=None to be whole batches, got one example (a "
+                    "tensor beside single numbers), which would be cut along its features: give the DataLoader "
+                    "batch_size=. If it is a batch, give distribute_dataset an iterable of batches, not a DataLoader"
+                )
             steps = [
                 Parts(tuple(part_of(batch, rows.start, rows.stop) for rows in step), tuple(map(len, step)))
                 for step in self._batch_split.steps(num_examples(batch))[first_step:]
@@ -199,6 +205,8 @@ class Reopened:
         self._worker = worker
         """Whose numbers a loader's processes draw; 0 where all draw the same."""
         self._passes = NumPasses(source)
+        self.gives_items = isinstance(source, DataLoader) and source.batch_sampler is None
+        """Whether its batches are what the dataset has: none is made here of examples."""
 
     def num_batches(self) -> int | None:
         return length_of(self._source)
@@ -226,6 +234,8 @@ class ItemBatches:
     """A map-style dataset whose items are global batches: a DataLoader with ``batch_size=None``. ``indices``: which
     items, as batches of one index; with a BatchSampler in the place of the sampler, an item is what the dataset has for
     the whole list."""
+
+    gives_items = True
 
     def __init__(self, loader: DataLoader[Any], indices: IndexBatches) -> None:
         self._indices = indices

@@ -32,11 +32,13 @@ class StepShares:
         self._set: list[float | None] = [None] * num_local
         self.is_adding = False
         """Whether a replica that nothing reduces has begun to add gradients in ``no_sync``, since the last step."""
+        self.is_over = False
+        """Whether the script has taken its batches from a distributed dataset, and is not in a pass over one."""
         self.num_seen = [0] * num_local
         """Examples in the batches that each replica was given so far."""
 
     def begin(self, share: StepShare, batch: Any) -> None:
-        self._newest = share
+        self._newest, self.is_over = share, False
         for tensor in _tensors(batch):
             self._shares[tensor] = share
         self._choose(share)
@@ -44,7 +46,7 @@ class StepShares:
 
     def end(self) -> None:
         """The dataset has been gone through: what comes now is no batch of it, unless it is given one."""
-        self._newest = None
+        self._newest, self.is_over = None, True
         self._choose(None)
 
     def start_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

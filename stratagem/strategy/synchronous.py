@@ -171,7 +171,7 @@ class SynchronousStrategy(SynchronousInput):
             weight = functools.partial(self._weight, replica, preparation)
             if preparation.sync_batchnorm:
                 for model in models:
-                    convert_batch_norm(model, self._local.communicators[replica], weight)
+                    convert_batch_norm(model, self._local.communicators[replica], weight, self._is_apart)
             reducer = self._make_reducer(replica, models, groups, weight, early=not preparation.sync_batchnorm)
             self._reducers[replica].append(reducer)
         else:
@@ -263,6 +263,9 @@ class SynchronousStrategy(SynchronousInput):
                 "backward() before that would train for nobody. Take batches from distribute_dataset"
             )
         return self._shares.weight(replica, preparation.gradients)
+
+    def _is_apart(self) -> bool:
+        return self._shares.is_over and not self.prepared.is_running
 
     def _stepped(self, *_: Any) -> None:
         """An optimizer has made a step; inside of :meth:`run` the replicas are still on their way."""

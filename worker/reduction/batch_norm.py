@@ -38,6 +38,7 @@ class _Sync:
 
     communicator: Communicator
     weight: Callable[[], Weight]
+    is_apart: Callable[[], bool]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sync:
         return self
@@ -54,7 +55,11 @@ class SyncBatchNorm(_BatchNorm):
     sync: _Sync
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.sync.communicator.is_alone:
+        if (
+            not self.training
+            or self.sync.communicator.is_alone
+            or (not torch.is_grad_enabled() and self.sync.is_apart())
+        ):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.shape[1] != self.num_features:
@@ -101,10 +106,22 @@ _CONVERTED: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
 }
 
 
-def convert_batch_norm(module: nn.Module, communicator: Communicator, weight: Callable[[], Weight]) -> None:
+def convert_batch_norm(
+    module: nn.Module,
+    communicator: Communicator,
+    weight: Callable[[], Weight],
+    is_apart: Callable[[], bool] = lambda: False,
+) -> None:
     """Makes every BatchNorm in ``module`` take its statistics from all ranks; the layers stay the same objects.
-    ``weight``: how much this rank's gradient counts, as the reducer is told; asked in each backward. Raises
-    ConfigurationError: a BatchNorm of a class of its own, whose forward cannot be known."""
+
+    Args:
+        weight: how much this rank's gradient counts, as the reducer is told; asked in each backward.
+        is_apart: whether a forward without gradient is of a batch that is no step's (``update_bn``); asked in each.
+            It takes the statistics of what it is given, as one process does.
+
+    Raises:
+        ConfigurationError: a BatchNorm of a class of its own, whose forward cannot be known.
+    """
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
     for name, layer in layers:
         if not isinstance(layer, SyncBatchNorm) and type(layer) not in _CONVERTED:
@@ -115,7 +132,7 @@ def convert_batch_norm(module: nn.Module, communicator: Communicator, weight: Ca
             )
     for _, layer in layers:
         layer.__class__ = _CONVERTED.get(type(layer), type(layer))
-        layer.sync = _Sync(communicator, weight)  # type: ignore[assignment]  # not a tensor nor a module
+        layer.sync = _Sync(communicator, weight, is_apart)  # type: ignore[assignment]  # not a tensor nor a module
 
 
 def average_by_examples(models: Sequence[nn.Module], seen: Sequence[int], communicator: Communicator) -> None:

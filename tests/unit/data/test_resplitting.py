@@ -264,6 +264,11 @@ def test_sources_that_cannot_be_shared_out() -> None:
         distribute(
             batches(4, 2), placement=placement, options=DistributeOptions(auto_shard_policy=AutoShardPolicy.LEASE)
         )
+    examples: Any = DataLoader([(torch.zeros(2), torch.tensor(k)) for k in range(4)], batch_size=None)  # type: ignore
+    assert len(steps_of(distribute(examples, placement=placement))) == 4
+    with pytest.raises(ConfigurationError, match=r"one example .* cut along its features: give the DataLoader batch_"):
+        steps_of(distribute(examples, placement=InputPlacement((CPU, CPU))))
+    assert len(steps_of(distribute(list(examples), placement=InputPlacement((CPU, CPU))))) == 4
     once = distribute(iter(batches(4, 2)), placement=placement)
     assert len(steps_of(once)) == 2
     with pytest.raises(ConfigurationError, match="second pass"):

@@ -12,6 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.copyable import check_shapes
+from stratagem.strategy.synchronous import SynchronousStrategy
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.step_meter import StepMeter
+from tests.unit.ring.thread_group import run_ranks
 
 
 def averaged(strategy: sg.Strategy, fn: Any) -> tuple[int, torch.Tensor]:
@@ -57,6 +61,30 @@ def test_statistics_of_an_average_are_taken_outside_of_run() -> None:
     update_bn([inputs], expected)
     torch.testing.assert_close(average.module.running_var, expected.running_var)
     strategy.close()
+
+
+def test_statistics_on_a_ring_are_of_the_step_or_of_what_is_given() -> None:
+    """Those of a plain loader counted each example once for every worker: a variance of 16/15, not of 8/7."""
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.BatchNorm1d(3)
+    update_bn([inputs], expected)
+
+    def work(communicator: Communicator) -> None:
+        strategy = SynchronousStrategy((torch.device("cpu"),), StepMeter(), workers=communicator)
+        model = strategy.prepare(torch.nn.BatchNorm1d(3), sync_batchnorm=True)
+        average: Any = AveragedModel(model)
+        dataset = strategy.distribute_dataset([inputs])
+        for batch in dataset:
+            strategy.run(model, args=(batch,))
+            torch.testing.assert_close(model.running_mean, inputs.mean(0) * 0.1)
+        update_bn(dataset, average)
+        torch.testing.assert_close(average.module.running_var, expected.running_var)
+        if not communicator.rank:  # nobody else has to come
+            update_bn([inputs], average)
+            torch.testing.assert_close(average.module.running_var, expected.running_var)
+        strategy.close()
+
+    run_ranks(2, work)
 
 
 def test_an_integer_parameter_is_copied() -> None:
