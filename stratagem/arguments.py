@@ -6,6 +6,7 @@ import collections.abc
 import difflib
 import functools
 import inspect
+import logging
 import operator
 import os
 import typing
@@ -15,6 +16,8 @@ from typing import Any, SupportsFloat, TypeVar
 
 from stratagem.errors import ConfigurationError
 from stratagem.tensorflow_names import way_out
+
+logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -78,14 +81,21 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
         raise ConfigurationError(f"expected kwargs as a dict, got {type(kwargs).__name__}")
 
 
-def noted(error: Exception, fn: Any) -> Exception:
-    """``error``, with the way out as a note where ``fn``, which ended with it, is one that torch compiles."""
-    if hasattr(fn, "_torchdynamo_orig_callable"):
-        error.add_note(
-            "The step is a function of torch.compile, which compiles along what strategies and parameter servers do in "
-            "it. Compile the model alone, strategy.prepare(model, optimizer, torch_compile=True), and give run the step"
-        )
-    return error
+def uncompiled(fn: Any) -> Any:
+    """``fn`` as it was before ``torch.compile``, if that made it of a function: of which a warning tells, once."""
+    if getattr(fn, "_torchdynamo_disable", False) or not hasattr(fn, "_torchdynamo_orig_callable"):
+        return fn
+    _warn_of_compiled()
+    return fn._torchdynamo_orig_callable
+
+
+@functools.cache
+def _warn_of_compiled() -> None:
+    logger.warning(
+        "the step is a function of torch.compile, which cannot compile what replicas, workers and parameter servers do "
+        "in backward() and optimizer.step(): it runs as it was before. Compile the model alone, "
+        "strategy.prepare(model, optimizer, torch_compile=True), and give run the plain step"
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -104,6 +105,12 @@ class WorkerRuntime:
 
     def __init__(self, config: WorkerConfig, cluster: ClusterSpec) -> None:
         global _newest
+        if hasattr(multiprocessing.current_process(), "_inheriting"):  # as multiprocessing itself looks
+            raise ConfigurationError(
+                "a process that multiprocessing has spawned (of a DataLoader, say) goes through the script to have its "
+                f'functions, and would join the cluster in the place of {config.task}: put if __name__ == "__main__": '
+                "before what makes the strategy and trains"
+            )
         if _newest is not None and _newest.config.task == config.task and _newest.config.chief == config.chief:
             raise ConfigurationError(
                 f"this process has joined the cluster as {config.task} already, with the strategy that it made first: "

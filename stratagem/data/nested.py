@@ -222,7 +222,8 @@ def _may_have_examples(leaf: Any, has_rows: bool) -> bool:
     """Whether a leaf holds one plain value for each example, if it has as many. A tuple of numbers beside tensors is
     rather a size of the batch as a whole."""
     if isinstance(leaf, tuple):
-        return not has_rows or all(isinstance(item, str | bytes) for item in leaf)
+        kinds = {type(item) for item in leaf}
+        return not has_rows or (kinds <= {str, bytes, type(None)} and kinds != {type(None)})
     return isinstance(leaf, list)
 
 

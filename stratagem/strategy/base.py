@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import check_call, checked, known_arguments, noted
+from stratagem.arguments import check_call, checked, known_arguments, uncompiled
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.errors import ConfigurationError
@@ -259,10 +259,8 @@ class Strategy(WithWaysOut):
             CollectiveError: the replicas do not make the same calls.
         """
         check_call(fn, args, kwargs)
-        try:
-            return self._run(fn, args, kwargs or {})
-        except Exception as error:
-            raise noted(error, fn) from error.__cause__
+        is_alone = self.communicator is None and self.servers is None and len(self.local_devices) == 1
+        return self._run(fn if is_alone else uncompiled(fn), args, kwargs or {})
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NotImplementedError

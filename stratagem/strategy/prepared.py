@@ -101,6 +101,8 @@ class Prepared:
         """Parameters created in the scope, neither prepared nor watched so far: by module and name, for torch does not
         move a parameter to XLA that has a weak reference."""
         self.is_running = self._has_warned = False
+        self.is_alone = False
+        """Whether there is one replica, with which the gradient of what was not prepared is right too."""
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Parameters whose gradients the strategy sees to."""
@@ -180,7 +182,7 @@ class Prepared:
             )
 
     def _warn_of_gradient(self, owner: str, parameter: torch.Tensor) -> None:
-        if self.is_running and not self._has_warned and id(parameter) not in self._parameters:
+        if self.is_running and not self.is_alone and not self._has_warned and id(parameter) not in self._parameters:
             self._has_warned = True
             logger.warning(
                 "a parameter of shape %s of a %s got a gradient inside strategy.run and was not prepared: the gradient "

@@ -156,6 +156,19 @@ def test_a_second_strategy_in_a_process_is_refused(cluster: Start, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+def test_a_process_that_reads_data_does_not_join_in_the_place_of_its_worker(cluster: Start, tmp_path: Path) -> None:
+    """Its worker was fenced: "a new process joined in its place"."""
+    body = (
+        "data = torch.utils.data.TensorDataset(torch.ones(8, 2))\n"
+        "loader = torch.utils.data.DataLoader(data, 4, num_workers=1, multiprocessing_context='spawn')\n"
+        "next(iter(loader))\n"
+    )
+    done = cluster(1, 0, script(tmp_path, body), flags=("--strategy", "ring")).finish()
+    assert done.code == 1
+    check_words(done.stderr, "in the place of worker:0", 'put if __name__ == "__main__": before')
+    assert "a new process joined" not in done.stderr
+
+
 def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> None:
     body = "optimizer = torch.optim.LBFGS(model.parameters())\nstrategy.prepare(model, optimizer)\n"
     done = cluster(1, 1, script(tmp_path, body)).finish()

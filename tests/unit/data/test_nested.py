@@ -103,6 +103,8 @@ def test_a_tuple_of_texts_has_one_for_each_example() -> None:
     assert loaded[1] == ("a", "b", "c")  # as torch gives them
     assert part_of(loaded, 1, 3)[1] == ("b", "c") and empty_like(loaded)[1] == ()
     assert part_of([torch.arange(3), ("height", "width")], 0, 1)[1] == ("height", "width")
+    assert part_of([torch.arange(2), ("a", None)], 1, 2)[1] == (None,)  # one without a text
+    assert part_of([torch.arange(2), (None, None)], 1, 2)[1] == (None, None)
 
 
 @pytest.mark.parametrize("layout", ["torch.sparse_coo", "torch.jagged"])
