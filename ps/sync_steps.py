@@ -135,8 +135,8 @@ class SyncSteps:
         return ConfigurationError(
             f"step {key[0]}: {next(iter(came.values())).sender} makes update {key[1] + 1} of this batch, and "
             f"{self._left[gone[0]][0]} went on without it: every worker must call optimizer.step() as often on its "
-            "slice of a batch. A slice that is to count for nothing does so with strategy.set_weight(0); for losses that are "
-            "not finite there is prepare(nan='skip'), which all skip together. " + GOES_ON
+            "slice of a batch. A slice that is to count for nothing does so with strategy.set_weight(0); for losses "
+            "that are not finite there is prepare(nan='skip'), which all skip together. " + GOES_ON
         )
 
     def _is_left_without(self, unit: Unit, ordinal: int) -> bool:
