@@ -189,7 +189,6 @@ class Strategy(WithWaysOut):
         return weakref.WeakKeyDictionary()
 
     def keep_variable(self, variable: Any) -> None:
-        """A :class:`Variable` of this strategy was created."""
         self._variables[variable] = None
 
     def variables(self) -> list[Any]:

@@ -115,7 +115,7 @@ async def test_a_worker_comes_back_to_no_job_in_step_whose_updates_are_of_severa
             await again.ready()
             if server.accumulates:
                 error = await refused(again.open(num_slices=2, staleness=0.0))
-                assert isinstance(error, ConfigurationError) and "Start the job again" in str(error)
+                assert isinstance(error, ConfigurationError) and "start the job again" in str(error)
             else:
                 await again.open(num_slices=2, staleness=0.0)
             await again.die()
