@@ -319,7 +319,8 @@ class GradientReducer(BackwardReducer["_Backward"]):
         mine = status.encode(self._communicator.rank, self._communicator.size)
         total = torch.empty_like(mine)
         all_reduce = functools.partial(self._communicator.all_reduce, mine, out=total)
-        self._futures.append(self._communicator.submit(all_reduce, is_awaited=True))
+        # Who has failed raises at once; whoever else waits is told meanwhile.
+        self._futures.append(self._communicator.submit(all_reduce, is_awaited=not failed))
         return status, total
 
     def _gather(self, slot: SparseSlot, merged: MergedStatus) -> torch.Tensor | None:

@@ -288,6 +288,10 @@ class Communicator:
                 if self.healing is None:  # else those who are left may make it again
                     FLIGHT.tell(logger)
                 raise self._error from None
+            except BaseException as error:
+                if not isinstance(error, Exception):  # Ctrl-C, say: nobody knows which part of it the others have
+                    self._error = CollectiveError(f"this rank left {self.position} by {type(error).__name__}")
+                raise
 
     def waiting(self) -> tuple[int, str, float] | None:
         """The rank that this one waits for at this moment, in which collective, and for how many seconds it goes on."""

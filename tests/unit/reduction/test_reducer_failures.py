@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -81,6 +82,24 @@ def test_a_backward_that_raises_on_one_rank_fails_on_all_and_leaves_what_was_the
         hidden = torch.tanh(reference.first(x)) * reference.scale
         torch.nn.functional.cross_entropy(reference.last(torch.tanh(reference.second(hidden))), y).backward()
     assert_same(first, gradients(reference))
+
+
+def test_who_fails_raises_without_waiting_for_the_others() -> None:
+    raised = threading.Event()
+
+    def work(communicator: Communicator) -> None:
+        model = build()
+        with reducing(model, communicator, weight_of(EQUAL, communicator.rank), early=False):
+            if communicator.rank == 1:
+                with pytest.raises(ArithmeticError, match="boom"):
+                    backward(model, communicator, 0, breaks=True)
+                raised.set()
+            else:
+                assert raised.wait(60), "the other rank waits for this one"
+                with pytest.raises(CollectiveError, match="raised on rank 1"):
+                    backward(model, communicator, 0)
+
+    run_ranks(2, work)
 
 
 def test_a_backward_that_raises_on_all_ranks_can_be_made_again() -> None:

@@ -116,6 +116,35 @@ def test_a_direct_call_waits_for_what_was_submitted_before() -> None:
     assert good(each(2, work)) == [[0.0, 2.0, 4.0, 20.0]] * 2
 
 
+def test_what_is_waited_for_runs_in_the_thread_that_waits_where_nothing_is_queued() -> None:
+    def work(communicator: Communicator) -> list[bool]:
+        ran_in: list[threading.Thread] = []
+        gate = threading.Event()
+        note = lambda: ran_in.append(threading.current_thread())  # noqa: E731
+        communicator.submit(note, is_awaited=True).result()
+        communicator.submit(gate.wait)
+        behind = communicator.submit(note, is_awaited=True)
+        gate.set()
+        behind.result()
+        return [thread is threading.current_thread() for thread in ran_in]
+
+    assert each(1, work) == [[True, False]]
+
+
+def test_a_rank_that_leaves_a_collective_by_ctrl_c_makes_no_further_one() -> None:
+    def work(communicator: Communicator) -> str:
+        def interrupted(tag: Tag) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            communicator.submit(lambda: communicator.collective("sum", interrupted), is_awaited=True)
+        with pytest.raises(CollectiveError) as caught:
+            communicator.barrier()
+        return str(caught.value)
+
+    assert each(1, work) == ["this rank left step 0, collective 1 (sum) by KeyboardInterrupt"]
+
+
 def test_ranks_at_different_steps_do_not_mix() -> None:
     def work(communicator: Communicator) -> None:
         communicator.step = communicator.rank
