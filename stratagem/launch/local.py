@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from stratagem.checkpoint.catalog import newest
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import STANDBY
@@ -28,7 +29,7 @@ from stratagem.launch.supervisor import Policy, Supervisor
 from stratagem.rpc.binding import free_port
 from stratagem.rpc.security import OPEN, operator_security
 
-_INTERRUPTED = (130, 143)
+_INTERRUPTED = (130, EXIT_PREEMPTED)
 
 
 def run_local(

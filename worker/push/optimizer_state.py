@@ -103,8 +103,7 @@ class OptimizerState:
 
     def _finish(self, state: dict[str, Any]) -> None:
         self._empty()
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        add_first_sums(state["state"], state["param_groups"], parameters.__getitem__)
+        add_first_sums(state["state"], state["param_groups"], _parameters_of(self._optimizer).__getitem__)
 
     def _empty(self) -> None:
         for parameter in self._parameters:
@@ -181,7 +180,7 @@ class TableState:
 
     def _take_out(self, state: dict[str, Any]) -> dict[str, Any]:
         """torch would convert the tables' state to the kind of their parameters, which have no memory."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = _parameters_of(self._optimizer)
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         kept = dict(state["state"])
@@ -201,3 +200,8 @@ class TableState:
             for name, value in state.items():
                 if name != "step" and isinstance(value, torch.Tensor):
                     table.assign(value, name, num_updates)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """All of them, in the order by which its ``state_dict()`` numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
