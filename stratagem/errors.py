@@ -37,7 +37,7 @@ from stratagem.tensorflow_names import no_attribute
 
 
 class StratagemError(Exception):
-    """Base of all errors raised on purpose. ``reason`` is its name on the wire: ``"JOURNAL_LOST"``."""
+    """Base of all errors raised on purpose. ``reason`` is the error's name on the wire: ``"JOURNAL_LOST"``."""
 
     reason = "INTERNAL"
 
@@ -50,11 +50,11 @@ class ConfigurationError(StratagemError, ValueError):
 
 
 class ClusterSpecError(ConfigurationError):
-    """The description of the cluster is not valid."""
+    """The description of the cluster is invalid."""
 
 
 class VariableError(StratagemError):
-    """A variable is unknown, or has another shape or dtype than expected."""
+    """A variable is unknown, or its shape or dtype is not the expected one."""
 
 
 class UnsupportedOptimizerError(StratagemError):
@@ -90,7 +90,7 @@ class FencedError(StratagemError):
 
 
 class SecurityError(StratagemError):
-    """A peer is not who it must be, or may not do what it asks."""
+    """A peer is not the one expected, or may not do what it asks."""
 
 
 class IdentityError(SecurityError):
@@ -111,12 +111,12 @@ class JournalLostError(PeerUnavailableError):
 
 
 class CollectiveError(StratagemError, RuntimeError):
-    """A collective was aborted on every rank; no rank has a result of it. A RuntimeError as torch's own errors of
-    collectives are.
+    """A collective was aborted on every rank; no rank has its result. A RuntimeError, like torch's own errors of
+    collectives.
 
     Args:
         message: which peer, why, and at which step.
-        rank: the peer, where it is known.
+        rank: the peer, if known.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -141,8 +141,8 @@ class JobStoppedError(StratagemError):
     """The chief ended the job.
 
     Args:
-        message: why, in words.
-        exit_code: with which code this process should end.
+        message: the reason.
+        exit_code: the code with which this process should exit.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -155,11 +155,11 @@ class CheckpointError(StratagemError):
 
 
 class SubmitError(StratagemError):
-    """A job cannot be submitted, or be found where it was; carries what Docker, the registry or the cluster said."""
+    """A job cannot be submitted, or is not found; carries what Docker, the registry or the cluster said."""
 
 
 class ExportError(StratagemError):
-    """A model cannot be exported, or what was exported cannot be loaded; says why, and what is there instead."""
+    """A model cannot be exported, or an export cannot be loaded; says why, and what is there instead."""
 
 
 def __getattr__(name: str) -> Any:

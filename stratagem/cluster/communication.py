@@ -43,23 +43,23 @@ WIRE_DTYPES: tuple[WireDType, ...] = get_args(WireDType)
 @known_arguments
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """Choices for collectives; ``tf.distribute.experimental.CommunicationOptions`` has the first three.
+    """Options of collectives; ``tf.distribute.experimental.CommunicationOptions`` has the first three.
 
     Raises:
-        ConfigurationError: a value is out of its range.
+        ConfigurationError: a value is out of range.
     """
 
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
     bytes_per_pack: int = 0
     """Size of a gradient bucket in bytes; 0: the default of 25 MiB."""
     timeout_seconds: float | None = None
-    """Seconds a collective may stand still before the peer that holds it up is named; None: 300."""
+    """Seconds a collective may stall before the peer that holds it up is named; None: 300."""
     transport: Transport = "auto"
     """Lane between peers. auto: shm inside a host, tcp between hosts."""
     wire_dtype: WireDType = "float32"
-    """Element type of float32 tensors between hosts; sums are float32 always."""
+    """Element type of float32 tensors between hosts; sums are always float32."""
     chunk_bytes: int = 0
-    """Size of a chunk on a tcp or grpc lane in bytes; 0: a short trial at the start chooses."""
+    """Size of a chunk on a tcp or grpc lane in bytes; 0: chosen by a short trial at the start."""
     stripes: int = 1
     """Parallel connections to each peer (grpc lane)."""
 

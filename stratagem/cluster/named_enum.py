@@ -8,7 +8,7 @@ from stratagem.errors import ConfigurationError
 
 
 class NamedEnum(enum.Enum):
-    """Base of the enums of the public API: ``Kind(given)`` is where everything that a caller gives goes through.
+    """Base of the enums of the public API: ``Kind(given)`` accepts everything a caller may pass.
 
     ``Kind(Kind.SUM)``, ``Kind("SUM")`` and ``Kind("sum")`` are ``Kind.SUM``; the text of a value counts as a name.
     ConfigurationError: anything else.

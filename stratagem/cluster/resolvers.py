@@ -38,7 +38,7 @@ def _override(task: TaskId | None, task_type: str | None, task_id: int | None) -
 
 
 class _Resolved(WithWaysOut):
-    """A cluster and a place in it that are known."""
+    """A known cluster and a known place in it."""
 
     rpc_layer = "grpc"
     """What tasks say to each other goes through it; gradients take faster lanes where there are."""
@@ -75,11 +75,11 @@ class SimpleClusterResolver(_Resolved):
 
     Args:
         cluster_spec: a :class:`ClusterSpec`, or ``{role: ["host:port", …]}``.
-        task_type: role of this process; None when it is not known.
+        task_type: role of this process; None if unknown.
         task_id: index of this process in its role.
 
     Raises:
-        ClusterSpecError: the cluster is not valid, or does not have the task.
+        ClusterSpecError: the cluster is invalid, or does not have the task.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class SimpleClusterResolver(_Resolved):
 
 @checked
 class TFConfigClusterResolver(_Resolved):
-    """The cluster of TF_CONFIG, of torchrun's variables, or of a step of Slurm: what scripts are told by default.
+    """The cluster of TF_CONFIG, of torchrun's variables, or of a Slurm step: the default of every script.
 
     Args:
-        task_type: replaces the role that the environment says.
-        task_id: replaces the index that the environment says.
-        environ: the environment; None is ``os.environ``.
+        task_type: replaces the role given by the environment.
+        task_id: replaces the index given by the environment.
+        environ: the environment; None: ``os.environ``.
 
     Raises:
         ClusterSpecError: the environment describes no valid cluster, or contradicts itself.
@@ -116,19 +116,19 @@ class TFConfigClusterResolver(_Resolved):
 
 @checked
 class KubernetesClusterResolver(_Resolved):
-    """The cluster and the task of a pod, from its environment; nothing is asked of the API server.
+    """The cluster and the task of a pod, from its environment; it does not ask the API server.
 
-    TF_CONFIG says the cluster, the same in every pod. The task is, where the pod's template writes it, STRATAGEM_TASK
-    or the "task" of TF_CONFIG (what ``stratagem render`` makes needs no resolver: that is what scripts are told by
-    default). In other pods it is the pod's index, JOB_COMPLETION_INDEX of an Indexed Job or the ordinal at the end of
+    TF_CONFIG gives the cluster, the same in every pod. The task is STRATAGEM_TASK or the "task" of TF_CONFIG, where the
+    pod's template sets one. (Pods made by ``stratagem render`` need no resolver: scripts read these by default.)
+    In other pods it is the pod's index: JOB_COMPLETION_INDEX of an Indexed Job, or the ordinal at the end of
     the name of a StatefulSet's pod (HOSTNAME).
 
     Args:
         task_type: role of the pods of an Indexed Job or StatefulSet.
-        environ: the environment; None is ``os.environ``.
+        environ: the environment; None: ``os.environ``.
 
     Raises:
-        ClusterSpecError: no cluster, no index, or two that differ.
+        ClusterSpecError: no cluster, no index, or two different ones.
     """
 
     def __init__(self, task_type: str = "worker", environ: Mapping[str, str] | None = None) -> None:
@@ -165,16 +165,16 @@ def _task_of_pod(task: TaskId | None, task_type: str, environ: Mapping[str, str]
 
 @checked
 class SlurmClusterResolver(_Resolved):
-    """The cluster of a step that ``srun`` started: one task a process, the chief beside worker 0.
+    """The cluster of a step that ``srun`` started: one task per process, the chief beside worker 0.
 
     Args:
         jobs: tasks of each role, in the order of their ranks, for example ``{"worker": 3, "ps": 1}``; None: workers,
-            the last STRATAGEM_NUM_PS of them parameter servers.
-        port_base: port of the chief; None: one made from the ids of job and step. Everybody else takes a free one.
-        environ: the environment; None is ``os.environ``.
+            of which the last STRATAGEM_NUM_PS are parameter servers.
+        port_base: port of the chief; None: derived from the job and step ids. Every other task takes a free one.
+        environ: the environment; None: ``os.environ``.
 
     Raises:
-        ClusterSpecError: this is no step of Slurm, or its variables contradict each other.
+        ClusterSpecError: this is not a Slurm step, or its variables contradict each other.
     """
 
     def __init__(

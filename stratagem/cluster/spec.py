@@ -56,13 +56,13 @@ def nearest_type(word: str) -> str:
 class ClusterSpec(WithWaysOut):
     """Addresses of every task, by role, in the order of their indices.
 
-    Port 0 means "a free one": the task takes one and registers it with the chief. The chief's own
-    address cannot have port 0, because everyone else must find it. As in TensorFlow, a mapping of roles may be given
+    Port 0 means "a free one": the task takes a free port and registers it with the chief. The chief's own
+    address cannot have port 0, because all other tasks must find it. As in TensorFlow, a mapping of roles can be passed
     alone, ``ClusterSpec({"worker": [...]})``; see :meth:`from_mapping`.
     """
 
     chief: tuple[str, ...] = ()
-    """At most one. Without it worker 0 spawns the chief, which owns worker 0's address."""
+    """At most one. Without it worker 0 spawns the chief, which takes over worker 0's address."""
     worker: tuple[str, ...] = ()
     ps: tuple[str, ...] = ()
     evaluator: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class ClusterSpec(WithWaysOut):
         """The cluster written as ``{role: ["host:port", …]}``.
 
         Raises:
-            ClusterSpecError: says what was expected and what came.
+            ClusterSpecError: says what was expected and what was given.
         """
         if not isinstance(cluster, Mapping):
             raise ClusterSpecError(f"expected a cluster like {{'worker': ['host:port']}}, got {cluster!r}")
@@ -137,7 +137,7 @@ class ClusterSpec(WithWaysOut):
         return found[job_name]
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks a role has; errors as :meth:`job_tasks`."""
+        """Number of tasks of a role; errors as :meth:`job_tasks`."""
         return len(self.job_tasks(job_name))
 
     @property
@@ -161,7 +161,7 @@ class ClusterSpec(WithWaysOut):
         return self.chief[0] if self.chief else self.worker[0]
 
     def check_task(self, task: TaskId) -> None:
-        """Refuses a task that the cluster does not have (an evaluator's entry is optional).
+        """Refuses a task that is not in the cluster (an evaluator's entry is optional).
 
         Raises:
             ClusterSpecError: names the task and how many of its type there are.
@@ -185,7 +185,7 @@ class ClusterSpec(WithWaysOut):
         return addresses[task.index]
 
     def bind_address(self, task: TaskId) -> str:
-        """Where ``task`` listens: its address, or a free port where the chief owns it or there is none."""
+        """Where ``task`` listens: its address, or a free port if the chief has that address or there is none."""
         if task == TaskId("chief", 0):
             return self.chief_address
         if task.index >= len(getattr(self, task.type)):

@@ -36,8 +36,8 @@ class FileDataset(IterableDataset[T], Generic[T]):
     The worker processes of a DataLoader share the files.
 
     Args:
-        files: their paths, in one order on every worker (sort what a glob gives).
-        read: the examples of one file.
+        files: their paths, in the same order on every worker (sort the result of a glob).
+        read: returns the examples of one file.
     """
 
     def __init__(self, files: Sequence[Path], read: Callable[[Path], Iterable[T]]) -> None:
@@ -46,7 +46,7 @@ class FileDataset(IterableDataset[T], Generic[T]):
         self._read = read
 
     def with_files(self, files: Sequence[Path]) -> FileDataset[T]:
-        """The same over some of the files."""
+        """The same dataset over some of the files."""
         return FileDataset(files, self._read)
 
     def __iter__(self) -> Iterator[T]:

@@ -29,19 +29,19 @@ class AutoShardPolicy(NamedEnum):
 @known_arguments
 @dataclasses.dataclass(frozen=True)
 class DistributeOptions:
-    """Choices for one distributed dataset.
+    """Options of one distributed dataset.
 
     Raises:
-        ConfigurationError: a value is out of its range.
+        ConfigurationError: a value is out of range.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     prefetch: int | None = None
-    """Steps read ahead and copied to the devices while the script computes. None: the number of local replicas where
-    one of them is not a CPU, else 0, because nothing has to be copied."""
+    """Steps to read ahead and copy to the devices while the script computes. None: the number of local replicas if
+    one of them is not on a CPU, else 0, because nothing has to be copied."""
     on_empty: Literal["call", "skip"] = "call"
-    """A step in which a replica has no examples. call: it gets a batch of size 0. skip: the step is left out, on every
-    worker, and so are its examples."""
+    """What to do in a step in which a replica has no examples. call: it gets a batch of size 0. skip: every worker
+    skips the step, and its examples."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "auto_shard_policy", AutoShardPolicy(self.auto_shard_policy))
@@ -51,19 +51,19 @@ class DistributeOptions:
 
     @classmethod
     def of(cls, given: DistributeOptions | None) -> DistributeOptions:
-        """``given``, or the defaults for None; a ConfigurationError where it is something else."""
+        """``given``, or the defaults for None; ConfigurationError for anything else."""
         check_kind(given, cls, NoneType)
         return cls() if given is None else given
 
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """What a function given to ``distribute_datasets_from_function`` is told about its place."""
+    """The place in the cluster, passed to the function of ``distribute_datasets_from_function``."""
 
     num_input_pipelines: int = 1
-    """Workers, each of which calls the function once."""
+    """Number of workers, each of which calls the function once."""
     input_pipeline_id: int = 0
-    """This worker, 0 … num_input_pipelines-1."""
+    """Index of this worker, 0 … num_input_pipelines-1."""
     num_replicas_in_sync: int = 1
     """Replicas of all workers."""
 
@@ -71,7 +71,7 @@ class InputContext:
         """Examples of each replica in a global batch.
 
         Raises:
-            ConfigurationError: the batch does not divide evenly, or is no number.
+            ConfigurationError: the batch does not divide evenly, or is not a number.
         """
         global_batch_size = whole_number("a global batch size", global_batch_size)
         if global_batch_size % self.num_replicas_in_sync:

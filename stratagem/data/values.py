@@ -24,8 +24,8 @@ class PerReplica(Generic[T]):
 
     values: tuple[T, ...]
     shares: tuple[float, ...] = ()
-    """Weight of each replica: its examples in the batch it was given, or what ``set_weight`` said; empty when they are
-    equal."""
+    """Weight of each replica: the number of its examples in its batch, or the value of ``set_weight``; empty when they
+    are equal."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{_WAYS_OUT}; it has no {name!r} itself")
@@ -40,7 +40,7 @@ class PerReplica(Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """What a function given to ``distribute_values_from_function`` is told about the replica its value is for."""
+    """The replica that a value is for, passed to the function of ``distribute_values_from_function``."""
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int

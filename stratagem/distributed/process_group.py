@@ -30,16 +30,16 @@ Tensors = list[torch.Tensor]
 
 class LaneProcessGroup(dist.ProcessGroup):
     """Implements ``torch.distributed.ProcessGroup``. Collectives run one after the other in the order of the calls, in
-    a thread of the group, or in the caller's when it waits for the result anyway.
+    a thread of the group, or in the caller's if it waits for the result anyway.
 
-    All ranks have to make the same calls in the same order, with equal numbers of elements and equal dtypes; what does
-    not fit is an error on every rank that says who was where. After an error the group is of no use any more.
+    All ranks must make the same calls in the same order, with equal numbers of elements and equal dtypes. A mismatch
+    is an error on every rank that says where each rank was. After an error the group cannot be used any more.
 
     Args:
-        messages: for send and recv, of tensors on GPUs too.
-        nccl: takes collectives of tensors on GPUs, if it can be had.
+        messages: for send and recv, also of tensors on GPUs.
+        nccl: runs collectives of tensors on GPUs, if NCCL is available.
         split: makes a group of some of these ranks, at a store.
-        close: frees what the group stands on, with a reason.
+        close: frees the group's resources, with a reason.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         return "stratagem"
 
     def setGroupName(self, name: str) -> None:
-        """Called by ``new_group``. torch itself keeps it, and the description, in a group's backends: here are none."""
+        """Called by ``new_group``. torch keeps name and description in a group's backends; this group has none."""
         self._name = name
 
     def getGroupName(self) -> str:
@@ -93,9 +93,9 @@ class LaneProcessGroup(dist.ProcessGroup):
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory in which collectives copy less: see :class:`CommMemory`. All ranks ask for the same sizes in the same
-        order, as FSDP2 does after ``module.set_allocate_memory_from_process_group_for_comm(True)``. ``size``: elements
-        of the flat tensor."""
+        """Memory in which collectives copy less: see :class:`CommMemory`. All ranks must ask for the same sizes in the
+        same order, as FSDP2 does after ``module.set_allocate_memory_from_process_group_for_comm(True)``. ``size``:
+        elements of the flat tensor."""
         return self._memory.allocate(size, dtype)
 
     def split_group(
@@ -110,8 +110,8 @@ class LaneProcessGroup(dist.ProcessGroup):
         """A group of some ranks of this one, each of which calls it; None on the others.
 
         Args:
-            timeout: of the new group; None: as this one's.
-            group_name: unlike any before, and the same on every rank; None: made of the ranks.
+            timeout: timeout of the new group; None: the timeout of this one.
+            group_name: a new name, the same on every rank; None: made from the ranks.
         """
         if self.rank() not in new_ranks:
             return None
@@ -126,11 +126,11 @@ class LaneProcessGroup(dist.ProcessGroup):
     options: Any = None  # torch.distributed.split_group copies them
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Of ``init_process_group(device_id=…)``: there is nothing to connect, and ``split_group`` wants to know it."""
+        """Of ``init_process_group(device_id=…)``: nothing has to be connected, but ``split_group`` checks for it."""
         self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Called by ``new_group`` on the ranks that are not in it, after that."""
+        """Called by ``new_group``, after that, on the ranks outside the new group."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Called by ``torch.distributed.split_group``: collectives are counted from 1 on in every group."""
@@ -141,7 +141,7 @@ class LaneProcessGroup(dist.ProcessGroup):
     # -- collectives: torch's names and arguments ---------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
-        """Reduces each in place."""
+        """Reduces each tensor in place."""
         tensors, op = listed(tensors), op_of(opts)
         if len(tensors) == 1 and timeout is None and _is_plain(opts):
             values, plan = plain(tensors[0]), all_reduce_plan(op, tensors[0].dtype, tensors[0].shape)
@@ -175,44 +175,44 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     @or_nccl()
     def allgather(self, outputs: Any, inputs: Tensors | torch.Tensor, opts: Any = None) -> LaneWork:
-        """Every rank's tensor to every rank; lengths may differ, and are those of the outputs."""
+        """Sends every rank's tensor to every rank; lengths may differ, and are those of the outputs."""
         lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
         return self._run(self._operations.all_gather(lists, listed(inputs)), opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> LaneWork:
-        """The same for several tensors: ``outputs[rank][i]`` is rank's ``inputs[i]``."""
+        """Like :meth:`allgather` for several tensors: ``outputs[rank][i]`` is rank's ``inputs[i]``."""
         return self._run(self._operations.all_gather([list(each) for each in zip(*outputs, strict=True)], inputs), opts)
 
     @or_nccl("_allgather_base")
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LaneWork:
-        """Every rank's tensor, one after the other in ``output``."""
+        """Concatenates every rank's tensor in ``output``."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
     @or_nccl("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
-        """The same for several tensors."""
+        """Like :meth:`all_gather_single` for several tensors."""
         return self._run(self._operations.all_gather_single(outputs, inputs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @or_nccl()
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
-        """Rank r gets the reduction of what every rank holds at ``inputs[r]``; lengths may differ between ranks."""
+        """Gives rank r the reduction of every rank's ``inputs[r]``; lengths may differ between ranks."""
         lists = [inputs] if isinstance(outputs, torch.Tensor) else inputs
         return self._run(self._operations.reduce_scatter(listed(outputs), lists, op_of(opts)), opts)
 
     @or_nccl("_reduce_scatter_base")
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LaneWork:
-        """The same with the ranks' parts one after the other in ``input``."""
+        """Like :meth:`reduce_scatter` with the ranks' parts concatenated in ``input``."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     @or_nccl("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
-        """The same for several tensors."""
+        """Like :meth:`reduce_scatter_single` for several tensors."""
         return self._run(self._operations.reduce_scatter_single(outputs, inputs, op_of(opts)), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -226,7 +226,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> LaneWork:
-        """Rank r gets this rank's r-th part of the rows; no sizes: equal parts."""
+        """Sends this rank's r-th part of the rows to rank r; without sizes the parts are equal."""
         operation = self._operations.all_to_all_single(output, input, output_split_sizes, input_split_sizes)
         return self._run(operation, opts)
 
@@ -234,52 +234,52 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     @or_nccl()
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
-        """Rank r gets ``inputs[r]``; shapes may differ."""
+        """Sends ``inputs[r]`` to rank r; shapes may differ."""
         return self._run(self._operations.all_to_all(outputs, inputs), opts)
 
     @or_nccl()
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> LaneWork:
-        """Every rank's tensor to one rank."""
+        """Sends every rank's tensor to one rank."""
         return self._run(self._operations.gather(outputs, inputs[0], self._member(opts.rootRank)), opts)
 
     @or_nccl()
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> LaneWork:
-        """A tensor of one rank to every rank."""
+        """Sends one tensor of a rank to each rank."""
         return self._run(self._operations.scatter(outputs[0], inputs, self._member(opts.rootRank)), opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> LaneWork:
-        """Is done when every rank has called it."""
+        """Completes when every rank has called it."""
         return self._run(self._operations.barrier(), opts, timeout)
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose rank 0 says who did not come in time, after which the group goes on.
-        ``torch.distributed.monitored_barrier`` keeps itself to gloo; this is what it would call.
+        """A barrier whose rank 0 names the ranks that did not arrive in time; the group stays usable afterwards.
+        ``torch.distributed.monitored_barrier`` accepts only gloo; this is the method it would call.
 
         Raises:
-            CollectiveError: a rank did not come.
+            CollectiveError: a rank did not arrive.
         """
         seconds = self._messages.timeout_s if timeout is None else timeout.total_seconds()
         self._messages.barrier(seconds, wait_all_ranks)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """How long a rank may stand still in any later collective, receive or send."""
+        """Sets how long a rank may stall in any later collective, receive or send."""
         self.communicator.group.timeout_s = self._messages.timeout_s = timeout.total_seconds()
         self.nccl.set_timeout(timeout.total_seconds())
 
     # -- messages -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> LaneWork:
-        """Sends a tensor to one rank; is done when the tensor may be changed."""
+        """Sends a tensor to one rank; completes when the tensor may be changed."""
         self.check_open("send")
         send = functools.partial(self._messages.send, movable(flat(tensors[0])), self._other(dstRank), _tag(tag))
         return recorded("send", lambda: LaneWork(f"send to rank {dstRank}", [], send()))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> LaneWork:
-        """Receives a tensor from one rank; those with the same tag come in the order in which they were sent."""
+        """Receives a tensor from one rank; tensors with the same tag arrive in the order in which they were sent."""
         return self._receive(tensors[0], self._other(srcRank), _tag(tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> LaneWork:
-        """The same from whichever rank sends first."""
+        """Like :meth:`recv`, from whichever rank sends first."""
         return self._receive(tensors[0], None, _tag(tag))
 
     def _member(self, rank: int) -> int:
@@ -304,12 +304,12 @@ class LaneProcessGroup(dist.ProcessGroup):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Ends what runs, here and at the other ranks: they raise ``CollectiveError``."""
+        """Aborts what is running, here and on the other ranks: they raise ``CollectiveError``."""
         self.nccl.close(is_aborted=True)
         self._end("the process group was aborted")
 
     def shutdown(self) -> None:
-        """Frees lanes, threads and memory; what is queued fails."""
+        """Frees lanes, threads and memory; queued operations fail."""
         if not self._ended:
             self.nccl.close(is_aborted=False)
         self._end(f"rank {self.communicator.rank} has destroyed its process group, or ended")

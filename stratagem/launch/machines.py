@@ -15,7 +15,7 @@ MOST = 1_000_000
 @checked
 @dataclasses.dataclass(frozen=True)
 class MachineConfig:
-    """What one task asks of its machine; names as in TensorFlow Cloud.
+    """The resources one task needs from its machine; names as in TensorFlow Cloud.
 
     Raises:
         ConfigurationError: a count is negative, a number is nearly 0 or too large, or accelerators have no type.
@@ -24,7 +24,7 @@ class MachineConfig:
     cpu_cores: float = 1
     """Cores."""
     memory_gib: float = 2
-    """Memory, in GiB: both what is reserved and the limit."""
+    """Memory in GiB: both the request and the limit."""
     accelerator_type: str = ""
     """The cluster's name of the accelerator, for example "nvidia-tesla-t4"; empty: any, or none."""
     accelerator_count: int = 0

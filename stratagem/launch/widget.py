@@ -26,7 +26,7 @@ _COLOURS = {
 
 
 class StatusWidget:
-    """What :func:`status_widget` returns: shown by a notebook when it is the value of a cell."""
+    """Returned by :func:`status_widget`: a notebook shows it as the value of a cell."""
 
     def __init__(self, chief: str, every_s: float, security: Security) -> None:
         self._chief, self._every_s, self._security = chief, every_s, security
@@ -44,7 +44,7 @@ class StatusWidget:
         return snapshot(status, reading, judge(reading))
 
     def close(self) -> None:
-        """What is shown stays as it is."""
+        """Stops updating; the cell keeps what it shows."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -74,18 +74,18 @@ class StatusWidget:
 def status_widget(
     chief: str | None = None, *, every_s: float = 1.0, tls: str = "", token_file: str = "", insecure: bool = False
 ) -> StatusWidget:
-    """The status of a running job for a notebook: the verdict, where each worker's step goes, every task; kept up to
-    date until the job is over, the kernel ends, or ``close()``.
+    """The status of a running job in a notebook: the verdict, where each worker's step time goes, every task. It
+    updates until the job is over, the kernel ends, or ``close()``.
 
     Args:
-        chief: its host:port; None: the one that TF_CONFIG or STRATAGEM_CHIEF names.
-        every_s: seconds between two looks.
+        chief: its host:port; None: the chief of TF_CONFIG or STRATAGEM_CHIEF.
+        every_s: seconds between two updates.
         tls: folder with ca.crt and the operator's certificate; empty: no TLS.
         token_file: file with the token of the job; empty: none.
-        insecure: send the token beyond this machine in the clear.
+        insecure: send the token unencrypted beyond this machine.
 
     Raises:
-        ClusterSpecError: nobody names the chief.
+        ClusterSpecError: no chief is named.
         ConfigurationError: certificates or token cannot be used.
     """
     return StatusWidget(chief_from_environment(chief), every_s, operator_security(tls, token_file, insecure))

@@ -19,31 +19,31 @@ from stratagem.ps.row_values import fill_rows
 class Embedding(TableLayer, nn.Embedding):
     """``torch.nn.Embedding`` with sparse gradients, for tables of any size.
 
-    Built in the scope of a ``ParameterServerStrategy`` its rows live on the parameter servers, which make their initial
-    values: a step gets the rows of its batch and pushes their gradients, and no worker holds the table. Everywhere else
-    it is an ``nn.Embedding(sparse=True)`` with the same initial values. Its optimizer is ``torch.optim.SGD`` (without
-    momentum and weight decay), ``Adagrad`` (without weight decay) or ``SparseAdam``: they change the rows of the batch
-    and no other. ``export_form()`` gives a plain layer of ``torch.nn`` with a copy of all rows.
+    Built in the scope of a ``ParameterServerStrategy``, it keeps its rows on the parameter servers, which generate
+    their initial values: a step fetches the rows of its batch and pushes their gradients, and no worker holds the
+    table. Everywhere else it is an ``nn.Embedding(sparse=True)`` with the same initial values. Its optimizer is
+    ``torch.optim.SGD`` (without momentum and weight decay), ``Adagrad`` (without weight decay) or ``SparseAdam``, which
+    change only the rows of the batch. ``export_form()`` returns a plain layer of ``torch.nn`` with a copy of all rows.
 
     Args:
-        num_embeddings: rows.
+        num_embeddings: number of rows.
         embedding_dim: elements of a row.
-        padding_idx: a row that is zero at first and gets no gradient.
-        max_norm: as in torch; not on parameter servers.
-        norm_type: of ``max_norm``.
+        padding_idx: a row that is initially zero and gets no gradient.
+        max_norm: as in torch; not available on parameter servers.
+        norm_type: the norm of ``max_norm``.
         scale_grad_by_freq: as in torch: divides a row's gradient by how often the replica's part of a batch has it.
-            Outside of parameter servers gradients are dense then, which SparseAdam does not take.
-        sparse: True: its gradients are.
-        _weight: values of all rows, as ``from_pretrained`` gives them; parameter servers get them from the lead, a part
-            at a time, in ``prepare``.
+            Without parameter servers, gradients are then dense, which SparseAdam does not accept.
+        sparse: True: its gradients are sparse.
+        _weight: values of all rows, as ``from_pretrained`` passes them; parameter servers get them from the lead in
+            ``prepare``, a part at a time.
         _freeze: whether the table is not trained.
-        device: of the table; on parameter servers rows come to the device of the ids.
+        device: device of the table; on parameter servers, rows are delivered to the device of the ids.
         dtype: None: torch's default dtype.
         init: initial values: ``sg.nn.Normal``, ``Uniform`` or ``Constant``.
-        seed: of the initial values; None: drawn from torch's generator. The lead's counts.
+        seed: seed of the initial values; None: drawn from torch's generator. The lead's seed is used.
 
     Raises:
-        ConfigurationError: a size, padding or initial values that cannot be.
+        ConfigurationError: an invalid size, padding or initial value.
     """
 
     @checked
@@ -97,8 +97,8 @@ class RemoteEmbedding(RemoteRows, Embedding):
 
 
 class EmbeddingBag(TableLayer, nn.EmbeddingBag):
-    """``torch.nn.EmbeddingBag`` with sparse gradients: as :class:`stratagem.nn.Embedding`, its rows pooled by bag.
-    Arguments that both have are the same.
+    """``torch.nn.EmbeddingBag`` with sparse gradients: like :class:`stratagem.nn.Embedding`, with its rows pooled by
+    bag. Arguments that both have mean the same.
 
     Args:
         mode: "sum" or "mean" of the rows of a bag.
@@ -106,7 +106,7 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
         padding_idx: a row that is left out of every bag.
 
     Raises:
-        ConfigurationError: a mode, size, padding or initial values that cannot be.
+        ConfigurationError: an invalid mode, size, padding or initial value.
     """
 
     @checked

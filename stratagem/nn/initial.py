@@ -33,7 +33,7 @@ class Uniform:
 @checked
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """One number everywhere."""
+    """The same number everywhere."""
 
     value: float = 0.0
 

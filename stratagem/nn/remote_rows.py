@@ -77,8 +77,8 @@ class BatchRows(NamedTuple):
 
 
 class TableLayer(nn.Module):
-    """Built where the strategy holds tables, a layer is of its class whose rows live on parameter servers. It
-    stands beside a class of ``torch.nn``."""
+    """A layer beside a class of ``torch.nn``. Where the strategy holds tables, building one yields the subclass whose
+    rows are on parameter servers."""
 
     weight: torch.Tensor
     scale_grad_by_freq: bool
@@ -91,11 +91,11 @@ class TableLayer(nn.Module):
     @classmethod
     @checked
     def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """As torch's ``from_pretrained``: a table of these rows, not trained unless ``freeze=False``.
+        """Like torch's ``from_pretrained``: a table of these rows, not trained unless ``freeze=False``.
 
-        With parameter servers the lead sends them in ``prepare``, 32 MiB at a time, where the job has no such table
-        yet: one that resumes keeps what it has trained. Give them on every worker, and leave them as they are: they
-        are kept, for a ps that comes back without a checkpoint. Rows of a mapped file (``torch.load(path, mmap=True)``,
+        On parameter servers the lead sends them in ``prepare``, 32 MiB at a time, if the job has no such table yet: a
+        job that resumes keeps what it has trained. Pass the rows on every worker and do not change them: they are kept
+        for a ps that restarts without a checkpoint. Rows of a mapped file (``torch.load(path, mmap=True)``,
         ``torch.from_numpy(numpy.memmap(...))``) are never copied as a whole.
         """
         make: Any = super().from_pretrained  # type: ignore[misc]  # of the class of torch.nn beside this one

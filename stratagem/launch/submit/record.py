@@ -26,14 +26,14 @@ class Job:
     """A submitted job."""
 
     id: str
-    """What `stratagem jobs` knows it by; empty in a job that was started without `run()`, and after a dry run."""
+    """The id that `stratagem jobs` uses; empty in a job that was not started by `run()`, and after a dry run."""
     target: str
     """local, compose or kubernetes."""
     docker_image: str = ""
-    """Image of the tasks, by digest where it has been pushed; empty for a local job."""
+    """Image of the tasks, by digest once it has been pushed; empty for a local job."""
     folder: str = ""
-    """What is written here stays after the job: inside it the volume of all tasks, or locally the job's folder; for
-    who submitted it, the folder of its record."""
+    """Folder whose contents outlive the job: inside the job the shared volume of all tasks, or locally the job's
+    folder; for the submitting process, the folder of its record."""
 
 
 def job_variables(job: Job) -> dict[str, str]:
@@ -41,7 +41,7 @@ def job_variables(job: Job) -> dict[str, str]:
 
 
 def remote() -> bool:
-    """Whether this process is part of a job: what `run()` submitted, or a task of a cluster."""
+    """Whether this process is part of a job: submitted by `run()`, or a task of a cluster."""
     return any(os.environ.get(name) for name in (_ID, *_TASK_SIGNS))
 
 
