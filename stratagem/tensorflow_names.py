@@ -390,7 +390,7 @@ def no_attribute(owner: str, name: str, *kinds: str) -> AttributeError:
 
 
 class WithWaysOut:
-    """What a class of TensorFlow's or Keras's has, and that of the same name here has not, says what to write."""
+    """For a name that TensorFlow's or Keras's class has and this one lacks, the error says what to write."""
 
     if not TYPE_CHECKING:
 

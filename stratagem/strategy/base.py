@@ -30,19 +30,19 @@ from stratagem.worker.step_meter import StepMeter
 
 
 class Strategy(WithWaysOut):
-    """How a training script is spread over devices and processes; its attributes say what it can do."""
+    """How a training script is distributed over devices and processes; its attributes say what it can do."""
 
     places_models = True
     """Whether models compute on :attr:`local_devices`; else wherever the script has put them."""
     servers: Servers | None = None
-    """The parameter servers that hold the variables; None: each process has them itself."""
+    """The parameter servers that hold the variables; None: each process holds them itself."""
 
     communicator: Communicator | None = None
     """Collectives among the workers; each must make the same calls in the same order. None: they do not run in step."""
     holds_tables = False
     """Whether tables (``sg.nn.Embedding``) built in its scope live elsewhere, and workers ask for their rows."""
     prepared: Prepared | None = None
-    """What was prepared; None: anything may train in :meth:`run`."""
+    """Everything that was prepared; None: anything may train in :meth:`run`."""
     _cross_replica = CrossReplica()
     _meter: StepMeter | None = None
 
@@ -57,26 +57,26 @@ class Strategy(WithWaysOut):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas whose gradients go into one update."""
+        """Number of replicas whose gradients go into one update."""
         return 1
 
     @property
     def local_devices(self) -> tuple[torch.device, ...]:
-        """Where the replicas of this process compute, one each."""
+        """Devices of the replicas of this process, one each."""
         return (torch.device("cpu"),)
 
     @property
     def first_replica_id(self) -> int:
-        """Number of the first replica of this process among those in sync."""
+        """Index of the first replica of this process among those in sync."""
         return 0 if self.communicator is None else self.communicator.rank * len(self.local_devices)
 
     def has_examples(self, replica: int) -> bool:
-        """Whether a local replica has any of the batch of the step that runs."""
+        """Whether a local replica has any examples of the current step's batch."""
         return True
 
     @property
     def parameter_device(self) -> torch.device | None:
-        """Where the only copy of variables is; None: each replica has its own."""
+        """Device of the only copy of variables; None: each replica has its own."""
         return None
 
     def check_variable(self, name: str, trainable: bool) -> None:
@@ -88,7 +88,7 @@ class Strategy(WithWaysOut):
 
     @property
     def is_lead(self) -> bool:
-        """Whether this process does what only one may do: progress bar, summaries, export."""
+        """Whether this process does what only one process may do: progress bar, summaries, export."""
         return True
 
     @property
@@ -97,10 +97,10 @@ class Strategy(WithWaysOut):
         return {}
 
     def scope(self) -> Scope[Self]:
-        """Makes this strategy the current one. What is created inside trains once :meth:`prepare` was given it.
+        """Makes this strategy the current one. Objects created inside train once they are passed to :meth:`prepare`.
 
         Raises:
-            ConfigurationError: another strategy's scope is open, or it is left in a thread that did not enter it.
+            ConfigurationError: another strategy's scope is open, or a thread that did not enter the scope leaves it.
         """
         return Scope(self)
 
@@ -119,30 +119,30 @@ class Strategy(WithWaysOut):
 
         Args:
             objects: ``nn.Module``, ``torch.optim.Optimizer`` and scheduler objects; metrics of torchmetrics, which are
-                updated in the step and then computed and reset outside of it, for all replicas of all workers.
+                updated in the step, and computed and reset outside it for all replicas of all workers.
             gradients: "mean": each loss is a mean over the examples of its batch; replicas are weighted by their share
-                of the global batch. "sum": losses are divided by the global batch already; gradients are added. When a
-                worker under parameter servers at staleness 0 dies in a step, its examples come in a later step: a mean
-                is over the others, a sum adds the others as they are.
+                of the global batch. "sum": losses are already divided by the global batch size; gradients are added.
+                If a worker on parameter servers at staleness 0 dies in a step, its examples are trained in a later
+                step: a mean is taken over the others, a sum adds the others unchanged.
             clip_norm: largest global norm of an optimizer's gradient, over all replicas and ps; None: no clipping.
             nan: "error": a NaN or Inf in a gradient raises ``NonFiniteGradientError``; "skip": the update is skipped
                 and counted.
             sync_batchnorm: BatchNorm layers normalise over the batches of all replicas in sync, so that the result
-                equals one process on the joined batch; in training alone, as torch's ``SyncBatchNorm`` (in ``eval()`` a
-                layer without running statistics goes by each replica's own examples).
+                equals one process on the joined batch; only in training, like torch's ``SyncBatchNorm`` (in ``eval()``
+                a layer without running statistics uses each replica's own examples).
             torch_compile: True, a mode ("max-autotune"), or arguments of ``torch.compile`` (``{"dynamic": True}``):
-                each replica's models are compiled. Shares of uneven batches have other sizes, each a compilation unless
-                ``dynamic``.
-            memory_format: ``torch.channels_last``: weights of shape (out, in, height, width) lie in memory with the
-                channels last, and so do the outputs of convolutions with them, which many CPUs and GPUs compute
-                faster; values and shapes stay. ``torch.channels_last_3d``: the same for convolutions in space. None:
-                as the model has them. XLA chooses for itself.
+                each replica's models are compiled. Shares of uneven batches have other sizes, and each size is compiled
+                anew unless ``dynamic``.
+            memory_format: ``torch.channels_last``: weights of shape (out, in, height, width) are stored with the
+                channels last, and so are the outputs of convolutions with them, which many CPUs and GPUs compute
+                faster; values and shapes stay the same. ``torch.channels_last_3d``: the same for 3-d convolutions.
+                None: as in the model. XLA chooses for itself.
 
         Returns:
-            what stands for the object, or the tuple of objects, in the order given.
+            the prepared object, or the tuple of them in the given order.
 
         Raises:
-            ConfigurationError: an object is none of these, an argument is out of its range, or an optimizer has a
+            ConfigurationError: an object is none of these, an argument is out of range, or an optimizer has a
                 parameter that no prepared model has.
             UnsupportedOptimizerError: the strategy cannot run the optimizer.
         """
@@ -192,7 +192,7 @@ class Strategy(WithWaysOut):
         self._variables[variable] = None
 
     def variables(self) -> list[Any]:
-        """Those that are still there, in the order in which they were created."""
+        """The variables that still exist, in the order of their creation."""
         return [one for each in self._variables.keyrefs() if (one := each()) is not None]
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
@@ -207,17 +207,17 @@ class Strategy(WithWaysOut):
         batch_size: int | None = None,
         options: DistributeOptions | None = None,
     ) -> Any:
-        """This task's part of a source of GLOBAL batches; iterate over it once an epoch. Under parameter servers the
-        chief leases batches, not of an iterable: each example is accepted exactly once an epoch, whatever dies.
+        """This task's part of a source of GLOBAL batches; iterate over it once per epoch. On parameter servers the
+        chief leases batches (except of an iterable): each example is accepted exactly once per epoch, whatever dies.
 
         Args:
             source: a DataLoader, an iterable of batches (tensors, arrays, in tuples, lists, dicts, dataclasses), or,
                 with ``batch_size``, a Dataset.
             batch_size: examples in a global batch of a Dataset.
-            options: which part each worker gets, and how it gets to the devices.
+            options: which part each worker gets, and how it reaches the devices.
 
         Raises:
-            ConfigurationError: the source cannot be shared out; says why, and what can be done.
+            ConfigurationError: the source cannot be distributed; says why, and what can be done.
         """
         return self._distribute(source, batch_size, options)
 
@@ -227,18 +227,18 @@ class Strategy(WithWaysOut):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
     ) -> Any:
-        """This task's batches, each for ONE replica, from what ``dataset_fn`` returns; it is called once, here.
+        """This task's batches, each for ONE replica, from the result of ``dataset_fn``, which is called once, here.
 
         Args:
-            dataset_fn: is told its place, batches per replica and shards by ``num_input_pipelines`` and
-                ``input_pipeline_id`` itself.
-            options: how batches get to the devices.
+            dataset_fn: receives its :class:`InputContext`; it batches per replica and shards by ``num_input_pipelines``
+                and ``input_pipeline_id`` itself.
+            options: how batches reach the devices.
         """
         raise ConfigurationError("distribute_datasets_from_function needs a strategy: build one, or enter its scope")
 
     @checked
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """A :class:`PerReplica` of what ``value_fn`` returns, called once for each local replica."""
+        """A :class:`PerReplica` of the results of ``value_fn``, called once for each local replica."""
         numbers = range(self.first_replica_id, self.first_replica_id + len(self.local_devices))
         return PerReplica(tuple(value_fn(ValueContext(number, self.num_replicas_in_sync)) for number in numbers))
 
@@ -253,8 +253,8 @@ class Strategy(WithWaysOut):
             a :class:`PerReplica` of what ``fn`` returned.
 
         Raises:
-            ConfigurationError: an optimizer steps that was not prepared, or a model gets gradients that was built in
-                the scope and not prepared. The strategy outside any scope does not mind.
+            ConfigurationError: an unprepared optimizer steps, or an unprepared model that was built in the scope gets
+                gradients. The strategy outside any scope allows both.
             CollectiveError: the replicas do not make the same calls.
         """
         check_call(fn, args, kwargs)
@@ -265,21 +265,21 @@ class Strategy(WithWaysOut):
         raise NotImplementedError
 
     def interrupted(self) -> contextlib.AbstractContextManager[None]:
-        """Around what runs outside of replicas in the middle of :meth:`run` (``merge_call`` sees to it)."""
+        """Around code that runs outside replicas in the middle of :meth:`run` (``merge_call`` enters it)."""
         return contextlib.nullcontext()
 
     @checked
     def load_once(self, load: Callable[[], object]) -> None:
-        """Gives the job other weights after :meth:`prepare`; every worker calls it, at the same place of the script.
+        """Loads other weights after :meth:`prepare`; every worker calls it, at the same place in the script.
 
-        Under parameter servers the lead's ``load`` counts: what it loads into models and optimizers, or changes in
-        place, goes to the ps, and nobody trains before they have it. Elsewhere every worker simply calls ``load``.
+        On parameter servers only the lead's ``load`` is used: values that it loads into models and optimizers, or changes
+        in place, go to the ps, and no worker trains until they have them. Elsewhere every worker simply calls ``load``.
 
         Args:
             load: for example ``lambda: model.load_state_dict(torch.load(path))``.
 
         Raises:
-            ClusterTimeoutError: the lead does not come.
+            ClusterTimeoutError: the lead does not arrive.
         """
         if self.servers is None:
             load()
@@ -287,12 +287,12 @@ class Strategy(WithWaysOut):
             self.servers.load_once(load)
 
     def barrier(self) -> None:
-        """Returns when every worker has called it, so that each finds what another one wrote before; one that starts
-        again later finds that the others have met.
+        """Returns when every worker has called it, so that each sees what the others wrote before. For a worker that
+        restarts later, a barrier that the others have passed counts as passed.
 
         Raises:
-            ClusterTimeoutError: under parameter servers, another worker does not come.
-            CollectiveError: in a ring, another worker does not come, or is in another collective.
+            ClusterTimeoutError: on parameter servers, another worker does not arrive.
+            CollectiveError: in a ring, another worker does not arrive, or is in another collective.
         """
         if self.servers is not None:
             self.servers.load_once(None)
@@ -303,7 +303,7 @@ class Strategy(WithWaysOut):
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces a value over all replicas in sync; with ``axis=0`` over the batch as well. Every worker must call it.
 
-        Under parameter servers it covers this worker's replica.
+        On parameter servers it covers this worker's replica.
 
         Args:
             op: the member or its name; MEAN with an axis divides by the number of elements along it, over all replicas.
@@ -311,14 +311,14 @@ class Strategy(WithWaysOut):
             axis: None or 0.
 
         Returns:
-            a tensor without gradient, or a structure of them. The mean of integers is of torch's default dtype.
+            a tensor without gradient, or a structure of them. The mean of integers has torch's default dtype.
         """
         return self._cross_replica.reduce(ReduceOp(op), value, axis)
 
     def reduce_mean(self, value: Any) -> Any:
-        """The mean of per-replica means, weighted by the replicas' shares, detached: the loss to print.
+        """The mean of per-replica means, weighted by the replicas' shares and detached: use it for the loss to print.
 
-        Replicas without examples are ignored. A share is a number of examples, or what the step said with
+        Replicas without examples are ignored. A share is a number of examples, or the value that the step passed to
         ``set_weight``. Every worker must call it.
         """
         mean = self._cross_replica.reduce_mean(value)
@@ -332,7 +332,7 @@ class Strategy(WithWaysOut):
 
         Args:
             value: a :class:`PerReplica` of tensors, or of structures of them; lengths along the axis may differ.
-            axis: of the tensors, at least one-dimensional.
+            axis: axis of the tensors, which are at least one-dimensional.
         """
         return self._cross_replica.gather(value, axis)
 
@@ -342,7 +342,7 @@ class Strategy(WithWaysOut):
 
     @checked
     def set_weight(self, weight: float) -> None:
-        """Says in a step, before backward, what the loss was divided by, when that is not the number of examples."""
+        """Sets, in a step before backward, the loss's denominator if it is not the number of examples."""
         if not 0 <= weight < math.inf:
             raise ConfigurationError(f"expected a finite weight of at least 0, got {weight!r}")
 
@@ -353,44 +353,43 @@ class Strategy(WithWaysOut):
 
     @contextlib.contextmanager
     def averaged_buffers(self, *models: torch.nn.Module) -> Iterator[None]:
-        """Inside, the buffers of models (statistics of BatchNorm) are the same on every replica; then each has its own.
-
-        Floats are averages, weighted by the examples each replica has seen, integers the maximum (docs/protocol.md 21):
-        for saving and evaluating. Every worker must enter it.
+        """Inside, the buffers of models (statistics of BatchNorm) are the same on every replica; after it each has its
+        own again. Use it for saving and evaluating. Floats are averages, weighted by the examples each replica has
+        seen, integers the maximum (docs/protocol.md 21). Every worker must enter it.
         """
         yield
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """Where the replicas' own streams of random numbers are, by name; the process's generators are not among them.
+        """States of the replicas' own random streams, by name, without the process's generators.
 
-        For checkpoints. Ask outside of :meth:`run`.
+        For checkpoints. Call it outside :meth:`run`.
         """
         return {}
 
     @checked
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Puts the replicas' streams back where :meth:`random_states` found them; those of others are left out."""
+        """Restores the replicas' streams from :meth:`random_states`; ignores streams of other replicas."""
 
     def close(self) -> None:
-        """Ends the threads of local replicas; nothing can be run after that. A script that ends need not call it."""
+        """Ends the threads of local replicas; nothing can run after it. A script that ends need not call it."""
 
     @checked
     def on_membership_change(self, callback: Callable[[int, int], None]) -> None:
-        """Calls ``callback(before, now)`` when ``num_replicas_in_sync`` has changed, because a ring has lost a worker
-        or taken one in (``--min-workers``): on all before one step, the first with the new number, for example to scale
-        the learning rate. The global batch stays as large as it was.
+        """Calls ``callback(before, now)`` when ``num_replicas_in_sync`` has changed because a ring lost or admitted a
+        worker (``--min-workers``). All workers call it before the same step, the first with the new number, for
+        example to scale the learning rate. The global batch keeps its size.
         """
 
     @checked
     def report(self, **metrics: float) -> None:
-        """Named numbers for the progress display and ``--summary``. Of very many a status has the first, as far as 32
-        KiB go; the summary has all."""
+        """Sets named numbers for the progress display and ``--summary``. A status holds the first 32 KiB of them; the
+        summary holds all."""
         if self._meter is not None:
             self._meter.metrics.update({name: float(value) for name, value in metrics.items()})
 
     @property
     def exposed_communication(self) -> float:
-        """Part of the last steps' time that waited for communication, 0 to 1."""
+        """Fraction of the last steps' time spent waiting for communication, 0 to 1."""
         return 0.0 if self._meter is None else self._meter.exposed_fraction
 
 

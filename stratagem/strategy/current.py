@@ -29,10 +29,10 @@ def set_strategy(strategy: Strategy | None) -> None:
     """Makes a strategy the default: the current one wherever no scope is open, in every thread of this process.
 
     Args:
-        strategy: None: the pass-through again.
+        strategy: the new default; None restores the pass-through.
 
     Raises:
-        ConfigurationError: a scope is open, or it is no strategy.
+        ConfigurationError: a scope is open, or the argument is not a strategy.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ConfigurationError(f"expected a strategy or None, got {strategy!r}; for example sg.MirroredStrategy()")

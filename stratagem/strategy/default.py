@@ -45,8 +45,8 @@ pass_through(DefaultStrategy())
 
 
 def get_strategy() -> Strategy:
-    """The strategy of the open scope; outside any scope the default: what :func:`set_strategy` was given, or, in a task
-    of a job whose script has made none so far, the strategy of the job, made here. Elsewhere the pass-through."""
+    """The strategy of the open scope, or outside any scope the default. The default is the argument of
+    :func:`set_strategy`; else, in a task of a job, the job's strategy, created here; else the pass-through."""
     if isinstance(current_strategy(), DefaultStrategy) and awaits_strategy():
         from stratagem.strategy.environment import strategy_from_environment
 
@@ -55,13 +55,13 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether a scope is open, or there is a default; see :func:`get_strategy`."""
+    """Whether a scope is open, or a default exists; see :func:`get_strategy`."""
     return has_current_strategy() or not isinstance(get_strategy(), DefaultStrategy)
 
 
 def is_lead() -> bool:
-    """Whether this process does what only one may do. True for a process that trains alone, and for an evaluator. As
-    long as the script has made no strategy, it is worker 0 of the cluster that the environment tells of."""
+    """Whether this process does what only one process may do. True for a process that trains alone, and for an
+    evaluator. Until the script has created a strategy, the lead is worker 0 of the environment's cluster."""
     if (runtime := active_runtime()) is not None:
         return runtime.is_lead()
     placement = placement_from_environment(os.environ) if active_meter() is None else None

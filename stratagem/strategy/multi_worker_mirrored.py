@@ -32,29 +32,29 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     """Synchronous training: after ``backward()`` every replica's ``.grad`` is the gradient of the global batch.
 
     The constructor starts this task's server, joins the cluster, meets the other workers and opens the lanes to them.
-    In a process whose task type is chief it serves until the job ends and then ends the process. A worker with several
-    devices has a replica on each; they reduce among themselves first, then once with the other workers. Without any
-    cluster there is one worker, this process. In an evaluator it is one replica that evaluates and does not train.
+    In a process whose task type is chief it serves until the job ends and then exits the process. A worker with several
+    devices has a replica on each; they reduce among themselves first, then once with the other workers. Without a
+    cluster there is one worker, this process. In an evaluator there is one replica, which evaluates and does not train.
 
     Args:
-        cluster_resolver: knows the cluster and this task; None: the environment (TF_CONFIG, torchrun's variables). In
-            its place may stand the implementation, as in ``MultiWorkerMirroredStrategy(CollectiveCommunication.RING)``.
-        communication_options: lanes, bucket size, timeout; the same on every worker. None: what the flags of
-            ``stratagem run`` and ``stratagem worker`` say.
-        communication: the implementation alone, by the name that TensorFlow had for it before.
-        devices: where this worker computes, a replica each; every worker needs the same number. None: what
-            ``--devices`` says, else its part of the GPUs of the host (LOCAL_RANK of LOCAL_WORLD_SIZE), else the CPU.
+        cluster_resolver: knows the cluster and this task; None: the environment (TF_CONFIG, torchrun's variables). It
+            may also be the implementation, as in ``MultiWorkerMirroredStrategy(CollectiveCommunication.RING)``.
+        communication_options: lanes, bucket size, timeout; the same on every worker. None: the flags of
+            ``stratagem run`` and ``stratagem worker``.
+        communication: the implementation alone, under TensorFlow's former name for the argument.
+        devices: where this worker computes, one replica each; every worker needs the same number. None: the value of
+            ``--devices``, else its part of the GPUs of the host (LOCAL_RANK of LOCAL_WORLD_SIZE), else the CPU.
         cross_device_ops: how the replicas of this worker reduce among themselves; see :class:`MirroredStrategy`.
-        compression: of gradients on the way: "bf16", "fp16", "int8", "powersgd", "topk" or a
-            :class:`GradientCompression`; None: what ``--compression`` says, else none.
+        compression: of gradients in transit: "bf16", "fp16", "int8", "powersgd", "topk" or a
+            :class:`GradientCompression`; None: the value of ``--compression``, else none.
 
     Raises:
-        ConfigurationError: the cluster has ps, or the workers want different things.
-        ClusterTimeoutError: the cluster did not come up in time; names who is missing.
+        ConfigurationError: the cluster has ps, or the workers' settings differ.
+        ClusterTimeoutError: the cluster did not come up in time; names the missing tasks.
     """
 
     communicator: Communicator
-    """Among the workers. Without a cluster there is none: None."""
+    """Collectives among the workers; None without a cluster."""
 
     def __new__(cls, cluster_resolver: Any = None, *_: Any, **__: Any) -> Any:
         resolver = None if isinstance(cluster_resolver, CommunicationImplementation | str) else cluster_resolver

@@ -23,11 +23,11 @@ class OneDeviceStrategy(SynchronousStrategy):
     """Trains on one device.
 
     Args:
-        device: for example "cpu" or "cuda:0"; TensorFlow's "/gpu:0" and "/cpu:0" are understood.
+        device: for example "cpu" or "cuda:0"; TensorFlow's "/gpu:0" and "/cpu:0" are accepted.
         seed: seed of the order of the examples; the same seed gives the same order under every strategy.
 
     Raises:
-        ConfigurationError: no such device.
+        ConfigurationError: the device does not exist.
     """
 
     def __init__(self, device: str | torch.device = "cpu", seed: int = 0) -> None:
@@ -40,18 +40,18 @@ class OneDeviceStrategy(SynchronousStrategy):
 class MirroredStrategy(SynchronousStrategy):
     """Synchronous training on several devices of this host, one replica each, in one process.
 
-    What ``prepare`` returns stands for each replica's own copy inside ``run``; outside of it, for replica 0's, which is
-    the object that was given. A batch is a :class:`PerReplica` that ``run`` deals out.
+    Inside ``run``, an object that ``prepare`` returns stands for each replica's own copy; outside, for replica 0's,
+    which is the original object. A batch is a :class:`PerReplica` that ``run`` distributes.
 
     Args:
         devices: for example ``["cuda:0", "cuda:1"]``, TensorFlow's ``["/gpu:0", "/gpu:1"]``, or logical CPUs
             ``["cpu:0", "cpu:1"]``, which take turns. None: all GPUs that torch sees, else one CPU.
-        cross_device_ops: how gradients are reduced, or the class of it; None: NCCL where each replica has a GPU of its
+        cross_device_ops: how gradients are reduced: an object or its class; None: NCCL if each replica has a GPU of its
             own, else :class:`ReductionToOneDevice`.
         seed: seed of the order of the examples; the same seed gives the same order under every strategy.
 
     Raises:
-        ConfigurationError: no such device, or one that comes twice.
+        ConfigurationError: a device does not exist, or is listed twice.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class MirroredStrategy(SynchronousStrategy):
 class CentralStorageStrategy(SynchronousStrategy):
     """Synchronous training on several devices of this host with ONE copy of parameters and of optimizer state.
 
-    Gradients of all replicas are added up, and the only optimizer makes one step with them. What ``prepare`` returns
-    stands for the objects that were given, outside of ``run``; inside, a model stands for the replica's copy, which on
+    Gradients of all replicas are added, and the only optimizer makes one step with them. Outside ``run``, an object
+    that ``prepare`` returns stands for the original object; inside, a model stands for the replica's copy, which on
     the device of the parameters is the same memory.
 
     Args:
         compute_devices: as for :class:`MirroredStrategy`: one replica each.
-        parameter_device: where the only copy is; None: on the only device if there is one, else on the CPU.
+        parameter_device: device of the only copy; None: the only device if there is one, else the CPU.
         seed: seed of the order of the examples; the same seed gives the same order under every strategy.
 
     Raises:
-        ConfigurationError: no such device, or one that comes twice.
+        ConfigurationError: a device does not exist, or is listed twice.
     """
 
     def __init__(

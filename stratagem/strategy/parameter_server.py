@@ -53,25 +53,25 @@ class ParameterServerStrategy(Strategy):
     """Asynchronous (default), bounded-staleness or synchronous training with parameter servers.
 
     The constructor starts this task's server, joins the cluster and returns when the cluster is complete. In a process
-    whose task type is chief or ps it serves until the job ends and then ends the process. In an evaluator it is one
-    replica that evaluates and does not train.
+    whose task type is chief or ps it serves until the job ends and then exits the process. In an evaluator there is one
+    replica, which evaluates and does not train.
 
     A prepared scheduler that is stepped with every update follows the updates of the whole job, as TensorFlow's
-    schedules follow ``optimizer.iterations``, although each worker makes a part of them; one that is stepped with every
-    epoch goes on by one.
+    schedules follow ``optimizer.iterations``, although each worker makes only a part of them. One that is stepped with
+    every epoch advances by one.
 
     Args:
         cluster_resolver: knows the cluster and this task; None: the environment (TF_CONFIG, torchrun's variables).
         variable_partitioner: cuts variables into shards, for example ``FixedShardsPartitioner(2)``; None: each variable
             lies whole on one ps.
         staleness: bound s: a worker may not start step t before every live worker finished step t-s-1. 0: the gradients
-            of a step are summed, weighted by example counts, and applied as one update. None: what
-            ``stratagem run --staleness`` says, else inf (asynchronous).
-        device: where this worker computes; None: ``cuda:LOCAL_RANK`` if there is one, else the CPU.
+            of a step are summed, weighted by example counts, and applied as one update. None: the value of
+            ``stratagem run --staleness``, else inf (asynchronous).
+        device: where this worker computes; None: ``cuda:LOCAL_RANK`` if available, else the CPU.
 
     Raises:
         ConfigurationError: there is no cluster, or it has no ps.
-        ClusterTimeoutError: the cluster did not come up in time; names who is missing.
+        ClusterTimeoutError: the cluster did not come up in time; names the missing tasks.
     """
 
     holds_tables = True
@@ -333,11 +333,11 @@ class ParameterServerStrategy(Strategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
     ) -> SplitDataset:
-        """See :meth:`Strategy.distribute_datasets_from_function`. Each worker goes through its own pipeline by itself,
-        for the chief cannot lease what it makes: what a worker that dies had of it is not trained on by others.
+        """See :meth:`Strategy.distribute_datasets_from_function`. Each worker iterates over its own pipeline, because
+        the chief cannot lease its batches: if a worker dies, no other worker trains on its part.
 
         Raises:
-            ConfigurationError: not asynchronous, where steps belong to batches that the chief has leased.
+            ConfigurationError: not asynchronous; otherwise steps belong to batches that the chief has leased.
         """
         if self.staleness != math.inf:
             raise ConfigurationError(

@@ -34,7 +34,7 @@ class FixedShardsPartitioner:
 
 @known_arguments
 class MinSizePartitioner:
-    """As many shards as keep each at ``min_shard_bytes`` or more, at most ``max_shards`` and one a row."""
+    """As many shards as possible of at least ``min_shard_bytes`` each, at most ``max_shards`` and one per row."""
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1) -> None:
         self._min_shard_bytes = whole_number("min_shard_bytes", min_shard_bytes)
@@ -47,7 +47,7 @@ class MinSizePartitioner:
 
 @known_arguments
 class MaxSizePartitioner:
-    """As few shards as keep each at ``max_shard_bytes`` or less (a row is never cut), at most ``max_shards``."""
+    """As few shards as possible of at most ``max_shard_bytes`` each (a row is never cut), at most ``max_shards``."""
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:
         whole_numbers(max_shards=max_shards)

@@ -29,7 +29,7 @@ REPORT_SHARE = 0.1
 
 
 class SynchronousInput(Strategy):
-    """Cuts each batch into shares of the replicas of all workers."""
+    """Splits each batch into shares for the replicas of all workers."""
 
     _local: LocalReplicas
     _meter: StepMeter
@@ -40,7 +40,7 @@ class SynchronousInput(Strategy):
     _drawn_in: threading.Thread | None = None
     """The thread that took the newest batch; None: there was none."""
     _newcomers: Newcomers | None = None
-    """How others come into a ring that heals; None: nobody does."""
+    """How newcomers join a healing ring; None: none do."""
 
     @checked
     def on_membership_change(self, callback: Callable[[int, int], None]) -> None:

@@ -31,11 +31,11 @@ from stratagem.worker.step_meter import StepMeter
 
 @known_arguments
 class TPUStrategy(SynchronousStrategy):
-    """Synchronous training on TPUs: one replica a process, each with the whole model on its own XLA device.
+    """Synchronous training on TPUs: one replica per process, each with the whole model on its own XLA device.
 
     NOT EXERCISED ON HARDWARE. What ran, on torch 2.9.1 and torch_xla 2.9.0 (the newest at this writing; torch has to
     match) with the CPU as XLA device: one replica by ``torch_xla.launch``, and SPMD over 2 and 4 logical devices
-    (``make test-xla``). Several replicas in sync ran on a stand-in for torch_xla only, whose replicas are threads.
+    (``make test-xla``). Several replicas in sync ran only on a stand-in for torch_xla, whose replicas are threads.
 
     torch_xla starts the processes and knows where the TPUs are::
 
@@ -45,18 +45,17 @@ class TPUStrategy(SynchronousStrategy):
 
         torch_xla.launch(train)
 
-    Or one process has all devices of a host (SPMD). It is one replica, whose step gets the global batch; datasets lay
-    it over the devices, and the compiler adds what has to travel. A batch that the number of devices does not divide is
-    computed on each of them::
+    Or one process has all devices of a host (SPMD). It is one replica, whose step gets the global batch; datasets
+    shard it over the devices, and the compiler inserts the transfers. A batch that the number of devices does not
+    divide is computed on each of them::
 
         torch_xla.runtime.use_spmd()
         strategy = sg.TPUStrategy()
 
-    The graph of a step is sent off after each ``optimizer.step()``.
+    The graph of a step is dispatched after each ``optimizer.step()``.
 
     Args:
-        resolver: the cluster of hosts, if it should be checked that torch_xla has found replicas on all of them; None:
-            what torch_xla has found is right.
+        resolver: the cluster of hosts, to check that torch_xla has found replicas on all of them; None: no check.
         seed: seed of the order of the examples.
 
     Raises:
@@ -79,7 +78,7 @@ class TPUStrategy(SynchronousStrategy):
 
     @property
     def num_devices(self) -> int:
-        """XLA devices that a batch of this process is laid over: 1, or all of the host under SPMD."""
+        """Number of XLA devices that a batch of this process is sharded over: 1, or all of the host under SPMD."""
         return self._group.num_devices
 
     def _placed(self, batch: Any) -> None:

@@ -43,7 +43,7 @@ _here: contextvars.ContextVar[ReplicaContext | _Here] = contextvars.ContextVar("
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica whose step runs here; None in cross-replica context. Outside of any scope the only one there is.
+    """The replica whose step runs here; None in cross-replica context. Outside any scope, the only replica.
 
     Cross-replica context is inside ``strategy.scope()``, outside ``strategy.run``, and inside the function of
     ``merge_call``.
@@ -95,7 +95,7 @@ def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parame
 
 
 def in_cross_replica_context() -> bool:
-    """Whether code here runs for all replicas together; see :func:`get_replica_context`."""
+    """Whether this code runs once for all replicas together; see :func:`get_replica_context`."""
     return get_replica_context() is None
 
 
@@ -103,25 +103,25 @@ def in_cross_replica_context() -> bool:
 class ReplicaContext(WithWaysOut):
     """One replica of a step, as the step sees it.
 
-    What replicas do together, all replicas have to do, in the same order; if one does not, that is an error which
-    names both. Values may be tensors, numbers, and dicts, lists and tuples of them, of equal structure everywhere.
+    All replicas must make the joint calls in the same order; a mismatch is an error that names both calls. Values may
+    be tensors, numbers, and dicts, lists and tuples of them, with the same structure on every replica.
     """
 
     strategy: Strategy
-    """Whose step runs."""
+    """The strategy whose step runs."""
     _replica_threads: ReplicaThreads | None = None
-    """The replicas of this process; None: there is one, in the calling thread."""
+    """The replicas of this process; None: there is only one, in the calling thread."""
     _replica: int = 0
-    """Local number of this one."""
+    """Local index of this replica."""
     _ops: CrossDeviceOps | None = None
     """Reduces within the process; only with several replicas."""
     _own: Communicator | None = None
-    """Collectives of this replica; what it has queued there is done before the replicas meet, so that every worker
-    makes its collectives in one order."""
+    """Collectives of this replica. Those queued are completed before the replicas meet, so that every worker
+    makes its collectives in the same order."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """Number of this replica, from 0, among those of all workers."""
+        """Index of this replica, from 0, among those of all workers."""
         return self.strategy.first_replica_id + self._replica
 
     @property
@@ -130,20 +130,20 @@ class ReplicaContext(WithWaysOut):
         return self.strategy.num_replicas_in_sync
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, this is the context, and its strategy the current one."""
+        """Inside, this is the current context, and its strategy the current strategy."""
         return _Entered(self, self.strategy)
 
     @known_arguments
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
-        """The reduction of all replicas' values, on every replica, as tensors; the mean of integers is of torch's
+        """The reduction of all replicas' values, on every replica, as tensors; the mean of integers has torch's
         default dtype.
 
-        Gradients pass through SUM and MEAN, which are reduced the same way: in the backward of each replica they are
-        the sum, or mean, of what all replicas' losses say. Other reductions carry no gradient.
+        Gradients pass through SUM and MEAN and are reduced the same way: in each replica's backward they are
+        the sum, or mean, of the gradients from all replicas' losses. Other reductions carry no gradient.
 
         Raises:
             ConfigurationError: values that cannot be reduced, or of different shapes.
-            CollectiveError: another replica is somewhere else, or has failed.
+            CollectiveError: another replica makes a different call, or has failed.
         """
         op = ReduceOp(op)
         value = map_values(value, lambda leaf: operand(op, as_tensor(leaf)))
@@ -164,7 +164,7 @@ class ReplicaContext(WithWaysOut):
 
         Raises:
             ConfigurationError: a number or a tensor without that axis, or shapes that differ elsewhere.
-            CollectiveError: another replica is somewhere else, or has failed.
+            CollectiveError: another replica makes a different call, or has failed.
         """
         value = map_values(value, as_tensor)
         for leaf in values_in(value):
@@ -183,7 +183,7 @@ class ReplicaContext(WithWaysOut):
         """All replicas of the process meet, and ``fn(strategy, *args, **kwargs)`` runs once, in cross-replica context.
 
         Args:
-            fn: gets each argument as a :class:`PerReplica` of what the replicas gave.
+            fn: gets each argument as a :class:`PerReplica` of the replicas' arguments.
             args: this replica's.
             kwargs: this replica's.
 
@@ -191,7 +191,7 @@ class ReplicaContext(WithWaysOut):
             what ``fn`` returned, with each :class:`PerReplica` in it replaced by this replica's value.
 
         Raises:
-            CollectiveError: another replica is somewhere else, or has failed.
+            CollectiveError: another replica makes a different call, or has failed.
         """
         kwargs = kwargs or {}
         name = getattr(fn, "__qualname__", type(fn).__name__)

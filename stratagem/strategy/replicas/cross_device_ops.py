@@ -34,7 +34,7 @@ _NCCL_OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PRODUCT: 1, ReduceOp.MA
 class CrossDeviceOps(abc.ABC):
     """Reduces values over the replicas of one process.
 
-    Sums are formed in one order whatever the timing, and all replicas get the same bits. float16 and bfloat16 are
+    Sums are formed in a fixed order whatever the timing, and all replicas get the same bits. float16 and bfloat16 are
     summed in float32. Results carry no graph and share no memory with the arguments or with another replica's result.
     Work on GPUs is queued on the caller's current streams.
 
@@ -43,14 +43,14 @@ class CrossDeviceOps(abc.ABC):
     """
 
     def all_reduce(self, op: ReduceOp | str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The reduction of one tensor a replica, on the device of each."""
+        """The reduction of one tensor per replica, on the device of each."""
         return self.all_reduce_many(op, [tensors])[0]
 
     def all_reduce_many(
         self, op: ReduceOp | str, per_tensor: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[torch.Tensor]]:
-        """As :meth:`all_reduce` for several tensors at once, which may be packed; first index the tensor, then the
-        replica."""
+        """Like :meth:`all_reduce` for several tensors at once, which may be packed; the first index is the tensor, the
+        second the replica."""
         op = ReduceOp(op)
         for tensors in per_tensor:
             _check(op, tensors)
@@ -59,7 +59,7 @@ class CrossDeviceOps(abc.ABC):
     def reduce(
         self, op: ReduceOp | str, tensors: Sequence[torch.Tensor], destinations: Device | Sequence[Device]
     ) -> list[torch.Tensor]:
-        """The reduction of one tensor a replica, on each of the destinations, in their order."""
+        """The reduction of one tensor per replica, on each of the destinations, in their order."""
         op = ReduceOp(op)
         _check(op, tensors)
         names = _as_list(destinations)
@@ -87,8 +87,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Brings all values to one device, reduces them there in replica order, and copies the result to all.
 
     Args:
-        reduce_to_device: where; None: the first destination.
-        accumulation_fn: adds up tensors that all are on that device, for SUM and MEAN; None: in replica order.
+        reduce_to_device: that device; None: the first destination.
+        accumulation_fn: adds tensors that are all on that device, for SUM and MEAN; None: adds in replica order.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 class _AllReduce(CrossDeviceOps):
-    """What HierarchicalCopyAllReduce and NcclAllReduce have in common: packing, and what they leave to one device."""
+    """The common part of HierarchicalCopyAllReduce and NcclAllReduce: packing, and what they reduce on one device."""
 
     def __init__(self, num_packs: int = 1) -> None:
         self._num_packs = whole_number("num_packs", num_packs, 0)
@@ -160,11 +160,11 @@ class HierarchicalCopyAllReduce(_AllReduce):
 
     Fewer copies cross the slow link between the two halves of a host. Pack i has its root at replica i mod n, so that
     many packs keep all devices busy. With an odd number of replicas the second group has one more. Sums of floats are
-    those of :class:`ReductionToOneDevice` up to rounding: they are added in another order.
+    those of :class:`ReductionToOneDevice` up to rounding, because the order of addition differs.
 
     Args:
-        num_packs: into how many flat tensors the tensors of a call are packed, each dtype apart; 0: none, each goes
-            alone. Sparse tensors are reduced on one device.
+        num_packs: number of flat tensors into which the tensors of a call are packed, separately for each dtype; 0: no
+            packing. Sparse tensors are reduced on one device.
     """
 
     def _all_reduce_pack(self, op: ReduceOp, tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
@@ -183,7 +183,7 @@ class HierarchicalCopyAllReduce(_AllReduce):
 class NcclAllReduce(_AllReduce):
     """All-reduce by NCCL among the GPUs of this process.
 
-    Tensors that NCCL cannot take (not each on a GPU of its own, sparse, of a dtype it does not know) are reduced on one
+    Tensors that NCCL cannot take (not each on a GPU of its own, sparse, of an unsupported dtype) are reduced on one
     device. float16 and bfloat16 are summed as NCCL does it.
 
     Args:

@@ -29,7 +29,7 @@ def _refused(name: str) -> Callable[[Any, Any], NoReturn]:
 
 
 class TensorOperators:
-    """Operators and torch's functions see :meth:`value`. ``==`` compares identity: such objects can be keys."""
+    """Operators and torch's functions use :meth:`value`. ``==`` compares identity, so such objects can be keys."""
 
     def value(self) -> torch.Tensor:
         """The tensor to compute with."""

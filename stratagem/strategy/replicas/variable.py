@@ -53,24 +53,24 @@ _Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Variable(TensorOperators, WithWaysOut):
     """A named tensor that belongs to the strategy in whose scope it is created; outside any scope, a plain one.
 
-    Inside ``strategy.run`` it is the value of the replica that asks; anywhere else, of all replicas together. It takes
-    part in arithmetic and in torch's functions like the tensor that :meth:`value` gives. In a job of several workers
-    every worker has to create the same variables in the same order, and reading an ON_READ variable outside of
+    Inside ``strategy.run`` it is the value of the calling replica; elsewhere, of all replicas together. It takes
+    part in arithmetic and in torch's functions like the tensor that :meth:`value` returns. In a job of several workers,
+    every worker must create the same variables in the same order, and reading an ON_READ variable outside
     replicas is collective.
 
-    Every replica starts with the initial value, that of the lead where workers differ: an ON_READ variable that starts
+    Every replica starts with the initial value, the lead's if workers differ: an ON_READ variable that starts
     with 1 and is summed over two replicas reads 2.
 
     Args:
         initial_value: a tensor, number, array or nested list, or a function that makes one.
         aggregation: how replicas' values become one.
         synchronization: when they do.
-        name: for messages.
-        trainable: :meth:`value` needs gradients and stays the same ``nn.Parameter``, to be given to an optimizer.
-            (TensorFlow's default is True; here the parameters of models are trained, and a variable that says so.)
+        name: name used in messages.
+        trainable: :meth:`value` needs gradients and stays the same ``nn.Parameter``, to be passed to an optimizer.
+            (TensorFlow's default is True; here only models' parameters and variables marked trainable are trained.)
 
     Raises:
-        ConfigurationError: arguments that do not go together, or created inside a step of several replicas.
+        ConfigurationError: incompatible arguments, or creation inside a step of several replicas.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class Variable(TensorOperators, WithWaysOut):
     # -- reading -----------------------------------------------------------------------------------------------
 
     def value(self) -> torch.Tensor:
-        """The value here and now; later assignments do not change it, unless it is trainable. Do not write to it.
+        """The current value here; later assignments do not change it, unless it is trainable. Do not write to it.
 
         Raises:
-            ConfigurationError: an ON_READ variable without aggregation, read outside of replicas when it has several.
+            ConfigurationError: an ON_READ variable without aggregation, read outside replicas when it has several.
         """
         if (context := replica_of(self._strategy)) is not None:
             replica = self._local(context)
@@ -138,7 +138,7 @@ class Variable(TensorOperators, WithWaysOut):
         return self._aggregate(PerReplica(tuple(self.tensors)), "reading")
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The value as an array of its own."""
+        """A copy of the value as an array."""
         return np.array(self.value().detach().cpu().numpy())
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -147,22 +147,22 @@ class Variable(TensorOperators, WithWaysOut):
     def assign(self, value: Any) -> Variable:
         """Sets the value.
 
-        In a replica an ON_WRITE variable takes the aggregate of what all replicas give, so all of them have to call
-        it; an ON_READ variable is set on this replica alone. Outside of replicas every replica gets ``value``, or its
-        part of a :class:`PerReplica`; an ON_READ variable that is summed gets parts that add up to it.
+        In a replica an ON_WRITE variable takes the aggregate of all replicas' values, so all of them must call
+        this; an ON_READ variable is set on this replica alone. Outside replicas every replica gets ``value``, or its
+        part of a :class:`PerReplica`; a summed ON_READ variable gets parts that add up to it.
 
         Returns:
             the variable.
 
         Raises:
             ConfigurationError: several replicas and no aggregation.
-            VariableError: ``value`` has another shape, or a dtype that does not go into the variable's.
+            VariableError: ``value`` has another shape, or a dtype that cannot be stored in the variable's.
         """
         return self._change(_replace, value)
 
     @known_arguments
     def assign_add(self, value: Any) -> Variable:
-        """Adds to the value; as :meth:`assign`, but ON_READ variables that are summed refuse it outside of replicas."""
+        """Adds to the value; like :meth:`assign`, but summed ON_READ variables refuse it outside replicas."""
         return self._change(torch.add, value)
 
     @known_arguments
