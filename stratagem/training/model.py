@@ -39,20 +39,20 @@ from stratagem.worker.script_runner import awaits_strategy
 
 @known_arguments
 class Model(ModelState):
-    """A plain ``nn.Module``, trained, evaluated and asked as in Keras.
+    """A plain ``nn.Module``, with Keras's training, evaluation and prediction.
 
-    It belongs to the strategy of the scope that it is built in; outside of any scope to the default that
+    It belongs to the strategy of the scope in which it is built. Outside any scope, it belongs to the default that
     ``sg.set_strategy`` was given, or that ``compile`` finds (:func:`~stratagem.get_strategy`): in a job whose script
-    makes no strategy that is the job's. Without any it trains where the module is.
+    makes no strategy, that is the job's. Without any, it trains where the module is.
 
-    Every worker calls ``compile``, ``fit`` and ``evaluate`` alike, and where workers run in step ``save`` and
-    ``save_weights`` too; ``predict`` is each worker's own.
+    Every worker calls ``compile``, ``fit`` and ``evaluate`` alike, and, if workers run in step, ``save`` and
+    ``save_weights`` too; each worker calls ``predict`` by itself.
 
     Args:
         module: not prepared.
 
     Raises:
-        ConfigurationError: ``module`` is no module.
+        ConfigurationError: ``module`` is not a module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -82,27 +82,27 @@ class Model(ModelState):
         torch_compile: bool | str | Mapping[str, Any] = False,
         memory_format: torch.memory_format | None = None,
     ) -> None:
-        """Says how the model is trained, and prepares it and its optimizer.
+        """Configures how the model is trained, and prepares it and its optimizer.
 
         Args:
             optimizer: a class of ``torch.optim`` by name, with torch's defaults; an optimizer over the module's
-                parameters; or ``f(parameters)`` that makes one. None: the model is only evaluated and asked.
+                parameters; or ``f(parameters)`` that makes one. None: the model only evaluates and predicts.
             loss: a name, a loss module of torch, or ``f(outputs, targets)``; see
                 :class:`~stratagem.training.losses.Loss`.
-            metrics: names, metrics of torchmetrics and functions of outputs and targets that return one value an
+            metrics: names, metrics of torchmetrics and functions of outputs and targets that return one value per
                 example, or a dict that names them.
             mixed_precision: "bf16": forward and loss run under bfloat16 autocast.
-            accumulate_steps: batches whose gradients make one update: the mean of theirs. What is left of them at the
-                end of an epoch makes one too, in which each batch has the same weight as in the others.
+            accumulate_steps: batches whose gradients make one update, with their mean. The remaining batches at the
+                end of an epoch make one too, in which each batch has the same weight as in the others.
             clip_norm: largest global norm of the gradient; None: no clipping.
-            nan: "error": a NaN or Inf in a gradient is an error; "skip": the update is left out and counted.
+            nan: "error": a NaN or Inf in a gradient is an error; "skip": the update is skipped and counted.
             sync_batchnorm: BatchNorm over the batches of all replicas in sync.
             torch_compile: True, a mode or arguments of ``torch.compile``: the module is compiled, on each replica.
             memory_format: ``torch.channels_last`` for convolutions; see ``Strategy.prepare``.
 
         Raises:
-            ConfigurationError: an argument out of its range, an unknown name, or an optimizer for a model that a worker
-                of a cluster has built outside of a scope.
+            ConfigurationError: an argument out of range, an unknown name, or an optimizer for a model that a worker
+                of a cluster has built outside a scope.
             UnsupportedOptimizerError: the strategy cannot run the optimizer.
         """
         if mixed_precision not in (None, "bf16"):
@@ -172,28 +172,29 @@ class Model(ModelState):
                 dataset.
             y: targets, with arrays.
             batch_size: examples in a GLOBAL batch, with arrays and Datasets; None: 32.
-            epochs: number of the last epoch; from ``initial_epoch`` on there are ``epochs - initial_epoch``.
+            epochs: number of the last epoch; ``fit`` runs ``epochs - initial_epoch`` epochs.
             verbose: 0: nothing; 1: a bar; 2: plain lines; "auto": a bar on a terminal, else plain lines. On the lead.
             callbacks: see :class:`Callback`.
-            validation_split: the part of arrays, at their end, that is not trained on but evaluated after each epoch.
-            validation_data: evaluated after each epoch: ``(x, y)`` or ``(x, y, sample_weight)`` arrays, or what ``x``
-                may be.
-            shuffle: arrays and map-style Datasets are gone through in another order each epoch, the same under every
+            validation_split: fraction of the arrays, at their end, that is not trained on but evaluated after each
+                epoch.
+            validation_data: evaluated after each epoch: ``(x, y)`` or ``(x, y, sample_weight)`` arrays, or whatever
+                ``x`` may be.
+            shuffle: each epoch visits arrays and map-style Datasets in a different order, the same under every
                 strategy.
-            class_weight: weight of each class; those not named have 1.
+            class_weight: weight of each class; unnamed classes have 1.
             sample_weight: a weight for each example, with arrays.
             initial_epoch: number of the first epoch.
-            steps_per_epoch: GLOBAL batches of an epoch, whoever takes them; the next epoch goes on behind them, from
+            steps_per_epoch: GLOBAL batches of an epoch, over all workers; the next epoch continues after them, from
                 pass to pass. None: an epoch is a pass over the data.
-            validation_steps: batches of an evaluation at most; which these are: see ``steps`` of :meth:`evaluate`.
-            validation_batch_size: as ``batch_size``, of the data of the validation; None: the same.
-            validation_freq: epochs from one validation to the next, or the epochs, from 1, that have one.
+            validation_steps: maximum batches of an evaluation; for which ones, see ``steps`` of :meth:`evaluate`.
+            validation_batch_size: like ``batch_size``, for the validation data; None: the same.
+            validation_freq: epochs from one validation to the next, or a list of epochs, from 1, that have one.
 
         Returns:
             the logs of the epochs.
 
         Raises:
-            ConfigurationError: arguments that do not go together, or the model is not compiled for training.
+            ConfigurationError: incompatible arguments, or the model is not compiled for training.
             NonFiniteGradientError: NaN or Inf in a gradient, under ``nan="error"``.
         """
         compiled = self.compiled
@@ -286,19 +287,19 @@ class Model(ModelState):
         """The loss and the metrics, each example counted once, whatever the number of workers and replicas.
 
         Args:
-            x: as of :meth:`fit`; batches are shared out among the replicas. Under parameter servers each worker takes
-                whole batches, training waits meanwhile, and of an iterable one worker takes all.
+            x: as in :meth:`fit`; batches are distributed over the replicas. On parameter servers each worker takes
+                whole batches, training pauses meanwhile, and one worker takes all batches of an iterable.
             y: targets, with arrays.
             batch_size: examples in a GLOBAL batch, with arrays and Datasets; None: 32.
             verbose: 0: nothing; else the lead prints a line.
             sample_weight: a weight for each example, with arrays.
-            steps: batches at most. Parameter servers evaluate the first ones in the order of the examples, also of a
-                loader that shuffles; elsewhere they are the first of its order.
+            steps: maximum number of batches. Parameter servers evaluate the first ones in the order of the examples,
+                even of a loader that shuffles; other strategies evaluate the first of the loader's order.
             callbacks: see :class:`Callback`.
             return_dict: a dict by name; else the loss, or a list of the loss and the metrics, as in Keras.
 
         Raises:
-            ConfigurationError: arguments that do not go together, or the model has no loss.
+            ConfigurationError: incompatible arguments, or the model has no loss.
         """
         if self.compiled.loss is None:
             raise ConfigurationError("evaluate needs compile(loss=...)")
@@ -320,15 +321,15 @@ class Model(ModelState):
         steps: int | None = None,
         callbacks: Callback | Sequence[Callback] | None = (),
     ) -> Any:
-        """The module's outputs for all of ``x``, in its order, on the CPU. Not collective: each worker asks for itself,
-        and on a ring BatchNorm without ``sync_batchnorm`` has each replica's own statistics; in one process, their
-        average.
+        """The module's outputs for all of ``x``, in its order, on the CPU. Not collective: each worker predicts by
+        itself. On a ring, BatchNorm without ``sync_batchnorm`` uses each replica's own statistics; in one process,
+        their average.
 
         Args:
-            x: as of :meth:`fit`, but no distributed dataset; targets in its batches are left out.
+            x: as in :meth:`fit`, but not a distributed dataset; targets in its batches are ignored.
             batch_size: examples at a time, with arrays and Datasets; None: 32.
             verbose: 0: nothing; else a line.
-            steps: batches at most.
+            steps: maximum number of batches.
             callbacks: see :class:`Callback`.
         """
         whole_numbers(steps=steps)
@@ -353,7 +354,7 @@ class Model(ModelState):
         """Prints the layers and their numbers of parameters.
 
         Args:
-            print_fn: gets each line.
+            print_fn: called with each line.
         """
         strategy = self.strategy
         replicas = f"{strategy.num_replicas_in_sync} replicas" if strategy.num_replicas_in_sync > 1 else "1 replica"

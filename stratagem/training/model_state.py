@@ -39,7 +39,7 @@ _OF_A_FIT = ("is_fitting", "stop_training", "history", "_position", "_running")
 
 
 class ModelState(WithWaysOut):
-    """A model, how far its training has come, and what it does with single batches, by the methods for many."""
+    """A model, the progress of its training, and the methods for single batches."""
 
     fit: Callable[..., Any]
     evaluate: Callable[..., Any]
@@ -72,7 +72,7 @@ class ModelState(WithWaysOut):
 
     @property
     def learning_rate(self) -> float:
-        """Of the optimizer's first group; setting it sets that of all groups."""
+        """Learning rate of the optimizer's first group; setting it sets that of all groups."""
         return float(self._compiled_optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
@@ -83,10 +83,10 @@ class ModelState(WithWaysOut):
         self._set_rates(lambda _: value)
 
     def lower_learning_rates(self, factor: float, least: float) -> bool:
-        """Multiplies that of each group of the optimizer by ``factor``, as far as ``least``.
+        """Multiplies the learning rate of each group of the optimizer by ``factor``, down to ``least``.
 
         Returns:
-            whether there was one to lower.
+            whether any was lowered.
         """
         is_lower = any(group["lr"] > least for group in self._compiled_optimizer.param_groups)
         self._set_rates(lambda rate: min(rate, max(rate * factor, least)))
@@ -100,7 +100,7 @@ class ModelState(WithWaysOut):
                 group["lr"] = new(group["lr"])
 
     def check_attributes(self) -> None:
-        """Refuses attributes that Keras understands, and torch takes for some new attribute without a word.
+        """Refuses attributes that Keras understands, and that torch would silently accept as new attributes.
         ConfigurationError: one of them was set."""
         for name in _NEVER_CALLED.intersection(vars(self)):
             raise ConfigurationError(f"model.{name} was set, {_NOT_CALLED}")
@@ -116,47 +116,47 @@ class ModelState(WithWaysOut):
 
     @property
     def position(self) -> FitPosition:
-        """How far ``fit`` has come; a checkpoint can save and restore it. ConfigurationError: there was no ``fit``."""
+        """The progress of ``fit``; a checkpoint can save and restore it. ConfigurationError: there was no ``fit``."""
         if self._position is None:
             raise ConfigurationError("the position is that of fit, which has not been called")
         return self._position
 
     @property
     def num_steps(self) -> int:
-        """Steps that all ``fit`` calls have made, those before an interruption included."""
+        """Steps of all ``fit`` calls, including those before an interruption."""
         return self._num_steps + (self._position.num_steps if self._position is not None else 0)
 
     @property
     def step_in_epoch(self) -> int:
-        """Steps that the epoch has had."""
+        """Steps of the epoch so far."""
         return 0 if self._running is None else self._running.num_steps
 
     @property
     def examples_in_epoch(self) -> int:
-        """Examples that the epoch has had; of several workers that run in step, as if each had as many."""
+        """Examples of the epoch so far; with several workers that run in step, as if each had as many."""
         workers = self.strategy.communicator
         return 0 if self._running is None else self._running.num_examples * (1 if workers is None else workers.size)
 
     def logs_of_all(self, own: Mapping[str, float]) -> Mapping[str, float]:
-        """Loss and metrics of the epoch so far: of all workers where they run in step, and then every worker has to
-        ask; else ``own``."""
+        """Loss and metrics of the epoch so far: of all workers if they run in step, in which case every worker must
+        call it; else ``own``."""
         if self.strategy.communicator is None or self._running is None:
             return own
         return self._running.result()
 
     @property
     def is_mid_update(self) -> bool:
-        """Whether gradients of some steps of ``fit`` wait for those of further ones, to make one update with them."""
+        """Whether gradients of some steps of ``fit`` wait for those of further steps, to make one update with them."""
         return self._position is not None and self._position.num_waiting != 0
 
     @property
     def is_resumed(self) -> bool:
-        """Whether ``fit`` goes on where an earlier one was interrupted."""
+        """Whether ``fit`` resumes where an earlier one was interrupted."""
         return self._position is not None and self._position.is_resumed
 
     @property
     def has_servers(self) -> bool:
-        """Whether parameter servers hold the weights, and their chief the place in the data."""
+        """Whether parameter servers hold the weights, and their chief the position in the data."""
         return self.strategy.servers is not None
 
     @property
@@ -190,16 +190,16 @@ class ModelState(WithWaysOut):
     ) -> Path:
         """Exports the model as a program that plain PyTorch runs; ``sg.load_model`` reads it. The lead writes.
 
-        Where workers run in step it is there when any of them comes back.
+        If workers run in step, it exists when any of them returns.
 
         Args:
-            path: of the folder.
-            example_inputs: what the module is called with: its only argument, or a tuple of them; None: as it was
-                called last by ``fit``, ``evaluate`` or ``predict``.
-            metadata: goes with it; anything JSON can hold.
+            path: path of the folder.
+            example_inputs: the module's arguments: its only argument, or a tuple of them; None: those of its last call
+                by ``fit``, ``evaluate`` or ``predict``.
+            metadata: stored with it; anything JSON can hold.
 
         Raises:
-            ConfigurationError: nobody has said what the module is called with.
+            ConfigurationError: the module's arguments are unknown.
             ExportError: the program cannot be made; the weights are written all the same.
         """
         example = self._as_arguments(self._example) if example_inputs is None else example_inputs
@@ -212,24 +212,24 @@ class ModelState(WithWaysOut):
 
     @checked
     def save_weights(self, path: str | os.PathLike[str]) -> str:
-        """Saves the weights as the only checkpoint in the folder ``path``, and returns where.
+        """Saves the weights as the only checkpoint in the folder ``path``, and returns its path.
 
-        Under parameter servers one worker is enough.
+        On parameter servers one worker is enough.
         """
         return Checkpoint(strategy=self.strategy, model=self.module).write(path, step=next_number(path, self.num_steps))
 
     @checked
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Loads the weights of a checkpoint of any strategy, or of the newest one in a folder. CheckpointError: it is
-        damaged, or of another model."""
+        damaged, or belongs to another model."""
         Checkpoint(strategy=self.strategy, model=self.module).restore(path, random=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's."""
+        """The module's ``state_dict()``."""
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The module's; every worker calls it, see :meth:`Strategy.load_once`."""
+        """Loads the module's state; every worker calls it, see :meth:`Strategy.load_once`."""
         self.strategy.load_once(lambda: self.module.load_state_dict(state))
 
     def _as_arguments(self, inputs: Any) -> Any:
@@ -255,11 +255,11 @@ class ModelState(WithWaysOut):
             x: inputs, as arrays.
             y: targets.
             sample_weight: a weight for each example.
-            class_weight: weight of each class; those not named have 1.
-            return_dict: as of :meth:`evaluate`, whose result this is like, of the weights before the step.
+            class_weight: weight of each class; unnamed classes have 1.
+            return_dict: as in :meth:`evaluate`; the result has the same form, for the weights before the step.
 
         Raises:
-            ConfigurationError: as of :meth:`fit`; or under parameter servers, whose chief leases batches of a dataset.
+            ConfigurationError: as in :meth:`fit`; or on parameter servers, whose chief leases batches of a dataset.
         """
         if self.has_servers:
             raise ConfigurationError(
@@ -274,12 +274,12 @@ class ModelState(WithWaysOut):
 
     @known_arguments
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
-        """:meth:`evaluate` of one batch."""
+        """:meth:`evaluate` for one batch."""
         size = num_examples(x)
         return self.evaluate(x, y, batch_size=size, sample_weight=sample_weight, verbose=0, return_dict=return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """:meth:`predict` of one batch."""
+        """:meth:`predict` for one batch."""
         return self.predict(x, batch_size=num_examples(x))
 
 

@@ -27,7 +27,7 @@ RUN_CALLS = "total_run_calls"
 
 @checked
 class PreemptionCheckpointHandler:
-    """Saves a checkpoint when this job is told to end, and goes on from there when it is started again.
+    """Saves a checkpoint when this job shuts down gracefully, and resumes from it when the job restarts.
 
     ::
 
@@ -38,26 +38,26 @@ class PreemptionCheckpointHandler:
                 handler.run(train_step, args=(batch,))
         handler.close()
 
-    The constructor restores the newest checkpoint. From then on the first SIGTERM or SIGINT that any worker gets (and a
-    SIGINT of the chief) is noted; in the backward that follows all workers learn of it, and after that step they save
-    together and end with exit code 143, which asks for a restart. A second signal ends the process at once. Workers
-    that run in step need a ``backward()`` in the function that they run, because that is how they agree.
+    The constructor restores the newest checkpoint. From then on, the first SIGTERM or SIGINT to any worker (or a
+    SIGINT to the chief) is noted. In the following backward all workers learn of it; after that step they save
+    together and exit with code 143, which asks for a restart. A second signal ends the process at once. Workers
+    that run in step need a ``backward()`` in the function that they run, because they agree in it.
 
-    Give the checkpoint all that the next step depends on; random numbers are in it anyway. A script that adds up
-    gradients over several calls of :meth:`run` uses ``strategy.run`` and calls :meth:`save_checkpoint_if_preempted`
-    after the optimizer's step.
+    Give the checkpoint everything the next step depends on; random states are always included. A script that
+    accumulates gradients over several calls of :meth:`run` uses ``strategy.run`` and calls
+    :meth:`save_checkpoint_if_preempted` after the optimizer's step.
 
-    Parameter servers keep what a worker has trained, and their chief saves when the whole job ends: under them a worker
+    Parameter servers keep what a worker has trained, and their chief saves when the whole job ends: on them a worker
     only finishes its step, and nothing is restored here.
 
     Args:
-        checkpoint_or_manager: what is saved. Every worker makes the handler.
-        checkpoint_dir: where, for a :class:`~stratagem.Checkpoint`; the newest one is kept.
-        grace_s: seconds after which the first signal ends the process too, if no step has come to its end.
+        checkpoint_or_manager: what to save. Every worker makes the handler.
+        checkpoint_dir: folder for a :class:`~stratagem.Checkpoint`; the newest checkpoint is kept.
+        grace_s: seconds after which the first signal ends the process too, if no step has finished.
 
     Raises:
         CheckpointError: see :meth:`CheckpointManager.restore_or_initialize`.
-        ConfigurationError: it is not clear where to save.
+        ConfigurationError: it is unclear where to save.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """Calls of :meth:`run`, those before an interruption included. Under parameter servers of this process."""
+        """Calls of :meth:`run`, including those before an interruption. On parameter servers, those of this process."""
         return int(getattr(self._checkpoint, RUN_CALLS))
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -100,7 +100,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self) -> None:
-        """Saves and ends this process, if this job has been told to end; every worker calls it after the same steps.
+        """Saves and exits this process if the job has been asked to end; every worker calls it after the same steps.
 
         Raises:
             SystemExit: with code 143.
@@ -109,7 +109,7 @@ class PreemptionCheckpointHandler:
             leave(self._strategy, lambda: self._manager.save(blocking=True))
 
     def close(self) -> None:
-        """From now on signals end this process as if there were no handler; call it when training is over."""
+        """Stops handling signals: from now on they end this process. Call it when training is over."""
         if self._is_open:
             self._is_open = False
             interrupts.unwatch()

@@ -21,23 +21,23 @@ logger = logging.getLogger(__name__)
 
 @checked
 class BackupAndRestore(Callback):
-    """Saves what ``fit`` needs to go on, and goes on there when the script is started again.
+    """Saves what ``fit`` needs to resume, and resumes there when the script restarts.
 
-    That is the model, the optimizer, the epoch and step, the place in the data, random number generators, what the
-    epoch has counted so far, and the state of the other callbacks. When ``fit`` is done, the backup is removed.
+    It saves the model, the optimizer, the epoch and step, the position in the data, random number generators, the
+    epoch's counts so far, and the state of the other callbacks. When ``fit`` is done, the backup is removed.
 
-    A SIGTERM or SIGINT that any worker gets while ``fit`` runs is noted: all workers end the same step (or batch of the
-    validation, which is begun anew later), save, and end with exit code 143, which asks for a restart. A second one
-    ends the process at once.
+    A SIGTERM or SIGINT to any worker while ``fit`` runs is a request to end. All workers finish the same step (or batch
+    of the validation, which is later repeated from its start), save, and exit with code 143, which asks for a restart.
+    A second signal ends the process at once.
 
-    Parameter servers and their chief do this themselves (``stratagem run --checkpoint-dir``); under them this callback
-    leaves it to them, and a worker that is told to end only finishes its step. A whole job that is started again goes
-    on with its weights, the optimizer's state and its data; the history, the other callbacks and a learning rate that
-    these have set begin anew.
+    Parameter servers and their chief do this themselves (``stratagem run --checkpoint-dir``), so on them this callback
+    does not save, and a worker that gets such a signal only finishes its step. A job that restarts as a whole resumes
+    with its weights, the optimizer's state and its data; the history, the other callbacks and a learning rate that
+    they have set start fresh.
 
     Args:
         backup_dir: folder of this backup alone; workers that run in step on several hosts share rank 0's.
-        save_freq: "epoch", or a number of batches: the work between two backups is what a crash costs.
+        save_freq: "epoch", or a number of batches; a crash costs the work since the last backup.
         delete_checkpoint: False keeps the last backup; the next ``fit`` then has nothing left to do.
         save_before_preemption: False: signals end the process as if there were no such callback.
     """

@@ -14,22 +14,22 @@ _OLDER_NAMES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": 
 
 
 class Callback:
-    """Hears of the course of ``fit``, ``evaluate`` and ``predict``; the hooks are those of Keras.
+    """Observes ``fit``, ``evaluate`` and ``predict``; the hooks are those of Keras.
 
-    Every worker calls its own callbacks. Logs of epochs and tests are numbers of all workers where they run in step;
-    logs of batches are of the local replicas since the epoch began, and are computed when a callback reads them,
-    because that waits for the device. What a hook writes into the logs, the callbacks after it read.
+    Every worker calls its own callbacks. Logs of epochs and tests cover all workers if they run in step;
+    logs of batches cover the local replicas since the epoch began, and are computed only when a callback reads them,
+    because that waits for the device. Callbacks see what earlier callbacks' hooks wrote into the logs.
 
-    ``self.model.stop_training = True`` ends training: at once where there is one worker, else at the end of the epoch,
-    and then on all of them.
+    ``self.model.stop_training = True`` ends training: at once with one worker, else at the end of the epoch on all
+    workers.
     """
 
     model: ModelState
-    """Whose training it is."""
+    """The model being trained."""
     runs_last: ClassVar[bool] = False
     """Whether its hooks are called after those of all others."""
     in_step: bool = False
-    """Whether workers that run in step do its work together, so that ``fit`` refuses it on some of them alone."""
+    """Whether workers that run in step do its work together, so that ``fit`` refuses it on only some of them."""
     params: Mapping[str, Any]
     """"epochs", "steps" (of an epoch, or None) and "verbose"."""
 
@@ -42,29 +42,29 @@ class Callback:
         self.params = params
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be known to go on after an interruption; fit for a checkpoint."""
+        """The state needed to resume after an interruption, in a form that a checkpoint can hold."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where ``state`` was saved."""
+        """Resumes where ``state`` was saved."""
 
     def on_train_begin(self, logs: LogsArgument = None) -> None:
         """Training is about to begin."""
 
     def on_train_end(self, logs: LogsArgument = None) -> None:
-        """Training is over; logs of the last epoch."""
+        """Training is over; ``logs`` are those of the last epoch."""
 
     def on_train_interrupted(self) -> None:
-        """An error or a signal ends training; it goes on its way after this. Not a hook of Keras."""
+        """An error or a signal ends training, and propagates after this hook. Not a hook of Keras."""
 
     def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
         """An epoch, from 0, is about to begin."""
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
-        """An epoch is over; its logs, also those of the validation ("val_loss")."""
+        """An epoch is over; its logs include those of the validation ("val_loss")."""
 
     def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
-        """Other workers of parameter servers have done all of an epoch; its logs of theirs. Not a hook of Keras."""
+        """Other workers on parameter servers have done a whole epoch; its logs are theirs. Not a hook of Keras."""
 
     def on_train_batch_begin(self, batch: int, logs: LogsArgument = None) -> None:
         """A step, from 0 in each epoch, is about to begin."""
@@ -109,10 +109,10 @@ class LambdaCallback(Callback):
     """Hooks given as functions: ``LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch, logs["loss"]))``.
 
     Args:
-        hooks: by name any hook of :class:`Callback`; each is called with the arguments of that hook.
+        hooks: by name, any hook of :class:`Callback`; each is called with the arguments of that hook.
 
     Raises:
-        ConfigurationError: a name that is no hook, or what cannot be called.
+        ConfigurationError: a name is not a hook, or a value is not callable.
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

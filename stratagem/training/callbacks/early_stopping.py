@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 @checked
 class EarlyStopping(Callback):
-    """Ends training when ``monitor`` has not become better for ``patience`` epochs.
+    """Ends training when ``monitor`` has not improved for ``patience`` epochs.
 
     Args:
         monitor: a value of the epochs' logs.
-        min_delta: less than that is no improvement.
-        patience: epochs without improvement that are put up with.
-        verbose: 1: says when it stops.
+        min_delta: a smaller change is not an improvement.
+        patience: number of epochs without improvement to tolerate.
+        verbose: 1: prints when it stops.
         mode: whether less ("min") or more ("max") is better; "auto": by the name.
-        baseline: what has to be bettered first; None: nothing.
-        restore_best_weights: the model has the weights of its best epoch in the end, not of its last; where all values
+        baseline: value to improve on first; None: none.
+        restore_best_weights: at the end the model has the weights of its best epoch instead of its last; if all values
             are NaN, of its first.
         start_from_epoch: epochs before this one do not count.
     """
@@ -132,9 +132,9 @@ class EarlyStopping(Callback):
 class TerminateOnNaN(Callback):
     """Ends training when the loss of the epoch so far is NaN or Inf.
 
-    It reads the loss after each batch, which waits for the device. A NaN or Inf in a gradient, which under
-    ``compile(nan="error")`` is an error, ends ``fit`` too, which then returns the epochs before; under parameter
-    servers, where it is one worker's alone, it stays an error.
+    It reads the loss after each batch, which waits for the device. A NaN or Inf in a gradient, an error under
+    ``compile(nan="error")``, also ends ``fit``, which then returns the epochs before. On parameter servers it
+    remains an error, because it is one worker's alone.
     """
 
     def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:

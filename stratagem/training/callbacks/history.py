@@ -50,13 +50,13 @@ class History(Callback):
 
 @checked
 class CSVLogger(Callback):
-    """Writes a line for each epoch, on the lead. Columns are those of the logs; one that comes
-    later, as of a first validation, is added to the lines before.
+    """Writes a line for each epoch, on the lead. The columns are those of the logs; a column that appears
+    later, for example with a first validation, is added to the earlier lines.
 
     Args:
-        filename: of the file; its folder must exist.
+        filename: path of the file, in an existing folder.
         separator: between columns.
-        append: goes on with an existing file; else it is begun anew.
+        append: appends to an existing file instead of overwriting it.
     """
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:

@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 @checked
 class LearningRateScheduler(Callback):
-    """Sets the learning rate before each epoch, and puts it into the epoch's logs as "learning_rate".
+    """Sets the learning rate before each epoch, and adds it to the epoch's logs as "learning_rate".
 
     Args:
-        schedule: ``f(epoch, learning_rate)``, or ``f(epoch)`` where it takes no second argument, gives the learning
+        schedule: ``f(epoch, learning_rate)``, or ``f(epoch)`` if it takes no second argument, returns the learning
             rate of an epoch.
-        verbose: 1: says each new one.
+        verbose: 1: prints each new rate.
     """
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
@@ -61,17 +61,17 @@ class LearningRateScheduler(Callback):
 
 @checked
 class ReduceLROnPlateau(Callback):
-    """Lowers the learning rate when ``monitor`` has not become better for ``patience`` epochs.
+    """Lowers the learning rate when ``monitor`` has not improved for ``patience`` epochs.
 
     Args:
         monitor: a value of the epochs' logs.
         factor: the new learning rate is the old one times this, in each group of the optimizer.
-        patience: epochs without improvement that are put up with.
-        verbose: 1: says each new learning rate.
+        patience: number of epochs without improvement to tolerate.
+        verbose: 1: prints each new learning rate.
         mode: whether less ("min") or more ("max") is better; "auto": by the name.
-        min_delta: less than that is no improvement.
+        min_delta: a smaller change is not an improvement.
         cooldown: epochs after a change that do not count.
-        min_lr: it goes no lower.
+        min_lr: lower limit.
     """
 
     def __init__(

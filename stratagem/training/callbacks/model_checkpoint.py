@@ -19,22 +19,22 @@ logger = logging.getLogger(__name__)
 
 @checked
 class ModelCheckpoint(Callback):
-    """Saves a checkpoint after each epoch, or every n-th batch; all workers together save one.
+    """Saves a checkpoint after each epoch, or every n-th batch; all workers save one together.
 
     ``Model.load_weights``, ``sg.Checkpoint.restore`` and ``sg.latest_checkpoint`` read it.
-    Under parameter servers the lead saves: of an epoch whose batches the others have all taken there is none.
+    On parameter servers the lead saves; an epoch whose batches were all taken by other workers has no checkpoint.
 
     Args:
-        filepath: a folder for each, which may hold "{epoch}" (from 1) and values of the logs:
+        filepath: a folder for each checkpoint, which may contain "{epoch}" (from 1) and values of the logs:
             "runs/{epoch}-{val_loss:.2f}"; with a number of batches as ``save_freq`` also "{batch}" of the epoch, from
-            1. The same path again replaces what is there.
+            1. Saving to the same path again replaces it.
         monitor: a value of the epochs' logs.
-        verbose: 1: says each.
+        verbose: 1: prints each save.
         save_best_only: only when ``monitor`` is better than ever.
         save_weights_only: without the optimizer's state.
         mode: whether less ("min") or more ("max") is better; "auto": by the name.
         save_freq: "epoch", or a number of batches.
-        initial_value_threshold: what ``monitor`` has to better first; None: nothing.
+        initial_value_threshold: value that ``monitor`` must improve on first; None: none.
     """
 
     in_step = True

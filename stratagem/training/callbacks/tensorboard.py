@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 @checked
 class TensorBoard(Callback):
-    """Writes scalars, on the lead: those of epochs as "epoch_loss" and so on, in folders "train" and "validation", and
-    where its time went as "phases/data_wait_s" and so on.
+    """Writes scalars, on the lead: epoch values as "epoch_loss" and so on, in folders "train" and "validation", and
+    the time of each phase as "phases/data_wait_s" and so on.
 
     Args:
         log_dir: folder of the run.
-        update_freq: "epoch"; "batch" or a number n: after every, or every n-th, batch there are "batch_loss" and so on
-            as well, of the lead's own replicas. Reading them waits for the device.
+        update_freq: "epoch"; "batch" or a number n: also write "batch_loss" and so on after every, or every n-th,
+            batch, from the lead's own replicas. Reading them waits for the device.
 
     Raises:
         ConfigurationError: TensorBoard is not installed.

@@ -46,24 +46,24 @@ class TrainSpec:
 @checked
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """What to evaluate, and what becomes of it.
+    """What to evaluate, and which exporters to call.
 
     Raises:
-        ConfigurationError: a value is out of its range, or two exporters have one name.
+        ConfigurationError: a value is out of range, or two exporters have the same name.
     """
 
     input_fn: InputFunction
     """See :meth:`Estimator.evaluate`."""
     steps: int | None = 100
-    """Batches at most; None: all."""
+    """Maximum number of batches; None: all."""
     name: str | None = None
-    """Of the data; see :meth:`Estimator.evaluate`."""
+    """Name of the data; see :meth:`Estimator.evaluate`."""
     exporters: Exporter | Sequence[Exporter] | None = ()
     """Called after each evaluation."""
     start_delay_secs: float = 120
-    """An evaluator waits that long at first. A process that trains alone evaluates each checkpoint as it is saved."""
+    """Seconds an evaluator waits first. A process that trains alone evaluates each checkpoint as it is saved."""
     throttle_secs: float = 600
-    """An evaluator does not start an evaluation sooner after the start of the one before, but for the last."""
+    """Minimum seconds between the starts of two evaluations of an evaluator, except for the last."""
 
     def __post_init__(self) -> None:
         whole_numbers(steps=self.steps)

@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 @checked
 class Estimator(WithWaysOut):
-    """Trains, evaluates and asks the model of a ``model_fn``.
+    """Trains, evaluates and predicts with the model of a ``model_fn``.
 
-    ``model_fn(features, labels, mode, params)`` is called with every batch and returns an :class:`EstimatorSpec`. What
-    lasts longer than a step, its modules and its optimizer, comes from ``sg.get_or_create("net", Net)``. The Estimator
-    prepares it for the strategy, restores and saves it, and makes the steps::
+    ``model_fn(features, labels, mode, params)`` is called with every batch and returns an :class:`EstimatorSpec`.
+    Objects that outlive a step, its modules and its optimizer, come from ``sg.get_or_create("net", Net)``. The
+    Estimator prepares them for the strategy, restores and saves them, and makes the steps::
 
         def model_fn(features, labels, mode, params):
             net = sg.get_or_create("net", Net)
@@ -56,18 +56,18 @@ class Estimator(WithWaysOut):
             optimizer = sg.get_or_create("optimizer", lambda: torch.optim.Adam(net.parameters(), params["lr"]))
             return sg.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
 
-    The first call in each mode, with an example or two of the first batch, creates the objects. Training goes on from
-    the newest checkpoint of the folder; evaluation and prediction take the newest one's weights, or those of another.
+    The first call in each mode, with an example or two of the first batch, creates the objects. Training resumes from
+    the newest checkpoint of the folder; evaluation and prediction use its weights, or those of another checkpoint.
 
     Args:
-        model_fn: takes ``features``, and ``labels``, ``mode``, ``params`` and ``config`` where it wants them.
-        model_dir: where checkpoints, summaries and exports go; None: ``config.model_dir``, and without one a temporary
+        model_fn: takes ``features``, and optionally ``labels``, ``mode``, ``params`` and ``config``.
+        model_dir: folder for checkpoints, summaries and exports; None: ``config.model_dir``, or else a temporary
             folder.
         config: how it runs; None: the defaults.
         params: for ``model_fn`` and the input functions.
 
     Raises:
-        ConfigurationError: arguments that do not go together.
+        ConfigurationError: incompatible arguments.
     """
 
     def __init__(
@@ -93,29 +93,29 @@ class Estimator(WithWaysOut):
         max_steps: int | None = None,
         saving_listeners: Sequence[SavingListener] | None = (),
     ) -> Estimator:
-        """Trains, from the newest checkpoint on; saves checkpoints on the way and at the end.
+        """Trains, starting from the newest checkpoint; saves checkpoints on the way and at the end.
 
-        The data is gone through again and again until the steps are made; without a number of steps, once. A training
-        that was interrupted goes on in its data where it stopped.
+        It iterates over the data repeatedly until the steps are made; without a number of steps, once. An
+        interrupted training resumes at the position in its data where it stopped.
 
-        The first SIGTERM or SIGINT that any worker gets is a request to end: after the step in hand all workers save
-        together and end with exit code 143. A second one ends the process at once.
+        The first SIGTERM or SIGINT to any worker is a request to end: after the current step all workers save
+        together and exit with code 143. A second one ends the process at once.
 
-        Workers that run in step all make the steps and the checkpoints together. Under parameter servers the steps of
-        all workers count, and ``train`` returns when all of them are applied and saved; the batches come out of one
+        Workers that run in step all make the steps and the checkpoints together. On parameter servers the steps of
+        all workers count, and ``train`` returns when all of them are applied and saved; the batches come from one
         stream of examples, so that none is smaller than the others.
 
         Args:
-            input_fn: returns a DataLoader, or an iterable, of GLOBAL batches ``(features, labels)``. One that takes
-                ``input_context`` returns batches for single replicas and shards by it, as in
-                ``distribute_datasets_from_function``; under parameter servers, where the chief leases the batches, it
-                is told of one pipeline. It may take ``mode``, ``params`` and ``config`` too.
+            input_fn: returns a DataLoader, or an iterable, of GLOBAL batches ``(features, labels)``. If it takes
+                ``input_context``, it returns batches for single replicas and shards by it, as in
+                ``distribute_datasets_from_function``; on parameter servers, where the chief leases the batches, the
+                context has one pipeline. It may take ``mode``, ``params`` and ``config`` too.
             steps: updates to make.
-            max_steps: updates, counted over all trainings of this model, after which there is nothing left to do.
-            saving_listeners: are told of each checkpoint, on the worker that saves it.
+            max_steps: total updates over all trainings of this model, after which there is nothing left to do.
+            saving_listeners: are notified of each checkpoint, on the worker that saves it.
 
         Raises:
-            ConfigurationError: both numbers are given, or the input or ``model_fn`` is not what it should be.
+            ConfigurationError: both numbers are given, or the input or ``model_fn`` is invalid.
         """
         if steps is not None and max_steps is not None:
             raise ConfigurationError("expected steps or max_steps, got both")
@@ -139,17 +139,17 @@ class Estimator(WithWaysOut):
     ) -> dict[str, float]:
         """The loss, the metrics and "global_step" of a checkpoint, and a summary of them in ``<model_dir>/eval``.
 
-        It is this process's own, under every strategy of the training. The loss is the mean over the examples.
+        This process evaluates by itself, whatever the strategy of the training. The loss is the mean over the examples.
 
         Args:
             input_fn: returns a DataLoader, or an iterable, of batches.
-            steps: batches at most; None: all.
+            steps: maximum number of batches; None: all.
             checkpoint_path: a checkpoint, or a folder of them; None: the newest one of the model.
-            name: of the data: the summary goes to ``eval_<name>``.
+            name: name of the data: the summary goes to ``eval_<name>``.
 
         Raises:
-            CheckpointError: it is damaged or of another model.
-            ConfigurationError: the input or ``model_fn`` is not what it should be.
+            CheckpointError: the checkpoint is damaged or belongs to another model.
+            ConfigurationError: the input or ``model_fn`` is invalid.
         """
         whole_numbers(steps=steps)
         given = Input(input_fn, ModeKeys.EVAL, self.params, self.config)
@@ -166,18 +166,18 @@ class Estimator(WithWaysOut):
         """The predictions of a checkpoint for each example, in the order of the input, on the CPU.
 
         Args:
-            input_fn: returns a DataLoader, or an iterable, of batches; labels in them are left out.
+            input_fn: returns a DataLoader, or an iterable, of batches; labels in them are ignored.
             checkpoint_path: a checkpoint, or a folder of them; None: the newest one of the model.
 
         Raises:
-            CheckpointError: it is damaged or of another model.
-            ConfigurationError: the input or ``model_fn`` is not what it should be.
+            CheckpointError: the checkpoint is damaged or belongs to another model.
+            ConfigurationError: the input or ``model_fn`` is invalid.
         """
         given = Input(input_fn, ModeKeys.PREDICT, self.params, self.config)
         return evaluation.predict(self._restored_in(ModeKeys.PREDICT), given, self._checkpoint(checkpoint_path))
 
     def latest_checkpoint(self) -> str | None:
-        """The newest complete checkpoint of the model; None: there is none."""
+        """The newest complete checkpoint of the model; None if there is none."""
         found = newest(self.model_dir, CHECKPOINT_NAME)
         return None if found is None else str(found)
 
@@ -189,16 +189,16 @@ class Estimator(WithWaysOut):
         checkpoint_path: str | os.PathLike[str] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Exports what the model predicts from features as a program; ``sg.load_model`` reads it.
+        """Exports the prediction of the model from features as a program; ``sg.load_model`` reads it.
 
         Args:
-            path: of the folder.
-            example_inputs: features, or ``TensorSpec`` in their place; None: as ``evaluate`` or ``predict`` was given.
+            path: path of the folder.
+            example_inputs: features, or ``TensorSpec`` in their place; None: those of ``evaluate`` or ``predict``.
             checkpoint_path: a checkpoint, or a folder of them; None: the newest one of the model.
-            metadata: goes with it; anything JSON can hold.
+            metadata: stored with it; anything JSON can hold.
 
         Raises:
-            ConfigurationError: nobody has said what the features look like.
+            ConfigurationError: the form of the features is unknown.
             ExportError: the program cannot be made.
         """
         if example_inputs is None:

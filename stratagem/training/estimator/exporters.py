@@ -27,7 +27,7 @@ class Exporter(Protocol):
 
     @property
     def name(self) -> str:
-        """Of its folder, under ``<model_dir>/export``."""
+        """Name of its folder, under ``<model_dir>/export``."""
 
     def export(
         self,
@@ -37,14 +37,14 @@ class Exporter(Protocol):
         eval_result: Results,
         is_the_final_export: bool,
     ) -> Path | None:
-        """Writes an export, or not.
+        """Writes an export, or decides not to.
 
         Args:
-            estimator: whose model it is; see :meth:`Estimator.export_model`.
-            export_path: this exporter's folder; perhaps not made yet.
-            checkpoint_path: that was evaluated.
-            eval_result: what came out.
-            is_the_final_export: no other one comes.
+            estimator: the owner of the model; see :meth:`Estimator.export_model`.
+            export_path: this exporter's folder, which may not exist yet.
+            checkpoint_path: the evaluated checkpoint.
+            eval_result: the result of the evaluation.
+            is_the_final_export: no other export follows.
 
         Returns:
             the folder of the export; None: there is none this time.
@@ -56,7 +56,7 @@ class LatestExporter:
     """Exports every evaluated checkpoint and keeps the newest: ``<model_dir>/export/<name>/step-00000100``.
 
     Args:
-        name: of the folder.
+        name: name of the folder.
         example_inputs: features that the model is called with, or ``TensorSpec`` in their place; None: those of the
             evaluation.
         exports_to_keep: None: all.
@@ -102,7 +102,7 @@ class FinalExporter(LatestExporter):
     """Exports the last checkpoint of the training.
 
     Args:
-        name: of the folder.
+        name: name of the folder.
         example_inputs: see :class:`LatestExporter`.
     """
 
@@ -120,12 +120,12 @@ def loss_smaller(best: Results, current: Results) -> bool:
 
 @checked
 class BestExporter(LatestExporter):
-    """Exports a checkpoint that is better than all before it, also than those before this process was started.
+    """Exports a checkpoint that is better than all before it, including those before this process started.
 
     Args:
-        name: of the folder; ``best.json`` in it holds the best results.
+        name: name of the folder; its ``best.json`` holds the best results.
         example_inputs: see :class:`LatestExporter`.
-        compare_fn: is given the best results and the current ones, and says whether the current ones are better.
+        compare_fn: gets the best results and the current ones, and says whether the current ones are better.
         exports_to_keep: None: all.
     """
 

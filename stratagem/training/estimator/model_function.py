@@ -33,7 +33,7 @@ _KNOWN = ("features", "labels", "mode", "params", "config")
 
 
 class ModeKeys(NamedEnum, enum.StrEnum):
-    """What a ``model_fn`` is called for."""
+    """The purpose for which a ``model_fn`` is called."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -43,14 +43,14 @@ class ModeKeys(NamedEnum, enum.StrEnum):
 @known_arguments
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
-    """The answer of a ``model_fn`` to one batch.
+    """The result of a ``model_fn`` for one batch.
 
     Raises:
-        ConfigurationError: something is missing that the mode asks for.
+        ConfigurationError: something that the mode requires is missing.
     """
 
     mode: ModeKeys | str
-    """As ``model_fn`` was told."""
+    """The mode that ``model_fn`` got."""
     predictions: Any = None
     """PREDICT: a tensor whose first dimension is the batch, or dicts, lists and tuples of such."""
     loss: torch.Tensor | None = None
@@ -58,13 +58,13 @@ class EstimatorSpec:
     optimizer: torch.optim.Optimizer | None = None
     """TRAIN: from :func:`get_or_create`. The Estimator calls ``zero_grad``, ``backward`` and ``step``."""
     metrics: Mapping[str, MetricValue] = dataclasses.field(default_factory=dict)
-    """EVAL: by name, the same names each time."""
+    """EVAL: metrics by name, the same names each time."""
     prepare: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """TRAIN: arguments of ``Strategy.prepare``: ``clip_norm``, ``nan``, ``sync_batchnorm`` and so on. Those of the
-    first call count."""
+    first call are used."""
     weight: float | None = None
-    """EVAL: what the loss was divided by, where that is not the number of examples (tokens, weights of classes); in
-    TRAIN ``strategy.set_weight`` says so."""
+    """EVAL: the loss's denominator if it is not the number of examples (tokens, class weights); in
+    TRAIN use ``strategy.set_weight``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", ModeKeys(self.mode))
@@ -150,14 +150,14 @@ def giving(source: ObjectSource) -> Iterator[None]:
 def get_or_create(name: str, factory: Callable[[], T]) -> T:
     """In a ``model_fn``: the module or optimizer called ``name``, which the first call creates.
 
-    Modules are saved and restored under their names. Every object has to be created in the first call of a mode.
+    Modules are saved and restored under their names. Every object must be created in the first call of a mode.
 
     Args:
         name: an identifier.
-        factory: makes it; called once.
+        factory: creates it; called once.
 
     Raises:
-        ConfigurationError: called outside of a ``model_fn``, for another kind of object, or for the first time in a
+        ConfigurationError: called outside a ``model_fn``, for another kind of object, or for the first time in a
             later step.
     """
     made: T = _here("get_or_create").get_or_create(name, factory)
@@ -165,14 +165,14 @@ def get_or_create(name: str, factory: Callable[[], T]) -> T:
 
 
 def get_global_step() -> int:
-    """In a ``model_fn``: updates made before this one, by all workers together, for schedules.
+    """In a ``model_fn``: the number of updates before this one, by all workers together, for schedules.
 
-    ``for group in optimizer.param_groups: group["lr"] = decay(sg.get_global_step())``. Under asynchronous parameter
-    servers it is the number of the batch in hand, so workers see nearby numbers; in modes EVAL and PREDICT it is that
+    ``for group in optimizer.param_groups: group["lr"] = decay(sg.get_global_step())``. On asynchronous parameter
+    servers it is the number of the current batch, so workers see nearby numbers; in modes EVAL and PREDICT it is that
     of the checkpoint.
 
     Raises:
-        ConfigurationError: called outside of a ``model_fn``.
+        ConfigurationError: called outside a ``model_fn``.
     """
     return _here("get_global_step").global_step
 

@@ -21,27 +21,27 @@ StrategyOrFactory = Strategy | Callable[[], Strategy]
 @checked
 @dataclasses.dataclass(frozen=True)
 class RunConfig(WithWaysOut):
-    """Choices for an Estimator.
+    """Options of an Estimator.
 
     Raises:
-        ConfigurationError: a value is out of its range, or two contradict each other.
+        ConfigurationError: a value is out of range, or two contradict each other.
     """
 
     model_dir: str | os.PathLike[str] | None = None
-    """Where checkpoints, summaries and exports go; in a cluster every task has to see it."""
+    """Folder for checkpoints, summaries and exports; in a cluster it must be visible to every task."""
     seed: int | None = None
-    """Seeds torch before the model is created; None: torch is left as it is."""
+    """Seeds torch before the model is created; None: torch is not seeded."""
     save_summary_steps: int = 100
     """Steps between two lines in the log and two points in TensorBoard."""
     save_checkpoints_steps: int | None = None
-    """Steps between two checkpoints. There is one at the end of a training in any case."""
+    """Steps between two checkpoints. The end of a training always saves one."""
     save_checkpoints_secs: float | None = None
-    """Seconds between two checkpoints, instead of steps; with neither 600. ``math.inf``: only at the end."""
+    """Seconds between two checkpoints, instead of steps; 600 if neither is set. ``math.inf``: only at the end."""
     keep_checkpoint_max: int | None = 5
-    """Checkpoints to keep, the newest ones; None or 0: all."""
+    """Number of checkpoints to keep, newest first; None or 0: all."""
     train_distribute: StrategyOrFactory | None = None
-    """The strategy of ``train``, or what makes it: a class, a function. None: what ``stratagem run`` and
-    TF_CONFIG say (``sg.strategy_from_environment``)."""
+    """The strategy of ``train``, or a class or function that makes it. None: the strategy of ``stratagem run`` and
+    TF_CONFIG (``sg.strategy_from_environment``)."""
     eval_distribute: StrategyOrFactory | None = None
     """The strategy of ``evaluate`` and ``predict``; None: one device."""
 
@@ -54,7 +54,7 @@ class RunConfig(WithWaysOut):
 
     @property
     def save_every_s(self) -> float | None:
-        """Seconds between two checkpoints; None where steps count."""
+        """Seconds between two checkpoints; None if steps count."""
         if self.save_checkpoints_steps is not None:
             return None
         return DEFAULT_SAVE_S if self.save_checkpoints_secs is None else self.save_checkpoints_secs

@@ -23,7 +23,7 @@ class TensorSpec:
     """An input tensor without its elements."""
 
     shape: tuple[int | None, ...]
-    """Sizes; None in the first place: as many rows as the batch has."""
+    """Sizes; None in the first place means as many rows as the batch has."""
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class TensorSpec:
             )
 
     def to(self, device: torch.device) -> TensorSpec:
-        """Itself: a spec is on no device. (What can be moved is a leaf to :mod:`stratagem.data.nested`.)"""
+        """Itself: a spec has no device. (Whatever can be moved is a leaf to :mod:`stratagem.data.nested`.)"""
         return self
 
     @property

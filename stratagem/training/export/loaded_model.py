@@ -24,13 +24,13 @@ NOT_TRAINED = (
 
 
 class LoadedModel(nn.Module):
-    """An exported program. Parameters and buffers have the names that they had in the model.
+    """An exported program. Parameters and buffers keep the names they had in the model.
 
     It computes what the model computed in eval mode, for any number of rows, and moves between devices like any module.
-    It cannot be trained: dropout and the like are not in it any more.
+    It cannot be trained: it no longer contains dropout and the like.
 
     Args:
-        program: ``torch.export.load(…).module()``; ``metadata`` and ``arguments`` are of it.
+        program: ``torch.export.load(…).module()``; ``metadata`` and ``arguments`` belong to it.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class LoadedModel(nn.Module):
         super().train(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model answered to the same arguments; those that it was exported without cannot be given.
+        """The model's outputs for these arguments. Arguments that the model was exported without cannot be passed.
 
         Raises:
-            TypeError: other arguments than the model was exported with.
-            AssertionError: an input has another shape than the model was exported with; says which.
+            TypeError: the arguments differ from those the model was exported with.
+            AssertionError: an input's shape differs from the one the model was exported with; says which input.
         """
         if kwargs:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -60,30 +60,30 @@ class Restored(WithWaysOut):
 class Checkpoint:
     """Saves objects together and restores them, under any strategy and across strategies.
 
-    ``sg.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, data=dataset, epoch=0)``: models, optimizers,
-    ``sg.Variable``, whatever has ``state_dict()`` and ``load_state_dict()``, and numbers and strings, which are
-    attributes (``checkpoint.epoch += 1``). The states of random number generators are saved too. Nothing is pickled.
+    ``sg.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, data=dataset, epoch=0)`` takes models,
+    optimizers, ``sg.Variable``, any object with ``state_dict()`` and ``load_state_dict()``, and numbers and strings,
+    which become attributes (``checkpoint.epoch += 1``). It also saves random number generators. Nothing is pickled.
 
     Under a synchronous strategy with several workers every worker calls every method; rank 0 writes and reads the
-    files, everybody gets the path and the states. Buffers that differ between replicas are averaged. Under parameter
-    servers one worker is enough to save: whoever calls asks the chief for a consistent checkpoint of all ps, and adds
-    what the ps do not hold. Of several that save the same step the first one wins; all get its path. Every worker
-    restores; the ps get the states once, from the lead, before anybody goes on. A worker that starts again in a running
-    job restores what only it holds; the weights and slots stay what they have become.
+    files, all get the path and the states. Buffers that differ between replicas are averaged. On parameter
+    servers one worker is enough to save: it asks the chief for a consistent checkpoint of all ps, and adds
+    what the ps do not hold. If several save the same step, the first one wins; all get its path. Every worker
+    restores; the ps get the states once, from the lead, before any worker continues. A worker that restarts in a
+    running job restores only what it alone holds; the weights and slots keep their current values.
 
     A directory is a checkpoint once it is complete: a save that dies, or finds the disk full, leaves the earlier ones
-    as they were. An existing checkpoint is never overwritten.
+    unchanged. An existing checkpoint is never overwritten.
 
     Args:
-        model: by its place, as in TensorFlow: short for ``model=model``.
+        model: positional, as in TensorFlow: short for ``model=model``.
         strategy: None: that of the open scope.
-        asynchronous: :meth:`save` returns once the states are copied, and writes meanwhile. One write is under way at a
-            time, so a save waits for the one before it, and so does :meth:`wait`.
-        max_file_bytes: where a file is full and the next begins.
+        asynchronous: :meth:`save` returns once the states are copied, and writes in the background. Only one write runs
+            at a time, so a save waits for the one before it, and so does :meth:`wait`.
+        max_file_bytes: size at which a file is full and the next begins.
         objects: by name.
 
     Raises:
-        ConfigurationError: an object cannot be saved, or this worker of a cluster does not say with which strategy.
+        ConfigurationError: an object cannot be saved, or this worker of a cluster does not name its strategy.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Checkpoint:
             super().__setattr__(name, value)
 
     def add(self, name: str, item: Any) -> None:
-        """Saves one more object, unless there is one of this name. A checkpoint that lacks it restores the others.
+        """Saves one more object, unless there is one of this name. A checkpoint without it restores the others.
 
         Raises:
             ConfigurationError: it cannot be saved.
@@ -148,12 +148,12 @@ class Checkpoint:
 
     @property
     def strategy(self) -> Strategy:
-        """Whose replicas the objects have."""
+        """The strategy whose replicas have the objects."""
         return self._strategy
 
     @property
     def last_stall_s(self) -> float:
-        """Seconds for which the last save held this process up."""
+        """Seconds for which the last save blocked this process."""
         return self._stall_s
 
     @checked
@@ -161,14 +161,14 @@ class Checkpoint:
         """Saves a checkpoint ``<prefix>-00000012`` and returns its path.
 
         Args:
-            prefix: directory and beginning of the name ("runs/a/step"); ending in "/", or an existing directory: the
-                name is "step". Under parameter servers all of them have to see the directory.
-            step: its number; None: one more than the highest in the directory. Two workers of parameter servers that do
-                not say it, and save one after the other, save two.
-            blocking: whether to return only when it is complete; None: as the checkpoint was made.
+            prefix: directory and beginning of the name ("runs/a/step"); if it ends in "/" or is an existing directory,
+                the name is "step". On parameter servers the directory must be visible to all of them.
+            step: its number; None: one more than the highest in the directory. Two workers on parameter servers that
+                omit it, and save one after the other, save two.
+            blocking: whether to return only when it is complete; None: as set in the constructor.
 
         Raises:
-            CheckpointError: it cannot be written, or the asynchronous save before could not.
+            CheckpointError: it cannot be written, or the previous asynchronous save could not.
             ConfigurationError: a state cannot be written.
         """
         text = os.fspath(prefix)
@@ -178,10 +178,10 @@ class Checkpoint:
 
     @checked
     def write(self, folder: str | os.PathLike[str], *, step: int | None = None, blocking: bool | None = None) -> str:
-        """Saves the only checkpoint in ``folder``: once it is complete, those that were there before are removed.
+        """Saves the only checkpoint in ``folder``: once it is complete, earlier ones there are removed.
 
-        For a path that a script chooses itself, as "best" or "epoch-3"; :meth:`restore` takes the folder. Arguments,
-        result and errors as of :meth:`save`.
+        Use it for a path that a script chooses itself, like "best" or "epoch-3"; :meth:`restore` takes the folder.
+        Arguments, result and errors are those of :meth:`save`.
         """
         with timed_phase(measures.SAVE):
             self.wait()
@@ -210,13 +210,13 @@ class Checkpoint:
 
     @checked
     def restore(self, path: str | os.PathLike[str] | None, *, random: bool = True) -> Restored | None:
-        """Gives every object the state it had.
+        """Gives every object its saved state.
 
         Args:
-            path: None, as ``latest_checkpoint`` says where there is none: nothing is restored, and None returned; else
-                a checkpoint, of any strategy and any number of ps and workers; or a directory of checkpoints: the
-                newest complete one. Objects that are only in the checkpoint are left out.
-            random: whether the random number generators go back too; a worker that the saving job did not have keeps
+            path: a checkpoint of any strategy and any number of ps and workers; or a directory of checkpoints, for the
+                newest complete one; or None, which ``latest_checkpoint`` returns if there is none: then nothing is
+                restored, and None returned. Objects that are only in the checkpoint are ignored.
+            random: whether to restore the random number generators too; a worker that the saving job did not have keeps
                 its own.
 
         Raises:

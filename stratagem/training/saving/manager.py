@@ -14,15 +14,15 @@ from stratagem.training.saving.checkpoint import Checkpoint
 
 @checked
 class CheckpointManager(WithWaysOut):
-    """Saves into one directory, keeps the newest, and finds the one to go on from.
+    """Saves into one directory, keeps the newest checkpoints, and finds the one to resume from.
 
-    Where every worker has to call the methods of the checkpoint, every worker has to call these.
+    If every worker must call the methods of the checkpoint, every worker must call these.
 
     Args:
-        checkpoint: what is saved.
-        directory: for these checkpoints; made if need be.
+        checkpoint: what to save.
+        directory: directory of these checkpoints; created if needed.
         max_to_keep: complete checkpoints to keep, at least 1; None: all. One is removed only when the newer one is
-            complete. Those that the chief takes by itself do not count: it removes them by itself.
+            complete. Those that the chief takes by itself do not count: the chief removes them.
         checkpoint_name: beginning of their names.
     """
 
@@ -41,7 +41,7 @@ class CheckpointManager(WithWaysOut):
 
     @property
     def checkpoints(self) -> list[str]:
-        """Complete checkpoints in the directory, oldest first. In this process's eyes; nobody else is asked."""
+        """Complete checkpoints in the directory, oldest first, as this process sees it; it asks no other process."""
         return [str(path) for path in named(self.directory, self._name)]
 
     @property
@@ -57,9 +57,9 @@ class CheckpointManager(WithWaysOut):
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint that is not damaged and returns its path; None when there is no checkpoint.
 
-        Damaged ones are named in the log. Those that the chief took by itself are left out where the objects need more
-        than they hold: its folder may be this one. Where the job goes on from such a one that is newer (it was told to
-        end, say), parameter servers keep what they have, and the other objects are as in the one that is returned.
+        The log names damaged ones. The directory may also be the chief's; its own checkpoints are skipped if the
+        objects need more than they hold. If the job resumes from such a newer one (after a graceful shutdown, say),
+        parameter servers keep what they have, and the other objects are as in the returned checkpoint.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.

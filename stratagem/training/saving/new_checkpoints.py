@@ -69,14 +69,14 @@ class JobWatch:
 
 
 def new_checkpoints() -> Iterator[NewCheckpoint]:
-    """In an evaluator: each newest checkpoint of the job, until the job is over and the last one has been given.
+    """In an evaluator: yields each newest checkpoint of the job, until the job is over and the last one was yielded.
 
-    A checkpoint that is older than one already given is left out: a slow evaluator sees the newest. So is one that is
-    damaged (the log says so), and one that the chief removed while it was read, because newer ones are there. Where
-    there was none at all, the log says where they were looked for.
+    It skips a checkpoint that is older than one already yielded, so a slow evaluator sees only the newest. It also
+    skips a damaged one (the log says so), and one that the chief removed while it was read, because newer ones exist. If
+    there was none at all, the log says where it looked for them.
 
     Raises:
-        ConfigurationError: this process is no evaluator, or does not know the chief or the checkpoint directory.
+        ConfigurationError: this process is not an evaluator, or does not know the chief or the checkpoint directory.
         JobStoppedError: the job failed.
     """
     given = -1
