@@ -1,7 +1,7 @@
 """Stratagem: tf.distribute for PyTorch.
 
-``import stratagem as sg`` gives what a training script needs. ``__init__.pyi`` says which name lives where; each is
-loaded when first used, so that a chief or a command line does not load torch.
+``import stratagem as sg`` provides everything a training script needs. ``__init__.pyi`` says which module has each
+name. Each is loaded on first use, so that a chief or a command line does not load torch.
 """
 
 import os

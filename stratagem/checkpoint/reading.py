@@ -160,7 +160,7 @@ def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> di
 
     Args:
         path: the checkpoint, or a directory of checkpoints: then the newest complete one.
-        name: which object, as it was called in ``sg.Checkpoint(...)``; None: the only model.
+        name: name of the object in ``sg.Checkpoint(...)``; None: the only model.
 
     Raises:
         CheckpointError: there is no such model, or a file is damaged; then the last good checkpoint is named.
@@ -185,7 +185,7 @@ def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> di
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Path of the newest complete checkpoint in a directory: the highest step, then the one written last. None if none.
 
-    Incomplete ones (a save that was interrupted, a file missing or cut short) are left out. Checksums are compared when
+    Incomplete ones (an interrupted save, a missing or truncated file) are skipped. Checksums are compared when
     a checkpoint is restored, or by ``stratagem checkpoint verify``.
     """
     found = newest(pathlib.Path(directory))

@@ -3,7 +3,7 @@
     import stratagem.distributed
     torch.distributed.init_process_group("stratagem")
 
-Everything else of the script stays as it is: DDP, FSDP, device meshes and plain collectives.
+The rest of the script stays the same: DDP, FSDP, device meshes and plain collectives.
 """
 
 from __future__ import annotations

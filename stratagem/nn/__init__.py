@@ -1,4 +1,4 @@
-"""``sg.nn``: layers whose weights may live elsewhere than in this process."""
+"""``sg.nn``: layers whose weights may be outside this process."""
 
 from typing import Any
 

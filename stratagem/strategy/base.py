@@ -273,7 +273,7 @@ class Strategy(WithWaysOut):
         """Loads other weights after :meth:`prepare`; every worker calls it, at the same place in the script.
 
         On parameter servers only the lead's ``load`` is used: values that it loads into models and optimizers, or
-        changes in place, go to the ps, and no worker trains until they have them. Elsewhere every worker calls ``load``.
+        changes in place, go to the ps, and no worker trains until they have them. Elsewhere each worker calls ``load``.
 
         Args:
             load: for example ``lambda: model.load_state_dict(torch.load(path))``.

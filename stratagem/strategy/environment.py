@@ -36,12 +36,12 @@ def strategy_from_environment(
         name: "one", "mirrored", "central", "ring" or "ps"; "auto": ps when the cluster has a ps, ring when it has
             several workers or a chief, mirrored when this process has several devices, else one. None:
             STRATAGEM_STRATEGY, else "auto".
-        devices: of the replicas of this process; a text has commas between them. None: STRATAGEM_DEVICES, else its
-            GPUs, else one CPU.
+        devices: devices of the replicas of this process; in a string, separated by commas. None: STRATAGEM_DEVICES,
+            else its GPUs, else one CPU.
 
     Raises:
-        ConfigurationError: no such strategy or device, the cluster does not fit the strategy, or a variable of the
-            environment that nobody knows.
+        ConfigurationError: the strategy or device does not exist, the cluster does not fit the strategy, or an
+            environment variable is unknown.
     """
     environment_layer(WorkerConfig, os.environ)  # without a cluster nobody else would read it
     placement = placement_from_environment(os.environ)

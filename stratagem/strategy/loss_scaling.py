@@ -24,16 +24,16 @@ _divided: set[int] = set()
 def compute_average_loss(
     per_example_loss: torch.Tensor, sample_weight: torch.Tensor | None = None, global_batch_size: float | None = None
 ) -> torch.Tensor:
-    """The sum of a replica's losses over the size of the GLOBAL batch: for ``prepare(gradients="sum")``.
+    """A replica's losses, summed and divided by the size of the GLOBAL batch: for ``prepare(gradients="sum")``.
 
-    The sum of it over all replicas is the mean over the global batch. Under ``gradients="mean"``, where replicas are
-    weighted by their share once more, its ``backward()`` is an error with several replicas.
+    Its sum over all replicas is the mean over the global batch. Under ``gradients="mean"``, which would weight
+    replicas by their share once more, its ``backward()`` is an error with several replicas.
 
     Args:
         per_example_loss: one for each example, any shape.
         sample_weight: multiplies them, as in TensorFlow: one for each example, or of a shape that broadcasts to theirs.
         global_batch_size: examples of all replicas; None: this replica's times the replicas in sync, which is right
-            where all have the same number.
+            if all have the same number.
 
     Returns:
         a scalar.
@@ -58,10 +58,10 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor:
     """A loss that does not depend on examples, over the replicas in sync: all replicas add it, so it counts once.
 
-    For ``prepare(gradients="sum")``, as :func:`compute_average_loss`.
+    For ``prepare(gradients="sum")``, like :func:`compute_average_loss`.
 
     Args:
-        regularization_loss: a scalar, or several, which are added up.
+        regularization_loss: a scalar, or several, which are added.
     """
     return _watched(regularization_loss.sum() / current_strategy().num_replicas_in_sync)
 

@@ -44,55 +44,55 @@ def run(
     kubernetes_access_mode: str | None = None,
     dry_run: bool = False,
 ) -> Job:
-    """Submits a training script as a job: validates, makes an image, pushes it, starts the tasks.
+    """Submits a training script as a job: validates, builds an image, pushes it, starts the tasks.
 
-    The model is ``run()`` of TensorFlow Cloud, and so are the names of the arguments. Three things differ: the chief
-    only coordinates, so ``worker_count`` is the number of workers that train; nothing is wrapped around the script,
-    which asks ``strategy_from_environment()`` for the strategy (``sg.Model`` and ``get_strategy()`` do it for a script
-    that makes none; one that trains without any in a job of several replicas is an error); and the default machine has
-    no accelerator.
+    The call and its argument names follow ``run()`` of TensorFlow Cloud, with three differences. The chief
+    only coordinates, so ``worker_count`` is the number of workers that train. Nothing is wrapped around the script,
+    which gets its strategy from ``strategy_from_environment()`` (``sg.Model`` and ``get_strategy()`` do this for a
+    script that makes none; training without a strategy in a job of several replicas is an error). The default machine
+    has no accelerator.
 
-    A script may call this on itself (``entry_point=None``). In the job the call returns at once and the script goes
-    on; where it was called, **the rest of the script does not run**: after submitting the call ends the process with
-    ``sys.exit``, with 0, or with the job's exit code under ``stream_logs``. From a notebook it returns.
+    A script may call this on itself (``entry_point=None``). In the job the call returns at once and the script
+    continues. In the submitting process, **the rest of the script does not run**: after submitting, the call exits with
+    ``sys.exit``, with 0, or with the job's exit code under ``stream_logs``. In a notebook it returns.
 
     Args:
         entry_point: script (.py) or notebook (.ipynb) below the working directory. None: the running notebook (its
             file in VS Code and JupyterLab, elsewhere the cells executed so far), or the running script.
         requirements_txt: file whose packages are installed in the image, or a list of them; a local job checks that
-            they are there.
+            they are installed.
         distribution_strategy: "auto": ParameterServerStrategy with ps, MultiWorkerMirroredStrategy with workers, else
-            MirroredStrategy if the chief has several accelerators, else OneDeviceStrategy (on the CPU where no
-            accelerator is asked for). Or "one", "mirrored", "central", "ring", "ps". None: the script makes its own.
-        docker_base_image: image with Python and this version of stratagem; None: ``stratagem``, which
-            deploy/Dockerfile makes.
+            MirroredStrategy if the chief has several accelerators, else OneDeviceStrategy (on the CPU if no
+            accelerator is requested). Or "one", "mirrored", "central", "ring", "ps". None: the script makes its own.
+        docker_base_image: image with Python and this version of stratagem; None: ``stratagem``, built by
+            deploy/Dockerfile.
         chief_config: machine of the chief: a name of ``COMMON_MACHINE_CONFIGS``, "CORES:GIB[:GPUS]" or a
-            ``MachineConfig``. It trains if there are no workers ("auto": "CPU"), and else coordinates ("auto": 0.1
+            ``MachineConfig``. It trains if there are no workers ("auto": "CPU"); otherwise it coordinates ("auto": 0.1
             core, 0.5 GiB).
         worker_config: machine of each worker; "auto": "CPU".
-        worker_count: workers; 0: the chief trains alone.
-        entry_point_args: arguments of the script.
+        worker_count: number of workers; 0: the chief trains alone.
+        entry_point_args: command-line arguments of the script.
         stream_logs: show the job's log until it ends.
         docker_image_bucket_name: registry to push the image to, for example "registry.example:5000/team".
-        job_labels: by the rules of Kubernetes, at most 64.
+        job_labels: labels that follow the rules of Kubernetes, at most 64.
         target: "local": processes of this machine, in the background (machine configurations choose the strategy
             only); "compose": containers of the Docker engine; "kubernetes": the cluster of the kubeconfig.
-        ps_count: parameter servers.
+        ps_count: number of parameter servers.
         ps_config: machine of each parameter server; "auto": "CPU".
         evaluator: start an evaluator too.
-        staleness: bound for parameter servers: 0 synchronous, inf asynchronous.
-        docker_build_network: network of the steps of the image's build, for example "host".
+        staleness: bound for parameter servers; 0: synchronous, inf: asynchronous.
+        docker_build_network: network for the image's build steps, for example "host".
         kubernetes_namespace: None: that of the kubeconfig's context.
-        kubernetes_storage_class: of the job's volume; None: the cluster's default.
-        kubernetes_access_mode: of the volume: "ReadWriteMany" (None), or "ReadWriteOnce" where all pods are on one
-            node (kind, minikube, k3s, whose storage knows nothing else).
+        kubernetes_storage_class: storage class of the job's volume; None: the cluster's default.
+        kubernetes_access_mode: access mode of the volume: "ReadWriteMany" (None), or "ReadWriteOnce" if all pods are
+            on one node (kind, minikube, k3s, whose storage supports nothing else).
         dry_run: print what would be done, and do nothing.
 
     Returns:
         The job; inside a job, that job.
 
     Raises:
-        ConfigurationError: what was asked for cannot work.
+        ConfigurationError: the request cannot work.
         SubmitError: Docker, the registry or the cluster refused.
     """
     given = locals()  # the arguments, which have the names of the fields of a request

@@ -97,15 +97,15 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     """Trains to ``max_steps`` and evaluates on the way. Call it in every task of the cluster, with the same arguments.
 
     Workers train; the lead writes summaries and asks for checkpoints. The chief and parameter servers serve until the
-    job ends, and then their processes end. The evaluator evaluates each new checkpoint, calls the exporters and comes
-    back when ``max_steps`` is reached or the job is over. A process that is in no cluster trains, and evaluates each
+    job ends, and then their processes exit. The evaluator evaluates each new checkpoint, calls the exporters and
+    returns when ``max_steps`` is reached or the job is over. A process outside a cluster trains, and evaluates each
     checkpoint that it saves.
 
     Returns:
         the newest evaluation; None where another task evaluates.
 
     Raises:
-        ConfigurationError: arguments that do not go together.
+        ConfigurationError: incompatible arguments.
         JobStoppedError: in the evaluator: the job failed.
     """
     placement = placement_from_environment(os.environ)

@@ -25,13 +25,13 @@ from stratagem.training.model import Model
 def model_to_estimator(
     model: Model, model_dir: str | os.PathLike[str] | None = None, config: RunConfig | None = None
 ) -> Estimator:
-    """An Estimator that starts from the model as it is now; the model itself is not trained by it.
+    """An Estimator that starts from the model as it is now, and does not train the model itself.
 
     Labels are the targets; features in a list, tuple or dict are the arguments of the module. Predictions are the
     module's outputs.
 
     Args:
-        model: compiled, and built outside of any scope: the strategies are those of ``config``.
+        model: compiled, and built outside any scope: the strategies are those of ``config``.
         model_dir: see :class:`Estimator`.
         config: see :class:`Estimator`.
 

@@ -41,27 +41,27 @@ def export_model(
     - ``state_dict.pt``: the weights alone, for ``torch.load(…, weights_only=True)``.
     - ``metadata.json``: names, shapes and dtypes of inputs and outputs, versions, a checksum for each file, and
       ``metadata``.
-    - ``model.onnx``, when ONNX is installed.
+    - ``model.onnx``, if ONNX is installed.
 
     The program was compared with the model on batches of one row and of three. Only the lead writes; other workers
     return at once. An earlier export at ``path`` is replaced; the folder appears complete or not at all.
 
     Args:
-        module: plain or prepared; it is not changed. What is exported is replica 0 as it is now, buffers included.
-        path: of the folder.
-        example_inputs: what ``module`` is called with: a tuple of positional arguments, or its only argument. Tensors
+        module: plain or prepared; it is not changed. The export is replica 0 as it is now, including buffers.
+        path: path of the folder.
+        example_inputs: the arguments of ``module``: a tuple of positional arguments, or its only argument. Tensors
             (their first dimension is the batch), or :class:`TensorSpec` in their place, nested in any way.
-        metadata: anything JSON can hold; :attr:`LoadedModel.metadata` gives it back.
-        onnx: True: write ONNX or fail; False: do not; None: when it is installed, and a model without an ONNX form is
-            no error.
+        metadata: anything JSON can hold; :attr:`LoadedModel.metadata` returns it.
+        onnx: True: write ONNX or fail; False: do not; None: if it is installed, and a model without an ONNX form is
+            not an error.
 
     Returns:
         ``path``.
 
     Raises:
         ConfigurationError: an argument is missing or cannot be used.
-        ExportError: the program cannot be made; with torch's reason. The folder is there all the same, with the weights
-            and the reason, but without ``model.pt2``. Or the folder cannot be written: then it is not there.
+        ExportError: the program cannot be made; with torch's reason. The folder exists all the same, with the weights
+            and the reason, but without ``model.pt2``. Or the folder cannot be written: then it does not exist.
     """
     target = Path(os.path.abspath(path))
     if example_inputs is None:

@@ -108,7 +108,7 @@ def load_model(path: str | os.PathLike[str]) -> LoadedModel:
     """Reads the folder that :func:`export_model` wrote, on the CPU; every file is checked first.
 
     Raises:
-        ExportError: it is no such folder, a file is damaged (named), or the export has no program (with the reason).
+        ExportError: it is not such a folder, a file is damaged (named), or the export has no program (with the reason).
     """
     folder = Path(path)
     description = export_folder.read(folder)

@@ -72,8 +72,8 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
     """In an evaluator: yields each newest checkpoint of the job, until the job is over and the last one was yielded.
 
     It skips a checkpoint that is older than one already yielded, so a slow evaluator sees only the newest. It also
-    skips a damaged one (the log says so), and one that the chief removed while it was read, because newer ones exist. If
-    there was none at all, the log says where it looked for them.
+    skips a damaged one (the log says so), and one that the chief removed while it was read, because newer ones exist.
+    If there was none at all, the log says where it looked for them.
 
     Raises:
         ConfigurationError: this process is not an evaluator, or does not know the chief or the checkpoint directory.
