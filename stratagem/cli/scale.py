@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 
@@ -15,6 +14,8 @@ from stratagem.launch.status import ask_to_scale, fetch_status
 from stratagem.rpc.status_view import StatusView
 
 POLL_S = 0.2
+AWAY_S = 15.0
+"""Seconds for a chief that is started again; one that is away for longer has probably ended with its job."""
 
 
 def lacking(status: StatusView, num_workers: int, num_ps: int) -> str:
@@ -63,12 +64,16 @@ def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, w
     address, security = asking.address, asking.security
     ask_to_scale(address, workers, ps, asking.timeout_s, security)
     deadline = time.monotonic() + wait_s
-    status, left, later = StatusView(), "the chief to answer", ""
+    status, left, later, heard_at = StatusView(), "the chief to answer", "", time.monotonic()
     while True:
-        with contextlib.suppress(PeerUnavailableError):  # what was asked for is in its journal
+        try:
             status = fetch_status(address, asking.timeout_s, security)
-            left = lacking(status, workers, ps)
-            later = asked_since(status, workers, ps)
+        except PeerUnavailableError as error:  # what was asked for is in its journal
+            if wait_s and not status.stop_reason and time.monotonic() >= heard_at + AWAY_S:
+                words = "asked for, but the job has ended since, or its chief is away (the next one goes on with it)"
+                raise PeerUnavailableError(f"{words}: {error}") from None
+        else:
+            heard_at, left, later = time.monotonic(), lacking(status, workers, ps), asked_since(status, workers, ps)
         if not left or later or status.stop_reason or time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import yaml
+
 from stratagem.errors import ConfigurationError, SubmitError
 
 TIMEOUT_S = 30.0
@@ -29,7 +31,9 @@ class Cluster:
                 "target='kubernetes' needs the kubernetes client: pip install 'stratagem[kubernetes]'"
             ) from None
         self._library: Any = kubernetes
-        self.kubeconfig = kubeconfig or os.environ.get("KUBECONFIG", "")
+        files = (kubeconfig or os.environ.get("KUBECONFIG", "")).split(os.pathsep)
+        absolute = (os.path.abspath(os.path.expanduser(file)) for file in files if file)
+        self.kubeconfig = os.pathsep.join(absolute)  # a job is asked for from other folders too
         self.context, found = self._find(context)
         self.namespace = namespace or found or "default"
 
@@ -56,10 +60,14 @@ class Cluster:
             raise ConfigurationError(
                 f"the kubeconfig has no context {context!r} any more; it has {', '.join(sorted(named))}"
             ) from None
-        except config.ConfigException as error:
-            raise ConfigurationError(
-                f"no Kubernetes cluster is configured here ({error}); set KUBECONFIG, or try `kubectl cluster-info`"
-            ) from None
+        except (config.ConfigException, OSError, yaml.YAMLError) as error:
+            file = self.kubeconfig or os.path.expanduser("~/.kube/config")
+            if not any(map(os.path.exists, file.split(os.pathsep))):
+                words = f"there is no kubeconfig {file}: put it there, or for a new job set KUBECONFIG to another"
+            else:
+                said = " ".join(str(error).split())
+                words = f"the kubeconfig {file} cannot be used ({said}); `kubectl config view` shows what is read of it"
+            raise ConfigurationError(words) from None
 
     def close(self) -> None:
         pools = self._api.rest_client.pool_manager.pools
@@ -189,10 +197,21 @@ class Cluster:
             yield
         except library.client.ApiException as error:
             if error.status != unless:
-                raise SubmitError(f"the cluster would not {what}: {_said(error)}") from None
+                again = "; the login in the kubeconfig is not accepted: log in again" if error.status == 401 else ""
+                raise SubmitError(f"the cluster would not {what}: {_said(error)}{again}") from None
         except urllib3.exceptions.HTTPError as error:
             host = self._api.configuration.host
-            raise SubmitError(f"the cluster at {host} could not be asked to {what}: {error}") from None
+            raise SubmitError(
+                f"the cluster at {host} could not be asked to {what}: {_cause(error)}. `kubectl cluster-info` shows "
+                "whether it runs and is reached from here"
+            ) from None
+
+
+def _cause(error: BaseException) -> str:
+    """What the system said, below what the library wraps around it: "Connection refused"."""
+    while isinstance(deeper := getattr(error, "reason", None) or error.__cause__, BaseException):
+        error = deeper
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _said(error: Any) -> str:

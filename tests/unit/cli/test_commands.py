@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from stratagem.cli import __main__ as cli
-from stratagem.cli import asking, roles, run, status
+from stratagem.cli import asking, roles, run, scale, status
 from stratagem.cli.options import flag
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ROLES
@@ -344,6 +344,8 @@ class _Job(chief_pb2_grpc.ChiefServicer, observer_pb2_grpc.ObserverServicer):
     wanted = 0
 
     def GetStatus(self, request: chief_pb2.GetStatusRequest, context: grpc.ServicerContext) -> chief_pb2.GetStatusReply:
+        if self.wanted == 8:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "it has ended with its job")
         reply = chief_pb2.GetStatusReply(
             ready=True, lead="worker:0", units_accepted=3, units_planned=9, wanted_workers=self.wanted
         )
@@ -506,6 +508,12 @@ def test_status_as_a_table(job: str) -> None:
 def test_scale_does_not_wait_for_what_a_later_request_has_replaced(job: str) -> None:
     code, _, err = invoke("scale", "--chief", job, "--workers", "4", "--wait-s", "inf")
     assert code == 1 and "somebody has asked for 3 workers since: worker:1, worker:2, worker:3 to come" in err
+
+
+def test_scale_does_not_wait_for_a_chief_that_has_ended(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "AWAY_S", 0.5)
+    code, _, err = invoke("scale", "--chief", job, "--workers", "9", "--wait-s", "100")
+    assert code == 1 and "the job has ended since, or its chief is away" in err
 
 
 def test_status_as_json_with_stacks(job: str) -> None:

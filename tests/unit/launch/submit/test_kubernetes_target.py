@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,8 +253,30 @@ def test_a_job_whose_cluster_is_gone_for_good_can_be_forgotten(
         submission.remove(record.id, store)
 
 
-def test_no_configuration_and_no_server_are_said_in_words(tmp_path: Path, server: ApiServer) -> None:
-    with pytest.raises(ConfigurationError, match="no Kubernetes cluster is configured"):
+def test_no_configuration_and_no_server_are_said_in_words(
+    tmp_path: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"there is no kubeconfig {tmp_path}/nowhere: put it there"):
         Cluster(kubeconfig=str(tmp_path / "nowhere"))
+    (tmp_path / "damaged").write_text("{a: [")
+    with pytest.raises(ConfigurationError, match=f"the kubeconfig {tmp_path}/damaged cannot be used .*line 1"):
+        Cluster(kubeconfig=str(tmp_path / "damaged"))
     with pytest.raises(ConfigurationError, match="no context 'other' any more; it has test"):
         Cluster(kubeconfig=str(server.kubeconfig), context="other")
+    monkeypatch.chdir(server.kubeconfig.parent)
+    monkeypatch.setenv("KUBECONFIG", server.kubeconfig.name)
+    with contextlib.closing(Cluster()) as cluster:
+        assert cluster.kubeconfig == str(server.kubeconfig), "jobs are asked for from other folders"
+
+
+def test_a_cluster_that_does_not_answer_is_said_in_the_words_of_the_system(tmp_path: Path, server: ApiServer) -> None:
+    config = yaml.safe_load(server.kubeconfig.read_text())
+    with socket.socket() as nobody:  # bound, and listens not
+        nobody.bind(("127.0.0.1", 0))
+        address = f"https://127.0.0.1:{nobody.getsockname()[1]}"
+        config["clusters"][0]["cluster"]["server"] = address
+        (tmp_path / "stopped").write_text(yaml.safe_dump(config))
+        with contextlib.closing(Cluster(kubeconfig=str(tmp_path / "stopped"))) as cluster:
+            words = f"^the cluster at {address} could not be asked to list .* Job: Connection refused. "
+            with pytest.raises(SubmitError, match=words):
+                cluster.jobs("a=b")
