@@ -241,7 +241,7 @@ class Model(ModelState):
                 num_steps = length_of(dataset) if steps_per_epoch is None else steps_per_epoch
             called = self._called(every, verbose, num_steps, epochs)
             self._running = running
-            self._position = FitPosition(dataset, running, [*first, history], initial_epoch)
+            self._position = FitPosition(dataset, running, [*first, history], initial_epoch, self._num_done)
             agreement = self._agreement(dataset, self._position)
             validate = None
             if validation is not None:

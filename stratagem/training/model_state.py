@@ -58,7 +58,7 @@ class ModelState(WithWaysOut):
         self._example: Any = None
         self._position: FitPosition | None = None
         self._running: RunningMetrics | None = None
-        self._num_steps = self._num_fits = 0
+        self._num_steps = self._num_fits = self._num_done = 0
         self.is_fitting = False
         """Whether ``fit`` runs."""
         for name in {"train_step", "compute_loss"}.intersection(dir(type(module))):  # others have other frameworks too
@@ -174,6 +174,7 @@ class ModelState(WithWaysOut):
         self.is_fitting = True
         try:
             yield
+            self._num_done += not outer["is_fitting"]
         finally:
             done = self.num_steps
             vars(self).update(outer if outer["is_fitting"] else {"is_fitting": False})

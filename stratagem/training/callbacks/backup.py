@@ -36,7 +36,8 @@ class BackupAndRestore(Callback):
     they have set start fresh.
 
     Args:
-        backup_dir: folder of this backup alone; workers that run in step on several hosts share rank 0's.
+        backup_dir: folder of this backup alone: each ``fit`` of a script has its own, all but the last with
+            ``delete_checkpoint=False``. Workers that run in step on several hosts share rank 0's.
         save_freq: "epoch", or a number of batches; a crash costs the work since the last backup.
         delete_checkpoint: False keeps the last backup; the next ``fit`` then has nothing left to do.
         save_before_preemption: False: signals end the process as if there were no such callback.

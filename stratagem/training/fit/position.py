@@ -21,12 +21,16 @@ class FitPosition:
     for the state.
     """
 
-    def __init__(self, dataset: Any, running: RunningMetrics, callbacks: Sequence[Stateful], epoch: int) -> None:
+    def __init__(
+        self, dataset: Any, running: RunningMetrics, callbacks: Sequence[Stateful], epoch: int, num_before: int = 0
+    ) -> None:
         self._dataset = dataset
         self._running = running
         self._callbacks = callbacks
         self.validation: SplitDataset | None = None
         """Data that workers who run in step evaluate after epochs."""
+        self._num_before = num_before
+        """Calls of ``fit`` that were done before this one, of this model in its process."""
         self.epoch = epoch
         self.step = 0
         """Within the epoch: steps that are done."""
@@ -62,7 +66,14 @@ class FitPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where ``state`` was saved. The first callback of a class gets the state of the first, and so on."""
+        """Goes on where ``state`` was saved. The first callback of a class gets the state of the first, and so on.
+        ConfigurationError: it is of a later ``fit`` of the script."""
+        if (number := state.get("num_before", 0)) > self._num_before:
+            raise ConfigurationError(
+                f"the place in fit that was saved here is that of fit {number + 1} of this model, and this is fit "
+                f"{self._num_before + 1}: give each fit a BackupAndRestore with a folder of its own, and those before "
+                "the last delete_checkpoint=False, so that what is done is not trained again"
+            )
         self._put(state)
         self._running.add_states([unpack(part) for part in state["counted"]])
         if self._is_placed and state["data"]:
@@ -81,6 +92,7 @@ class FitPosition:
 
     def _place(self) -> dict[str, Any]:
         return {
+            "num_before": self._num_before,
             "epoch": self.epoch,
             "step": self.step,
             "num_steps": self.num_steps,

@@ -523,6 +523,30 @@ def test_a_backup_that_has_lost_a_part_is_not_passed_over_without_a_word(tmp_pat
         fit(make_model(), [BackupAndRestore(tmp_path)], epochs=2)
 
 
+def test_a_backup_of_a_scripts_second_fit_is_not_taken_by_its_first(tmp_path: Path) -> None:
+    """Killed in the second, started again: the first went on there, and the second trained further what it had."""
+
+    def script(first: BackupAndRestore, second: BackupAndRestore, *crash: Callback) -> Model:
+        model = make_model()
+        fit(model, [first], epochs=2)
+        model.learning_rate = 0.01
+        fit(model, [second, *crash], epochs=3)
+        return model
+
+    def own() -> tuple[BackupAndRestore, BackupAndRestore]:
+        return BackupAndRestore(tmp_path / "first", delete_checkpoint=False), BackupAndRestore(tmp_path / "second")
+
+    shared = BackupAndRestore(tmp_path / "shared", save_freq=1)
+    expected = script(shared, shared)
+    with pytest.raises(KeyboardInterrupt):
+        script(shared, shared, Crash(6 + 5))
+    with pytest.raises(ConfigurationError, match=r"of fit 2 of this model, and this is fit 1: give each .* of its own"):
+        script(shared, shared)
+    with pytest.raises(KeyboardInterrupt):
+        script(*own(), Crash(6 + 5))
+    torch.testing.assert_close(script(*own()).state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
 def test_an_epoch_is_gone_on_with_by_the_metrics_that_it_began_with(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(make_model(), [BackupAndRestore(tmp_path, save_freq=1), Crash(2)])
