@@ -257,7 +257,8 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "saved_model": "Model.save writes a program, and sg.load_model reads it",
         "data": "a DataLoader of torch, or an iterable of batches, is what distribute_dataset takes",
         "models": "leave it out: sg.load_model, sg.Model",
-        "utils": "torch.manual_seed() sets the seed, torch.nn.functional.one_hot makes one-hot rows",
+        "utils": "torch.manual_seed() sets the seed, torch.nn.functional.one_hot makes one-hot rows, and instead of a "
+        "DatasetCreator fit takes a DataLoader of global batches",
         "Sequential": "sg.Model(torch.nn.Sequential(…)) is one",
         **dict.fromkeys(("layers", "activations"), "they are those of torch.nn"),
         **dict.fromkeys(("initializers", "regularizers"), "torch.nn.init, and weight_decay= of an optimizer"),

@@ -181,7 +181,13 @@ class ModelState(WithWaysOut):
             self._num_steps += done - self.num_steps
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if current_strategy() is self.strategy else self.strategy.scope()
+        current = current_strategy()
+        if current.places_models and not self.strategy.places_models:
+            raise ConfigurationError(
+                f"this sg.Model was built outside of the scope of {type(current).__name__}, which does not train it: "
+                "build the sg.Model inside `with strategy.scope():`"
+            )
+        return contextlib.nullcontext() if current is self.strategy else self.strategy.scope()
 
     # -- weights -----------------------------------------------------------------------------------------------
 

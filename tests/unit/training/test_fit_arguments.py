@@ -300,3 +300,14 @@ def test_examples_that_batch_norm_leaves_out_are_told(
     model.fit(X[:14], Y[:14], batch_size=6, verbose=0, callbacks=count)
     assert seen[-1] == num_examples
     assert ("1 of 3 batches are left out in each epoch" in caplog.text) is not joint
+
+
+def test_a_model_from_outside_of_a_scope_is_told_to_be_built_inside() -> None:
+    model = sg.Model(torch.nn.Linear(4, 1))
+    with sg.OneDeviceStrategy().scope(), pytest.raises(ConfigurationError, match="which does not train it: build"):
+        model.compile("sgd", "mse")
+
+
+def test_a_dataset_creator_has_a_way_out() -> None:
+    with pytest.raises(AttributeError, match="instead of a DatasetCreator fit takes a DataLoader"):
+        sg.keras.utils.experimental.DatasetCreator(lambda context: [])  # type: ignore[attr-defined]
