@@ -39,7 +39,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text-bytes", type=int, default=4_000_000, help="how much source text to read")
     parser.add_argument("--sample-bytes", type=int, default=300, help="how much to write at the end")
     parser.add_argument("--export", metavar="FILE", help="write the trained weights there, as a plain state_dict")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.epochs < 0 or min(arguments.batch_size, arguments.windows, arguments.context) < 1:
+        parser.error("expected --epochs of 0 or more and --batch-size, --windows and --context of 1 or more")
+    if arguments.width % 4 or arguments.text_bytes <= arguments.context:
+        parser.error("expected a --width that 4 heads can share, and --text-bytes above --context")
+    return arguments
 
 
 def read_source_text(num_bytes: int) -> bytes:
@@ -154,6 +159,7 @@ def main() -> int:
     if sg.is_lead():
         print("--- sample ---", model.write(b"def ", arguments.sample_bytes), sep="\n")
         if arguments.export:
+            Path(arguments.export).parent.mkdir(parents=True, exist_ok=True)
             torch.save(model.state_dict(), arguments.export)
     return 0
 

@@ -12,6 +12,7 @@ import argparse
 import math
 import sys
 import time
+from pathlib import Path
 from statistics import mean
 
 import sklearn.datasets
@@ -30,13 +31,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
-    optimizers = [name for name in torch.optim.__all__ if name[0].isupper() and name != "Optimizer"]
+    others = ("Optimizer", "LBFGS", "Muon", "SparseAdam")  # these want a closure, matrices alone, sparse gradients
+    optimizers = [name for name in torch.optim.__all__ if name[0].isupper() and name not in others]
     parser.add_argument("--optimizer", choices=optimizers, default="Adam")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--export", metavar="FILE", help="write the trained weights there, as a plain state_dict")
     parser.add_argument("--logs", metavar="DIR", help="write curves for TensorBoard there")
     parser.add_argument("--min-accuracy", type=float, default=0.0, help="exit with 1 below this held-out accuracy")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.epochs < 0 or arguments.batch_size < 1:
+        parser.error("expected --epochs of 0 or more and --batch-size of 1 or more")
+    return arguments
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -97,6 +102,7 @@ def main() -> int:
     if sg.is_lead():
         print(f"held-out accuracy {accuracy:.2%} on {len(test_data)} digits")
         if arguments.export:
+            Path(arguments.export).parent.mkdir(parents=True, exist_ok=True)
             torch.save(model.state_dict(), arguments.export)
     return 0 if accuracy >= arguments.min_accuracy else 1
 

@@ -12,26 +12,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
-from mnist_data import add_data_arguments, load_mnist
+from mnist_data import load_mnist, parse_arguments
 from torch import nn
 
 import stratagem as sg
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     strategies = ("one", "mirrored", "central", "ring", "ps")
     parser.add_argument("--strategy", choices=strategies, help="default: what the environment says")
     parser.add_argument("--devices", help="of this process, one replica each: cuda:0,cuda:1 or (logical) cpu:0,cpu:1")
-    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=64, help="for each replica")
-    parser.add_argument("--model-dir", type=Path, help="summaries, checkpoints, export; all workers see it")
-    add_data_arguments(parser)
-    return parser.parse_args()
+    return parser
 
 
 def decay(epoch: int) -> float:
@@ -48,12 +43,12 @@ class PrintLR(sg.callbacks.Callback):
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    arguments = parse_arguments(make_parser(), "mnist")
     torch.manual_seed(0)
     strategy = sg.strategy_from_environment(arguments.strategy, arguments.devices)
     print(f"{strategy.num_replicas_in_sync} replicas in sync")
     mnist = load_mnist(arguments.data_dir, download=not arguments.no_download)
-    folder = arguments.model_dir or Path(tempfile.gettempdir()) / "stratagem-mnist"
+    folder = arguments.model_dir
 
     with strategy.scope():
         model = sg.Model(
@@ -73,12 +68,11 @@ def main() -> int:
     ]
     model.fit(mnist.train, batch_size=batch_size, epochs=arguments.epochs, callbacks=callbacks)
 
-    newest = sg.latest_checkpoint(folder / "checkpoints")
-    assert newest is not None
-    model.load_weights(newest)
+    last = folder / "checkpoints" / f"ckpt_{arguments.epochs}"  # an earlier run may have left more of them
+    model.load_weights(last)
     loss, accuracy = model.evaluate(mnist.test, batch_size=batch_size)
     if sg.is_lead():
-        print(f"restored from {Path(newest).name}: test loss {loss:.6f}, accuracy {accuracy:.2%}")
+        print(f"restored from {last.name}: test loss {loss:.6f}, accuracy {accuracy:.2%}")
 
     exported = model.save(folder / "export")
     if sg.is_lead():

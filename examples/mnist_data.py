@@ -55,12 +55,25 @@ class Mnist:
     """Where they come from, to print."""
 
 
-def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--data-dir`` and ``--no-download``, for :func:`load_mnist`."""
+def parse_arguments(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """The arguments of a walk-through: those of ``parser`` and those that all of them take; ``name`` is its folder's.
+
+    A value that trains nothing ends the script with exit code 2.
+    """
+    folder = Path("runs", name)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument(
+        "--model-dir", type=Path, default=folder, help=f"for all that is written; all tasks see it ({folder})"
+    )
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help=f"where the IDX files are, or go to ({DEFAULT_DIRECTORY})"
     )
     parser.add_argument("--no-download", action="store_true", help="without the files take scikit-learn's digits")
+    arguments = parser.parse_args()
+    for flag in ("epochs", "batch_size"):
+        if getattr(arguments, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')}: expected 1 or more, got {getattr(arguments, flag)}")
+    return arguments
 
 
 def load_mnist(data_dir: Path | None = None, download: bool = True) -> Mnist:

@@ -8,27 +8,23 @@ stratagem run --workers 2 --ps 2 --evaluator examples/mnist_estimator.py # the s
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from mnist_data import add_data_arguments, load_mnist
+from mnist_data import load_mnist, parse_arguments
 from torch import nn
 from torch.utils.data import DataLoader
 
 import stratagem as sg
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=128, help="of all replicas together")
-    parser.add_argument("--model-dir", type=Path, help="summaries, checkpoints, export; all tasks see it")
-    add_data_arguments(parser)
-    return parser.parse_args()
+    return parser
 
 
 def make_net() -> nn.Module:
@@ -60,20 +56,20 @@ def model_fn(
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    arguments = parse_arguments(make_parser(), "mnist-estimator")
     mnist = load_mnist(arguments.data_dir, download=not arguments.no_download)
     batch_size = arguments.batch_size
-    steps_per_epoch = len(mnist.train) // batch_size
+    steps_per_epoch = math.ceil(len(mnist.train) / batch_size)
     estimator = sg.Estimator(
         model_fn,
-        model_dir=arguments.model_dir or Path(tempfile.gettempdir()) / "stratagem-mnist-estimator",
+        model_dir=arguments.model_dir,
         config=sg.RunConfig(seed=0, save_checkpoints_steps=steps_per_epoch, save_summary_steps=10),
         params={"steps_per_epoch": steps_per_epoch},
     )
     evaluated = sg.train_and_evaluate(
         estimator,
         sg.TrainSpec(
-            lambda: DataLoader(mnist.train, batch_size, shuffle=True, drop_last=True),
+            lambda: DataLoader(mnist.train, batch_size, shuffle=True),
             max_steps=arguments.epochs * steps_per_epoch,
         ),
         sg.EvalSpec(

@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from statistics import mean
 
 import torch
-from mnist_data import add_data_arguments, load_mnist
+from mnist_data import load_mnist, parse_arguments
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     strategies = ("one", "mirrored", "central", "ring", "ps")
     parser.add_argument("--strategy", choices=strategies, help="default: what the environment says")
     parser.add_argument("--devices", help="of this process, one replica each: cuda:0,cuda:1 or (logical) cpu:0,cpu:1")
-    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=64, help="for each replica")
-    parser.add_argument("--model-dir", type=Path, help="checkpoints and export; all workers see it")
-    add_data_arguments(parser)
-    return parser.parse_args()
+    return parser
 
 
 def make_model() -> nn.Module:
@@ -42,11 +38,11 @@ def make_model() -> nn.Module:
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    arguments = parse_arguments(make_parser(), "mnist-loop")
     torch.manual_seed(0)
     strategy = sg.strategy_from_environment(arguments.strategy, arguments.devices)
     mnist = load_mnist(arguments.data_dir, download=not arguments.no_download)
-    folder = arguments.model_dir or Path(tempfile.gettempdir()) / "stratagem-mnist-loop"
+    folder = arguments.model_dir
 
     with strategy.scope():
         model = make_model()

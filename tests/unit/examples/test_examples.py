@@ -33,11 +33,11 @@ TINY_GPT = [
 ]
 
 
-def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_example(name: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     environment.pop("TF_CONFIG", None)
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    return forks.run(command, timeout=100, env=environment)
+    return forks.run(command, timeout=100, env=environment, cwd=cwd)
 
 
 def load_example(name: str) -> ModuleType:
@@ -48,13 +48,45 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
-def test_digits_names_the_optimizers_there_are() -> None:
+def test_digits_names_the_optimizers_that_can_train_it() -> None:
     ended = run_example("digits.py", "--optimizer", "adam")
-    assert ended.returncode == 2 and "'Adam'" in ended.stderr, ended.stderr
+    assert ended.returncode == 2, ended.stderr
+    named = re.findall(r"[A-Z]\w+", ended.stderr.partition("choose from")[2])
+    assert {"SGD", "Adam", "AdamW"} <= set(named)
+    model = load_example("digits").make_model()
+    for name in named:
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+        model(torch.zeros(2, 1, 8, 8)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected"),
+    [
+        ("digits.py", ["--epochs", "-1"], "--epochs of 0 or more"),
+        ("digits.py", ["--batch-size", "0"], "--batch-size of 1 or more"),
+        ("charlm.py", ["--epochs", "-1"], "--epochs of 0 or more"),
+        ("charlm.py", ["--context", "0"], "--context of 1 or more"),
+        ("charlm.py", ["--width", "10"], "--width that 4 heads can share"),
+        ("charlm.py", ["--text-bytes", "10"], "--text-bytes above --context"),
+    ],
+)
+def test_what_cannot_train_is_refused(name: str, words: list[str], expected: str) -> None:
+    ended = run_example(name, *words)
+    assert ended.returncode == 2 and expected in ended.stderr, ended.stderr
+
+
+def test_a_walk_through_restores_what_it_trained(tmp_path: Path) -> None:
+    for num_epochs in (2, 1):
+        arguments = ["--no-download", "--batch-size", "1437", "--epochs", str(num_epochs)]
+        ended = run_example("mnist.py", *arguments, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        assert f"restored from ckpt_{num_epochs}: " in ended.stdout
+    assert (tmp_path / "runs" / "mnist" / "checkpoints" / "ckpt_2").is_dir()
 
 
 def test_digits_learns_and_exports_plain_weights(tmp_path: Path) -> None:
-    export = tmp_path / "digits.pt"
+    export = tmp_path / "new" / "digits.pt"
     ended = run_example(
         "digits.py", "--strategy", "one", "--epochs", "6", "--export", str(export), "--min-accuracy", "0.9"
     )

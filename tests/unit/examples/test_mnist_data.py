@@ -197,9 +197,21 @@ def test_without_files_and_network_the_digits_take_their_place(
     assert not (tmp_path / "data").exists()
 
 
-def test_the_arguments_of_a_script(mnist: ModuleType, tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    mnist.add_data_arguments(parser)
-    given = parser.parse_args(["--data-dir", str(tmp_path), "--no-download"])
-    assert (given.data_dir, given.no_download) == (tmp_path, True)
-    assert vars(parser.parse_args([])) == {"data_dir": None, "no_download": False}
+def test_the_arguments_of_a_script(mnist: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def given(*words: str) -> dict[str, Any]:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--batch-size", type=int, default=64)
+        monkeypatch.setattr(sys, "argv", ["mnist.py", *words])
+        arguments: dict[str, Any] = vars(mnist.parse_arguments(parser, "mnist"))
+        return arguments
+
+    defaults = {"batch_size": 64, "epochs": 12, "model_dir": Path("runs/mnist"), "data_dir": None, "no_download": False}
+    assert given() == defaults
+    assert given("--data-dir", str(tmp_path), "--no-download") == {
+        **defaults,
+        "data_dir": tmp_path,
+        "no_download": True,
+    }
+    for words in (["--epochs", "0"], ["--epochs", "-1"], ["--batch-size", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            given(*words)
