@@ -246,20 +246,20 @@ class Strategy(WithWaysOut):
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Calls ``fn`` once for each local replica, in replica context.
 
-        Each :class:`PerReplica` among the arguments (a batch of a distributed dataset, say) is replaced by the value of
-        the replica.
+        Each :class:`PerReplica` among the arguments (a distributed batch, say) is replaced by the value of the replica.
 
         Returns:
             a :class:`PerReplica` of what ``fn`` returned.
 
         Raises:
-            ConfigurationError: an unprepared optimizer steps, or an unprepared model that was built in the scope gets
-                gradients. The strategy outside any scope allows both.
+            ConfigurationError: an unprepared optimizer steps, or an unprepared model built in the scope gets gradients.
             CollectiveError: the replicas do not make the same calls.
         """
         check_call(fn, args, kwargs)
-        is_alone = self.communicator is None and self.servers is None and len(self.local_devices) == 1
-        return self._run(fn if is_alone else uncompiled(fn), args, kwargs or {})
+        is_alone = self.servers is None and self.num_replicas_in_sync == 1
+        if self.prepared is not None:
+            self.prepared.is_alone = is_alone
+        return self._run(fn if is_alone and self.communicator is None else uncompiled(fn), args, kwargs or {})
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NotImplementedError

@@ -33,7 +33,6 @@ class OneDeviceStrategy(SynchronousStrategy):
     def __init__(self, device: str | torch.device = "cpu", seed: int = 0) -> None:
         self.device = parse_device(device)
         super().__init__((self.device,), StepMeter(), seed=seed)
-        self.prepared.is_alone = True
 
 
 @checked

@@ -61,7 +61,10 @@ def test_a_loss_with_weights_is_warned_of_once_or_refused(
         assert caplog.text.count(SAYS) == 1
 
 
-@pytest.mark.parametrize("case", ["prepared", "frozen", "of another strategy", "outside of run", "one device"])
+CASES = ["prepared", "frozen", "of another strategy", "outside of run", "one device", "one replica"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_one_that_is_not_trained_here_is_not_warned_of(
     strategy: sg.Strategy, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
@@ -74,9 +77,8 @@ def test_one_that_is_not_trained_here_is_not_warned_of(
     elif case == "of another strategy":
         sg.OneDeviceStrategy("cpu").prepare(center, torch.optim.SGD(center.parameters(), 0.1))
         trained(strategy, center)
-    elif case == "one device":
-        alone = sg.OneDeviceStrategy("cpu")
-        trained(alone, center)
+    elif case in ("one device", "one replica"):
+        trained(sg.OneDeviceStrategy("cpu") if case == "one device" else sg.MirroredStrategy(["cpu:0"]), center)
         assert center.center.grad is not None
     else:
         strategy.run(lambda: None)
