@@ -68,6 +68,11 @@ def form(
     refuse_forked()
     if not 0 <= rank < len(ranks):
         raise ConfigurationError(f"there is no rank {rank} among {len(ranks)}: RANK goes from 0 to WORLD_SIZE - 1")
+    if timeout_s <= 0:
+        raise ConfigurationError(
+            f"expected a timeout= above 0, got timedelta(seconds={timeout_s:g}), in which no rank can come: give "
+            "init_process_group or new_group for example timeout=timedelta(minutes=5), or none for torch's default"
+        )
     tasks = [f"worker:{each}" for each in ranks]
     layers = [environment_layer(WorkerConfig, os.environ), Layer("default", {"task": tasks[rank]})]
     config = resolve(WorkerConfig, layers).config
@@ -140,7 +145,7 @@ def form(
 
     def split(at: Store, chosen: list[int], timeout: datetime.timedelta | None) -> LaneProcessGroup:
         seconds = timeout_s if timeout is None else timeout.total_seconds()
-        wanted = options if timeout is None else dataclasses.replace(options, timeout_seconds=seconds)
+        wanted = options if timeout is None else dataclasses.replace(options, timeout_seconds=None)
         return form(at, chosen.index(rank), [ranks[each] for each in chosen], seconds, wanted)
 
     nccl = Nccl(communicator, store, tasks, options, security.allows_clear_text)

@@ -177,6 +177,11 @@ def test_a_rank_beyond_the_world_is_refused(rank: int) -> None:
         form(HashStore(), rank, [0, 1], 5.0)
 
 
+def test_no_time_to_meet_is_refused_in_the_words_of_torch() -> None:
+    with pytest.raises(ConfigurationError, match=r"expected a timeout= above 0, got timedelta\(seconds=0\)"):
+        form(HashStore(), 0, [0], 0.0)
+
+
 def test_compression_is_refused_and_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRATAGEM_COMPRESSION", "topk")
     with pytest.raises(ConfigurationError, match=r"'topk' .*STRATAGEM_COMPRESSION\) is for the ring of a strategy"):
