@@ -56,9 +56,9 @@ class CrossReplica:
         """Applies ``one`` to every place in the structure of the replicas' values."""
         if self._num_local > 1 and current_replica() is not None:
             raise ConfigurationError(
-                "strategy.reduce, reduce_mean and gather inside strategy.run: they make one of the values of all "
-                "replicas, and this is the step of one. Return the value and reduce what run returns, or use "
-                "all_reduce and all_gather of sg.get_replica_context()"
+                "strategy.reduce, reduce_mean and gather inside strategy.run: they combine the values of all replicas, "
+                "and this is the step of one. Return the value and reduce what run returns, or use all_reduce and "
+                "all_gather of sg.get_replica_context()"
             )
         parts = local_values(value)
         if any(outline(part) != outline(parts[0]) for part in parts):
@@ -96,9 +96,9 @@ class CrossReplica:
         for part, _ in counted:
             if part.shape != home.shape:
                 raise ConfigurationError(
-                    f"reduce_mean expects one mean of each replica, all of one shape, got {list(home.shape)} and "
-                    f"{list(part.shape)}: strategy.gather joins what is of each example, and reduce(MEAN, axis=0) is "
-                    "its mean"
+                    f"reduce_mean expects one mean from each replica, all of the same shape, got {list(home.shape)} "
+                    f"and {list(part.shape)}: strategy.gather concatenates per-example values, and reduce(MEAN, "
+                    "axis=0) takes their mean"
                 )
         total = sum(
             (part.to(home.device).double() * share for part, share in counted),
@@ -116,7 +116,7 @@ class CrossReplica:
         for part in parts:
             if not -part.dim() <= axis < part.dim():
                 raise ConfigurationError(
-                    f"gather along axis {axis} expects tensors that have it, got shape {list(part.shape)}"
+                    f"gather along axis {axis} expects tensors with that axis, got shape {list(part.shape)}"
                 )
         return concatenated(parts, axis, self._workers)[0]
 
@@ -134,7 +134,7 @@ def as_tensor(value: Any) -> torch.Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigurationError(
-            f"expected tensors and numbers of replicas, got {type(value).__name__}: strategy.local_results gives "
+            f"expected tensors and numbers from replicas, got {type(value).__name__}: strategy.local_results returns "
             "anything as it is"
         ) from None
 

@@ -38,7 +38,7 @@ def set_strategy(strategy: Strategy | None) -> None:
         raise ConfigurationError(f"expected a strategy or None, got {strategy!r}; for example sg.MirroredStrategy()")
     if (outer := strategy_in_scope()) is not None:
         raise ConfigurationError(
-            f"set_strategy chooses what counts outside of scopes, and the scope of {type(outer).__name__} is open: "
-            "leave it first"
+            f"set_strategy sets the strategy that applies outside of scopes, but the scope of {type(outer).__name__} "
+            "is open: leave it first"
         )
     _default[1:] = () if strategy is None else (strategy,)

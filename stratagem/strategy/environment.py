@@ -63,7 +63,7 @@ def strategy_from_environment(
         return MultiWorkerMirroredStrategy(devices=own)
     if own is not None and len(own) > 1:
         raise ConfigurationError(
-            f"the strategy {strategy!r} has one replica a process, but {len(own)} devices were given: "
+            f"the strategy {strategy!r} has one replica per process, but {len(own)} devices were given: "
             f"{', '.join(map(str, own))}"
         )
     device = default_device() if own is None else own[0]

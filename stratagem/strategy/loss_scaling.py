@@ -71,10 +71,10 @@ def refuse_divided(preparation: Preparation) -> None:
     replicas, and so would its gradient be."""
     if preparation.gradients == "mean" and torch._C._current_graph_task_id() in _divided:
         raise ConfigurationError(
-            "a loss of compute_average_loss or scale_regularization_loss is divided by the global batch, or by the "
-            'replicas, already, and gradients="mean" (the default of prepare) weights each replica by its share of the '
-            'batch once more. Prepare with strategy.prepare(model, optimizer, gradients="sum"), or give the mean of '
-            "the replica's own examples, loss.mean(), and penalties undivided"
+            "a loss from compute_average_loss or scale_regularization_loss is already divided by the global batch size "
+            'or the number of replicas, and gradients="mean" (the default of prepare) weights each replica by its '
+            'share of the batch again. Prepare with strategy.prepare(model, optimizer, gradients="sum"), or use the '
+            "mean over the replica's own examples, loss.mean(), and undivided penalties"
         )
 
 

@@ -151,6 +151,6 @@ def refuse_what_does_not_heal(
     has += ["NCCL"] if group == "nccl" else []
     if has:
         raise ConfigurationError(
-            f"a ring that goes on without lost workers (--min-workers) cannot have {has[0]}: leave that out, or "
-            "--min-workers; give each device a worker of its own, and take --transport auto, tcp or grpc between GPUs"
+            f"a ring that continues without lost workers (--min-workers) cannot have {has[0]}: leave out that or "
+            "--min-workers; give each device a worker of its own, and use --transport auto, tcp or grpc between GPUs"
         )

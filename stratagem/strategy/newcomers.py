@@ -83,7 +83,7 @@ class Newcomers:
             try:
                 state = encode(self._state(ordinal, shared), "the training", copy=False)
             except StratagemError as cannot:
-                error = f"its state cannot be handed on: {cannot}"
+                error = f"its state cannot be sent to a newcomer: {cannot}"
         error, tree = broadcast_json(ring, [error, state.tree], donor)
         if error:
             logger.error("no worker can join this training: %s", error)
@@ -110,13 +110,13 @@ class Newcomers:
         objects, kinds = self._objects(), [type(item).__name__ for item in self._objects()]
         if given["ordinal"] != ordinal:
             raise ConfigurationError(
-                f"the others go through dataset {given['ordinal']} of the script, and this worker came to dataset "
-                f"{ordinal} first: a script that is joined by others asks for nothing of a dataset before the one that "
+                f"the others iterate over dataset {given['ordinal']} of the script, but this worker reached dataset "
+                f"{ordinal} first: a script that newcomers can join must not read another dataset before the one that "
                 "it trains on"
             )
         if kinds != given["kinds"]:
             raise ConfigurationError(
-                f"expected that this worker prepares what the others have: {', '.join(given['kinds'])}; got "
+                f"expected this worker to prepare what the others have: {', '.join(given['kinds'])}; got "
                 f"{', '.join(kinds)}"
             )
         loop = self._healing.loop
@@ -128,7 +128,7 @@ class Newcomers:
                 _put(item, state)
             except (RuntimeError, ValueError, KeyError) as error:  # as torch says that a state does not fit
                 raise ConfigurationError(
-                    f"the {kinds[number]} that this worker prepared is not that of the others: {error}"
+                    f"the {kinds[number]} that this worker prepared differs from the others': {error}"
                 ) from error
         for name, place in given["datasets"].items():
             if (dataset := self.datasets.get(int(name))) is not None:

@@ -246,9 +246,9 @@ class ParameterServerStrategy(Strategy):
         leases = [lease for lease in self._leases if lease.unit in units]
         if self._weight is None and len({self._units[one.unit.dataset - 1].share(one) for one in leases}) > 1:
             raise ConfigurationError(
-                "at staleness 0 an update has one weight, and this worker's parts of its batches are not the same "
-                "share of each (the last batch is smaller, or a worker was lost): make an update of each, or give "
-                "drop_last=True; a job that lost a worker goes on from its last checkpoint when it is started again"
+                "at staleness 0 an update has one weight, but this worker's share differs between its batches (the "
+                "last batch is smaller, or a worker was lost): make an update of each, or use drop_last=True; a job "
+                "that lost a worker resumes from its last checkpoint when it is restarted"
             )
         weight = float(num_examples) if self._weight is None else self._weight
         return StepSlice(newest.step, newest.slices, weight, self._weight is not None)
@@ -303,7 +303,7 @@ class ParameterServerStrategy(Strategy):
             lease.forget()
         self._groups.closes.clear()
         self._groups.roll_back()
-        logger.warning("the parameter servers went back to a checkpoint; the interrupted step will be done again")
+        logger.warning("the parameter servers rolled back to a checkpoint; the interrupted step will be repeated")
 
     def _distribute(self, source: Any, batch_size: int | None, options: DistributeOptions | None) -> DistributedDataset:
         loader = leasable(source, batch_size, options)
@@ -341,9 +341,9 @@ class ParameterServerStrategy(Strategy):
         """
         if self.staleness != math.inf:
             raise ConfigurationError(
-                f"at staleness {self.staleness:g} a step belongs to a batch that the chief leases, and it cannot lease "
-                "what a function makes on each worker: give distribute_dataset a DataLoader over a map-style dataset, "
-                "or train asynchronously (staleness=math.inf)"
+                f"at staleness {self.staleness:g} a step belongs to a batch that the chief leases, and the chief "
+                "cannot lease what a function makes on each worker: give distribute_dataset a DataLoader over a "
+                "map-style dataset, or train asynchronously (staleness=math.inf)"
             )
         context = InputContext(self._runtime.cluster.num_workers, self.task.index)
         placement, listener = InputPlacement((self.device,)), OwnBatches(self._runtime)
@@ -375,8 +375,8 @@ class ParameterServerStrategy(Strategy):
         if self._weight not in (None, weight) and (self._tracker.has_gradients or self._tracker.has_waiting):
             raise ConfigurationError(
                 f"set_weight({weight:g}) after a backward with {self._weight:g}: an update has one weight on parameter "
-                'servers. Give both losses one denominator, or prepare(gradients="sum") and divide each by what is '
-                "the same on every worker; where they are those of two batches, make an update of each"
+                'servers. Use the same denominator for both losses, or prepare(gradients="sum") and divide each by a '
+                "number that is the same on every worker; if they are losses of two batches, make an update of each"
             )
         self._weight = weight
 

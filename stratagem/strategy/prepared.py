@@ -163,13 +163,13 @@ class Prepared:
             if self._has_nested and all(id(parameter) in self._optimized for parameter in parameters):
                 return
             raise ConfigurationError(
-                f"{kind}.step() inside strategy.run, and the optimizer was not prepared: each replica would train by "
-                f"itself. {_LINE.capitalize()}"
+                f"{kind}.step() inside strategy.run, but the optimizer was not prepared: each replica would train on "
+                f"its own. {_LINE.capitalize()}"
             )
         if foreign := [each for each in parameters if id(each) not in self._optimizers[id(optimizer)][1]]:
             raise ConfigurationError(
                 f"the optimizer {kind} steps with a parameter of shape {list(foreign[0].shape)} that it did not have "
-                "when it was prepared: give it that one before strategy.prepare, frozen if it is not to train yet"
+                "when it was prepared: add it before strategy.prepare, frozen if it should not train yet"
             )
 
     def _check_gradient(self, parameter: torch.Tensor) -> None:
@@ -177,18 +177,18 @@ class Prepared:
             parameter.grad = None
             raise ConfigurationError(
                 f"a parameter of shape {list(parameter.shape)}, built inside strategy.scope(), got a gradient inside "
-                f"strategy.run, and its model was not prepared: each replica would train by itself. One that is not to "
-                f"be trained needs requires_grad_(False). Else {_LINE}"
+                "strategy.run, but its model was not prepared: each replica would train on its own. If it should not "
+                f"train, call requires_grad_(False) on it. Otherwise {_LINE}"
             )
 
     def _warn_of_gradient(self, owner: str, parameter: torch.Tensor) -> None:
         if self.is_running and not self.is_alone and not self._has_warned and id(parameter) not in self._parameters:
             self._has_warned = True
             logger.warning(
-                "a parameter of shape %s of a %s got a gradient inside strategy.run and was not prepared: the gradient "
-                "is that of this replica's examples alone, and what is changed by it differs from replica to replica. "
-                "Give its module to strategy.prepare, and its parameters to an optimizer; what is not to be trained "
-                "needs requires_grad_(False)",
+                "a parameter of shape %s of a %s got a gradient inside strategy.run but was not prepared: the gradient "
+                "covers only this replica's examples, and whatever it updates differs between replicas. Pass its "
+                "module to strategy.prepare and its parameters to an optimizer; call requires_grad_(False) on what "
+                "should not train",
                 *(list(parameter.shape), owner),
             )
 
@@ -196,9 +196,9 @@ class Prepared:
         """An average is about to be updated in a replica; a ConfigurationError where all replicas have this one."""
         if any(id(parameter) not in self._parameters for parameter in average.parameters()):
             raise ConfigurationError(
-                "AveragedModel.update_parameters inside strategy.run, and the average was not prepared: it is one "
-                "object, which each replica would update once more. Update it outside of run, after the step, or "
-                "give it to strategy.prepare and use what it returns"
+                "AveragedModel.update_parameters inside strategy.run, but the average was not prepared: it is one "
+                "object, and every replica would update it again. Update it outside of run, after the step, or pass it "
+                "to strategy.prepare and use what that returns"
             )
 
 

@@ -52,8 +52,8 @@ class PreparedMetric:
     def _check_outside(self, verb: str) -> None:
         if replica_of(self.strategy) is not None:
             raise ConfigurationError(
-                f"{self.name}.{verb}() of a prepared metric is about all replicas: call it outside of strategy.run, on "
-                "every worker; in a step there is update()"
+                f"{self.name}.{verb}() of a prepared metric covers all replicas: call it outside of strategy.run, on "
+                "every worker; in a step, call update()"
             )
 
 
@@ -156,8 +156,8 @@ def check_counts_all(metric: torchmetrics.Metric) -> None:
         if isinstance(part, torchmetrics.wrappers.Running):
             raise ConfigurationError(
                 f"{type(part).__name__} is of the last {part.window} updates, and `fit`, `evaluate` and parameter "
-                f"servers count all batches, in no order: give {type(part.base_metric).__name__} itself, or update "
-                "yours in a loop without `prepare`, for the batches of this worker alone"
+                f"servers count all batches, in no particular order: pass {type(part.base_metric).__name__} itself, or "
+                "update yours in a loop without `prepare`, for the batches of this worker only"
             )
 
 

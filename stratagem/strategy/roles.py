@@ -34,7 +34,7 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
     task, cluster = _told(resolver)
     if cluster is None:
         raise ConfigurationError(
-            "there is no cluster to join: neither TF_CONFIG nor RANK is set, nor is this a step of Slurm. Start the "
+            "there is no cluster to join: neither TF_CONFIG nor RANK is set, nor is this a Slurm step. Start the "
             "script with `stratagem run --workers 2 --ps 2 SCRIPT`, or set TF_CONFIG for each task"
         )
     if task is None:

@@ -64,9 +64,9 @@ class StepShares:
         """A ConfigurationError where weights are said of gradients that a replica alone adds: several make a mean."""
         if self.is_adding and self._set != [None] * self._num_local:
             raise ConfigurationError(
-                "set_weight and no_sync() together are one mean over all their backwards, and a replica that is alone "
+                "set_weight and no_sync() together form one mean over all their backward passes, but a single replica "
                 'only adds. Prepare with gradients="sum" and divide each loss by the total weight of all those '
-                "backwards and replicas, under every strategy, or give set_weight and run a larger batch"
+                "backward passes and replicas, under every strategy, or use set_weight and a larger batch"
             )
 
     def is_empty(self, replica: int) -> bool:
@@ -91,10 +91,10 @@ class StepShares:
             return Weight(1.0)
         if self._are_unlike:
             raise ConfigurationError(
-                "the step was given batches of several datasets, of which a replica has unlike shares (a last batch is "
-                "smaller, say), and a gradient has one weight: give the DataLoaders drop_last=True and batch sizes "
-                "that the replicas divide, make one dataset of them (torch.utils.data.StackDataset), or say the weight "
-                "of each backward with strategy.set_weight(n)"
+                "the step was given batches of several datasets, and a replica's share differs between them (a last "
+                "batch is smaller, say), but a gradient has one weight: give the DataLoaders drop_last=True and batch "
+                "sizes divisible by the number of replicas, make one dataset of them (torch.utils.data.StackDataset), "
+                "or set the weight of each backward with strategy.set_weight(n)"
             )
         scale = 1 / self._num_replicas() if self._now is None else self._now.weights[replica]
         return Weight(scale, is_share=True)

@@ -259,8 +259,8 @@ class SynchronousStrategy(SynchronousInput):
         refuse_divided(preparation)
         if self._newcomers is not None and self._newcomers.is_new:
             raise ConfigurationError(
-                "this worker came to a ring that trains, and joins it at the first batch of a distributed dataset: "
-                "backward() before that would train for nobody. Take batches from distribute_dataset"
+                "this worker is a newcomer to a running ring and joins it at the first batch of a distributed dataset: "
+                "a backward() before that would have no effect. Take batches from distribute_dataset"
             )
         return self._shares.weight(replica, preparation.gradients)
 
@@ -295,9 +295,9 @@ class SynchronousStrategy(SynchronousInput):
         buffers of its modules are what they were."""
         if self.communicator is not None and self._drawn_in not in (None, threading.current_thread()):
             raise ConfigurationError(
-                "strategy.run in another thread than the one that takes the batches: on a ring both make collectives, "
-                "in another order on every worker. Take batches in the thread that trains; to have them read ahead, "
-                "give the DataLoader num_workers"
+                "strategy.run in a different thread from the one that takes the batches: on a ring both run "
+                "collectives, and their order would differ between workers. Take batches in the thread that trains; to "
+                "read them ahead, give the DataLoader num_workers"
             )
         self._shares.start_run(args, kwargs)
         replicas = range(len(self._local.devices))

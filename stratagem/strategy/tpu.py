@@ -204,7 +204,7 @@ def check_torch_xla() -> None:
         except ModuleNotFoundError:
             raise ConfigurationError(
                 f"TPUStrategy needs torch_xla, which is not installed: pip install 'torch_xla[tpu]~={series}.0'. Its "
-                f"version has to match that of torch, {torch.__version__}; where there is none, install the torch that "
+                f"version has to match that of torch, {torch.__version__}; if there is none, install the torch that "
                 "the newest torch_xla matches"
             ) from None
     if _series(version) != series:
@@ -243,8 +243,8 @@ class XlaGroup(Group):
         if runtime.is_spmd():
             if runtime.process_count() > 1:
                 raise ConfigurationError(
-                    "TPUStrategy by SPMD has one host, and here are more: leave torch_xla.runtime.use_spmd() out, and "
-                    "start a process for each device with torch_xla.launch"
+                    "TPUStrategy with SPMD runs on one host, and here there are more: leave out "
+                    "torch_xla.runtime.use_spmd(), and start a process for each device with torch_xla.launch"
                 )
             self.num_devices = runtime.global_runtime_device_count()
             self._spmd = importlib.import_module("torch_xla.distributed.spmd")
@@ -310,8 +310,8 @@ class XlaGroup(Group):
         for rank, other in enumerate(tags):
             if other != tags[self.rank]:
                 raise CollectiveError(
-                    f"replica {rank} is at collective {other[0]}, replica {self.rank} at {tag.ordinal}, or at another "
-                    "one of that number: every replica has to make the same calls",
+                    f"replica {rank} is at collective {other[0]}, replica {self.rank} at {tag.ordinal}, or at a "
+                    "different one with that number: every replica has to make the same calls",
                     rank,
                 )
 

@@ -229,7 +229,7 @@ def test_asynchronous_workers_that_ask_otherwise_of_prepare(cluster: Start, tmp_
     body = "strategy.prepare(model, optimizer, clip_norm=1.0 if strategy.is_lead else None)\nstrategy.barrier()\n"
     done = cluster(2, 1, script(tmp_path, body)).finish()
     assert done.code == 2, done.stderr
-    check_words(done.stderr, "worker:0", "clip_norm=1.0", "worker:1", "clip_norm=None", "has to prepare alike")
+    check_words(done.stderr, "worker:0", "clip_norm=1.0", "worker:1", "clip_norm=None", "must prepare the same")
     assert "Traceback" not in done.stderr
 
 
@@ -250,7 +250,7 @@ def test_a_worker_that_prepares_more_than_the_lead_says_what_it_waits_for(cluste
     (tmp_path / "go").touch()
     done = job.finish()
     assert done.code == 0, done.stderr
-    check_words(done.stderr, "'momentum': 0,", "'momentum': 0.5,", "each update is made with what its own worker has")
+    check_words(done.stderr, "'momentum': 0,", "'momentum': 0.5,", "each update uses the settings of its own worker")
 
 
 PREPARES_ALONE = """

@@ -47,9 +47,9 @@ def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
     [
         ("weighed twice", "set_weight(2) after a backward with 1: an update has one weight on parameter servers"),
         ("weighed in two batches", "set_weight(2) after a backward with 1"),
-        ("uneven batches", "share of each (the last batch is smaller, or a worker was lost)"),
-        pytest.param("optimizer later", "weight is prepared already", marks=pytest.mark.thorough),
-        pytest.param("prepared twice", "weight is prepared, or compiled, with an", marks=pytest.mark.thorough),
+        ("uneven batches", "share differs between its batches (the last batch is smaller, or a worker was lost)"),
+        pytest.param("optimizer later", "weight is already prepared", marks=pytest.mark.thorough),
+        pytest.param("prepared twice", "weight is already prepared, or compiled, with an", marks=pytest.mark.thorough),
     ],
 )
 def test_what_one_update_or_variable_cannot_have_is_refused(cluster: Start, mode: str, words: str) -> None:

@@ -87,7 +87,7 @@ def test_from_servers_to_a_process_and_a_ring_and_back(cluster: Start, tmp_path:
 
 
 def test_what_an_earlier_job_left_under_parameter_servers_is_said(cluster: Start, tmp_path: Path) -> None:
-    words = "is of an earlier job and stays as it is"
+    words = "belongs to an earlier job and is left as it is"
     save = ("--steps", 2, "--save", tmp_path)
     pair = cluster(2, 1, "train_checkpoint.py", *save).finish()
     assert (pair.code, words in pair.stderr) == (0, False), pair.stderr  # the second worker saves what the first has

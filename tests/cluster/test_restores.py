@@ -19,7 +19,7 @@ def restore(start: Start, folder: Path, staleness: str, restores: int, *argument
     done = job.finish()
     assert done.code == 0, done.stderr
     assert f"restored {restores} times" in done.stdout
-    assert "what is restored has 0: the others are undone" in done.stderr
+    assert "what was restored has 0: they are rolled back to it" in done.stderr
 
 
 def test_workers_linger_in_turn_after_each_agreement(cluster: Start, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_ps_that_is_lost_comes_back_with_what_was_loaded(cluster: Start, tmp_p
     assert "ps:1 restored step 0" in done.stderr
     again = cluster(2, 2, "loads_late.py", folder, flags=["--checkpoint-dir", str(folder)]).finish()
     assert again.code == 0, again.stderr
-    assert "the job goes on with 120 updates, and what this script loads takes their place" in again.stderr
+    assert "the job continues with 120 updates, and what this script loads replaces them" in again.stderr
 
 
 def test_what_is_not_loaded_stays_as_other_workers_have_trained_it(cluster: Start) -> None:
@@ -61,4 +61,4 @@ def test_a_script_whose_last_save_is_older_than_the_chief_s_goes_on_with_the_chi
         done = cluster(1, 1, "saves_early.py", folder, num_epochs, flags=["--checkpoint-dir", folder]).finish()
         assert done.code == 0, done.stderr
         assert f"each example: {words}" in done.stdout
-    assert "the job goes on with 8 updates, what is restored has 3" in done.stderr
+    assert "the job continues with 8 updates, what was restored has 3" in done.stderr

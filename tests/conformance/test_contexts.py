@@ -42,8 +42,8 @@ def test_second_scope(column: Column, results: list[Any]) -> None:
 def test_forgotten_prepare(column: Column, results: list[Any]) -> None:
     line = "model, optimizer = strategy.prepare(model, optimizer)"
     said = {
-        "nothing": "built inside strategy.scope(), got a gradient inside strategy.run, and its model was not prepared",
-        "model": "SGD.step() inside strategy.run, and the optimizer was not prepared",
+        "nothing": "built inside strategy.scope(), got a gradient inside strategy.run, but its model was not prepared",
+        "model": "SGD.step() inside strategy.run, but the optimizer was not prepared",
         "by hand": "was not prepared",
     }
     for found in results:
@@ -153,8 +153,10 @@ def test_early_return(column: Column, results: list[Any]) -> None:
     for worker, found in enumerate(results):
         first, *_, last = numbers(column, worker)
         assert found["error"] == "CollectiveError"
-        assert f"replica {first} is at meeting 1 of this step (merge_call of early_return" in found["text"]
-        assert f"replica {last} has ended its step after 0 meetings" in found["text"]
+        assert (
+            f"replica {first} is at synchronization point 1 of this step (merge_call of early_return" in found["text"]
+        )
+        assert f"replica {last} has ended its step after 0 synchronization points" in found["text"]
 
 
 @law(

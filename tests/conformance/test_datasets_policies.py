@@ -191,6 +191,6 @@ def test_not_to_be_lent(column: Column, results: list[dict[str, str]]) -> None:
     for said in results:
         assert "the chief leases batches by number" in said["list"]
         assert "map-style dataset" in said["stream"] and "AnyOrder" in said["sampler"]
-        refused = "it cannot lease what a function makes on each worker" in said["function"]
+        refused = "the chief cannot lease what a function makes on each worker" in said["function"]
         assert refused if column is PS_SYNC else not said["function"]
         assert "on_empty" in said["skip"] and "prefetch" in said["prefetch"]

@@ -31,9 +31,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     cls = type(optimizer)
     if getattr(torch.optim, cls.__name__, None) is not cls:
         raise UnsupportedOptimizerError(
-            f"expected an optimizer of torch.optim, got {cls.__module__}.{cls.__name__}: "
-            "a parameter server runs optimizers by name, and cannot run code of yours; the workers of a ring can "
-            "(several workers, no ps)"
+            f"expected an optimizer of torch.optim, got {cls.__module__}.{cls.__name__}: a parameter server runs "
+            "optimizers by name and cannot run your code; the workers of a ring can (several workers, no ps)"
         )
 
 
@@ -55,12 +54,12 @@ def check_alike(runtime: WorkerRuntime, preparation: Preparation, optimizers: Se
             continue
         if not ordinal:
             raise ConfigurationError(
-                f"worker:{index:.0f} has {first}, {runtime.task} {text}: every worker has to prepare alike, in the "
-                "same order. A script that was changed meanwhile counts when the whole job is started again"
+                f"worker:{index:.0f} has {first}, {runtime.task} {text}: every worker must prepare the same, in the "
+                "same order. Changes to the script take effect when the whole job is restarted"
             )
         logger.warning(
-            "worker:%d began with %s, and this worker has %s: each update is made with what its own worker has. Give "
-            "them alike, unless this one goes on from a checkpoint",
+            "worker:%d started with %s, but this worker has %s: each update uses the settings of its own worker. Use "
+            "the same on all workers, unless this one resumes from a checkpoint",
             *(index, first, text),
         )
 
@@ -95,9 +94,9 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
     for name, layer in sparse_embeddings(models):
         if not isinstance(getattr(layer, "remote_table", None), RemoteTable):
             raise ConfigurationError(
-                f"gradients of an nn.Embedding travel dense to parameter servers: give {name} sparse=False, or make "
-                "it an sg.nn.Embedding (or EmbeddingBag), not of a class derived from it, inside `with "
-                "strategy.scope():`, whose rows live on the parameter servers"
+                f"gradients of an nn.Embedding are sent dense to parameter servers: give {name} sparse=False, or make "
+                "it an sg.nn.Embedding (or EmbeddingBag), not a subclass, inside `with strategy.scope():`, whose rows "
+                "live on the parameter servers"
             )
 
 
@@ -106,9 +105,9 @@ def _check_dtypes(model: torch.nn.Module) -> None:
         if not isinstance(tensor, torch.Tensor) or can_travel(tensor.dtype):
             continue
         if not isinstance(tensor, torch.nn.Parameter):
-            way_out = "register_buffer(…, persistent=False) leaves it with each worker"
+            way_out = "register_buffer(…, persistent=False) keeps it on each worker"
         else:
-            way_out = AS_REAL if tensor.is_complex() else "make it one of a dtype that they hold, float16 say"
+            way_out = AS_REAL if tensor.is_complex() else "convert it to a dtype that they hold, such as float16"
         raise ConfigurationError(
             f"{name} of {type(model).__name__} is {tensor.dtype}, which parameter servers do not hold: {way_out}"
         )

@@ -46,8 +46,8 @@ class CountedMetric(PreparedMetric):
         """See :class:`PreparedMetric`; a ConfigurationError where there is no batch that could count."""
         if not self._in_unit:
             raise ConfigurationError(
-                f"{self.name}.update() under parameter servers counts for the batch that the script has from "
-                "strategy.distribute_dataset(loader), and it has none now: update inside the loop over the dataset"
+                f"{self.name}.update() under parameter servers counts for the batch that the script took from "
+                "strategy.distribute_dataset(loader), and there is none now: call it inside the loop over the dataset"
             )
         return self._copies[0]
 
@@ -83,8 +83,9 @@ class CountedMetric(PreparedMetric):
         data = to_bytes(states_of(self._copies[0]))
         if len(data) > MAX_STATE_BYTES:
             raise ConfigurationError(
-                f"{self.name} keeps {len(data)} bytes of one batch, and {MAX_STATE_BYTES} can travel to the chief: use "
-                "smaller batches, or a metric that keeps sums and not every output (thresholds= of torchmetrics)"
+                f"{self.name} keeps {len(data)} bytes of one batch, but at most {MAX_STATE_BYTES} can be sent to the "
+                "chief: use smaller batches, or a metric that keeps sums instead of every output (thresholds= of "
+                "torchmetrics)"
             )
         return Topic(self._group, self._ordinal), data
 
@@ -110,8 +111,8 @@ def value_from(name: str, numbers: Mapping[str, float]) -> Any:
     decoded = [(json.loads(key), number) for key, number in numbers.items()]
     if decoded[0][0] is None:
         raise ConfigurationError(
-            f"another worker has reset {name} since, whose value has more than {MAX_NUMBERS} numbers, too many to be "
-            "kept: let every worker compute() before any goes on, or keep it for the lead"
+            f"another worker has reset {name} since, whose value has more than {MAX_NUMBERS} numbers, too many to "
+            "keep: let every worker call compute() before any of them continues, or use it on the lead only"
         )
     value: Any = {}
     for head, group in itertools.groupby(decoded, lambda item: item[0][:3]):

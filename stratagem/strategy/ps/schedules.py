@@ -24,7 +24,7 @@ def push_of(scheduler: LRScheduler, pushes: Sequence[GradientPush]) -> GradientP
         if push.optimizer is scheduler.optimizer:
             return push
     raise ConfigurationError(
-        f"{type(scheduler).__name__} moves the settings of an optimizer that is not prepared; prepare the optimizer "
+        f"{type(scheduler).__name__} changes the settings of an optimizer that is not prepared; prepare the optimizer "
         "with it or before it"
     )
 
@@ -128,8 +128,8 @@ def warn_of_unprepared(push: GradientPush) -> None:
         elif in_a_row > UPDATES_IN_A_ROW and others > first_others:
             has_warned = True
             logger.warning(
-                "a scheduler of %s is stepped with every update, and was not prepared: it counts those of this worker "
-                "alone, not the job's. Give it to strategy.prepare, with its optimizer or later",
+                "a scheduler of %s is stepped with every update but was not prepared: it counts only this worker's "
+                "updates, not the job's. Pass it to strategy.prepare, with its optimizer or later",
                 type(optimizer).__name__,
             )
 

@@ -207,8 +207,8 @@ class Servers:
             return True
         if self.chief.logs(topic, 0) is None:
             logger.warning(
-                "%s is of an earlier job and stays as it is: nothing is saved. Go on from it (restore_or_initialize), "
-                "or save into another directory",
+                "%s belongs to an earlier job and is left as it is: nothing is saved. Resume from it "
+                "(restore_or_initialize), or save into another directory",
                 target,
             )
         return False
@@ -258,8 +258,8 @@ class Servers:
                 break
             if time.monotonic() > deadline:
                 raise ClusterTimeoutError(
-                    f"{self._runtime.session.membership.lead} has not loaded what this worker loads: let every worker "
-                    "restore, at the same place of the script"
+                    f"{self._runtime.session.membership.lead} has not loaded what this worker loads: every worker must "
+                    "restore, at the same point in the script"
                 )
             time.sleep(RETRY_S)
         if not has_loaded:
@@ -275,9 +275,9 @@ class Servers:
         if num_updates is None or held <= num_updates or any(push.num_pushed for push in self._groups.pushes):
             return False
         logger.warning(
-            "the job goes on with %d updates, what is restored has %d: the parameter servers keep weights and state of "
-            "optimizers, and all else (counters, schedulers, buffers) is as restored. To undo these updates, name the "
-            "checkpoint: Checkpoint.restore(path)",
+            "the job continues with %d updates, what was restored has %d: the parameter servers keep their weights and "
+            "optimizer state, everything else (counters, schedulers, buffers) is as restored. To undo these updates, "
+            "name the checkpoint: Checkpoint.restore(path)",
             *(held, num_updates),
         )
         return True
@@ -286,21 +286,21 @@ class Servers:
         held = self._groups.num_updates
         if num_updates is not None and held > num_updates:
             logger.warning(
-                "the parameter servers have %d updates, what is restored has %d: the others are undone, and examples "
-                "that the chief has counted do not come again (CheckpointManager.restore_or_initialize at the start of "
-                "a job keeps them)",
+                "the parameter servers have %d updates, what was restored has %d: they are rolled back to it, and "
+                "examples that the chief has counted are not repeated (CheckpointManager.restore_or_initialize at the "
+                "start of a job keeps them)",
                 *(held, num_updates),
             )
         elif num_updates is not None and held < num_updates:
             logger.info(
-                "the parameter servers had %d updates, what is restored has %d: what was trained of an epoch that is "
-                "not over comes again; it does not where --checkpoint-dir is the folder that the script saves in",
+                "the parameter servers had %d updates, what was restored has %d: what was trained of an unfinished "
+                "epoch is repeated; it is not if --checkpoint-dir is the folder that the script saves in",
                 *(held, num_updates),
             )
         elif num_updates is None and held and not any(push.num_pushed for push in self._groups.pushes):
             logger.warning(
-                "the job goes on with %d updates, and what this script loads takes their place; to begin with it and "
-                "to go on with what was trained, load before strategy.prepare, which gives values to what is new",
+                "the job continues with %d updates, and what this script loads replaces them; to start from it and "
+                "then keep what was trained, load before strategy.prepare, which only sets values that are new",
                 held,
             )
 

@@ -121,10 +121,10 @@ class LeasedUnits:
         waiting = self._tracker.open_units[-1:] if self._tracker.has_waiting else ()
         if self._plan.staleness == 0 and waiting and waiting[0].index not in self._last_batch:
             raise ConfigurationError(
-                "at staleness 0 every worker needs a slice of every batch where an update is of several, and this one "
-                f"has none of the batch after {waiting[0]}: take a batch size that has a slice for each of the "
-                f"{self._plan.num_slices} workers, and leave out a last batch that has not (drop_last=True). Where a "
-                "worker was lost, start the job again, and it goes on from its last checkpoint"
+                "at staleness 0 an update over several batches needs a slice of each batch on every worker, and this "
+                f"worker has none of the batch after {waiting[0]}: choose a batch size that gives a slice to each of "
+                f"the {self._plan.num_slices} workers, and drop a last batch that does not (drop_last=True). If a "
+                "worker was lost, restart the job; it resumes from its last checkpoint"
             )
 
     def _ask(self, wait: bool, group: str, counts: bool) -> Lease | None:

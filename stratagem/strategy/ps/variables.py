@@ -136,14 +136,14 @@ class VariableGroups:
             name = self._held[id(parameter)][0]
             if id(parameter) not in trained:
                 raise ConfigurationError(
-                    f"{'table ' if id(parameter) in tables else ''}{name} is prepared already, and its parameter "
-                    "servers keep what changes it, or that nothing does: give the layer and its optimizer to one "
+                    f"{'table ' if id(parameter) in tables else ''}{name} is already prepared, and its parameter "
+                    "servers keep its optimizer, or that it has none: pass the layer and its optimizer to a single "
                     "strategy.prepare, or compile an sg.Model with it first"
                 )
             raise ConfigurationError(
-                f"{name} is prepared, or compiled, with an optimizer already, and its parameter servers keep that one: "
+                f"{name} is already prepared, or compiled, with an optimizer, and its parameter servers keep that one: "
                 "set the learning rate (optimizer.param_groups, model.learning_rate), or prepare a copy, "
-                "copy.deepcopy(module), which begins with the weights that it has here"
+                "copy.deepcopy(module), which starts with the weights that it has here"
             )
 
     @property
@@ -263,7 +263,7 @@ class VariableGroups:
         clients = self._runtime.clients
         while True:
             self._runtime.reroute()
-            logger.info("The variables are with %d parameter servers now", len(clients))
+            logger.info("The variables are now on %d parameter servers", len(clients))
             self._load_bytes = [0] * len(clients)
             self._epochs = dict.fromkeys(range(len(clients)), 0)
             for one in self._placed:
@@ -292,16 +292,16 @@ class VariableGroups:
             given, lacking = attach(created, client, True)
             if given:
                 logger.warning(
-                    "%s came back without %d variables that its checkpoint is too old for: they go on with this "
-                    "worker's values, and their optimizer's state begins anew",
+                    "%s restarted without %d variables that its checkpoint is too old to have: they continue with this "
+                    "worker's values and a fresh optimizer state",
                     *(client.task, given),
                 )
             if not lacking:
                 break
             if time.monotonic() > deadline:
                 raise ClusterTimeoutError(
-                    f"{client.task} came back without the values of {lacking} groups, and the worker that is to "
-                    f"give them did not within {self._runtime.config.start_timeout_s:.0f} s; look at its log"
+                    f"{client.task} restarted without the values of {lacking} groups, and the worker that should "
+                    f"supply them did not within {self._runtime.config.start_timeout_s:.0f} s; look at its log"
                 )
             client.session.wait_stopped(RETRY_S)
             client.session.raise_if_stopped()

@@ -85,7 +85,7 @@ class CentralMirrors(Mirrors):
         for item in objects:
             if isinstance(original(item), torch.amp.GradScaler):
                 raise ConfigurationError(
-                    "a GradScaler belongs to one optimizer a replica, and here all replicas share one: use "
+                    "a GradScaler needs an optimizer per replica, but here all replicas share one: use "
                     "MirroredStrategy, or bfloat16 autocast, which needs no scaling"
                 )
         return super().add(objects)
@@ -107,9 +107,9 @@ class CentralMirrors(Mirrors):
             if written > (copies[0].device == parameter.device) and not self._has_warned_of_writes:
                 self._has_warned_of_writes = True
                 logger.warning(
-                    "%s was written to in a step, by %d replicas: in the memory that they share this is done once by "
-                    "each, on other devices the next update undoes it. Do it outside of strategy.run, once for all, or "
-                    "use MirroredStrategy. A clamp, the same whoever does it, can stay where there is one memory",
+                    "%s was written to in a step, by %d replicas: in memory that they share it happens once per "
+                    "replica, on other devices the next update undoes it. Do it once, outside of strategy.run, or use "
+                    "MirroredStrategy. An idempotent change, such as a clamp, is safe where they share memory",
                     name,
                     written,
                 )
@@ -277,7 +277,7 @@ class CentralGroup(CopiedAsDict):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "params":
-            raise ConfigurationError("the parameters of a prepared optimizer stay what they were when it was prepared")
+            raise ConfigurationError("the parameters of an optimizer are fixed once it is prepared")
         self.data[name] = value
 
 

@@ -169,7 +169,9 @@ class ReplicaContext(WithWaysOut):
         value = map_values(value, as_tensor)
         for leaf in values_in(value):
             if not -leaf.dim() <= axis < leaf.dim():
-                raise ConfigurationError(f"all_gather along axis {axis} expects tensors that have it, got {leaf.shape}")
+                raise ConfigurationError(
+                    f"all_gather along axis {axis} expects tensors with that axis, got {leaf.shape}"
+                )
         if self._is_alone:
             return value
         what = f"all_gather along axis {axis} of {outline(value)}"
@@ -212,8 +214,8 @@ class ReplicaContext(WithWaysOut):
             return False
         if self.num_replicas_in_sync > 1:
             raise ConfigurationError(
-                f"the replicas of {type(self.strategy).__name__} do not meet in a step: they only add up gradients; "
-                "use MultiWorkerMirroredStrategy (--strategy ring) for collectives in a step"
+                f"the replicas of {type(self.strategy).__name__} do not synchronize within a step: they only add up "
+                "gradients; use MultiWorkerMirroredStrategy (--strategy ring) for collectives in a step"
             )
         return True
 

@@ -204,7 +204,7 @@ def _swap_parameters(item: nn.Module, device: torch.device) -> None:
         except RuntimeError as error:
             raise ConfigurationError(
                 f"{type(item).__name__} cannot be moved to {device} ({error.__cause__ or error}); call prepare before "
-                "anything else holds on to its parameters, a weak reference say"
+                "anything else refers to its parameters, such as a weak reference"
             ) from error
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swapping)

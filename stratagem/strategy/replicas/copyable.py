@@ -26,11 +26,11 @@ def check_shapes(module: nn.Module) -> None:
             if tensor is not None and is_lazy(tensor):
                 raise ConfigurationError(
                     f"{_named(path, name)} of {_kind(module)} has no shape yet; call the model once on a batch before "
-                    "strategy.prepare, so that its lazy layers get theirs"
+                    "strategy.prepare, so that its lazy layers get their shapes"
                 )
             if tensor is not None and tensor.is_meta and type(tensor) in (nn.Parameter, torch.Tensor):  # no table
                 raise ConfigurationError(
-                    f"{_named(path, name)} of {_kind(module)} is on the device meta, without values; give it some "
+                    f"{_named(path, name)} of {_kind(module)} is on the meta device, without values; give it some "
                     'before strategy.prepare: module.to_empty(device="cpu"), and a state dict or reset_parameters()'
                 )
 
@@ -41,8 +41,8 @@ def check_dense(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
             raise ConfigurationError(
                 f"{name} of {_kind(module)} is {tensor.layout}, which cannot be sent to other processes; keep it as a "
-                "plain attribute, which each makes itself (self.adjacency = adjacency, no register_buffer), or its "
-                "indices and values as two dense tensors"
+                "plain attribute, which each process makes itself (self.adjacency = adjacency, no register_buffer), or "
+                "its indices and values as two dense tensors"
             )
 
 
@@ -52,9 +52,9 @@ def check_module(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ConfigurationError(
-                f"{path or 'the model'} is a ScriptModule, whose inside torch keeps to itself, and cannot be one of "
-                "several replicas of a process: train the module of which it was made, and give that one to "
-                "torch.jit.script or trace when it is trained; to train faster, prepare(torch_compile=True)"
+                f"{path or 'the model'} is a ScriptModule, whose internals torch does not expose, so one process "
+                "cannot have several replicas of it: train the module that it was made from, and pass that to "
+                "torch.jit.script or trace after training; to train faster, prepare(torch_compile=True)"
             )
         slots = sorted({name for kind in type(part).__mro__ for name in _slots_of(kind)} - {"__dict__", "__weakref__"})
         if slots:
@@ -76,9 +76,9 @@ def check_embeddings(modules: Iterable[nn.Module]) -> None:
     for path, part in (named for module in modules for named in module.named_modules()):
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise ConfigurationError(
-                f"max_norm={part.max_norm:g} of {path or _kind(part)} makes forward change the weights, by the "
-                "examples that a replica or a worker has, and others do not: leave it out, and scale what the layer "
-                "gives, x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)"
+                f"max_norm={part.max_norm:g} of {path or _kind(part)} makes forward change the weights according to "
+                "the examples of one replica or worker: leave it out, and scale the layer's output, x * (max_norm / "
+                "x.norm(dim=-1, keepdim=True)).clamp(max=1)"
             )
 
 
@@ -92,9 +92,9 @@ def check_memory(modules: Iterable[nn.Module]) -> None:
     for index, (name, one) in enumerate(plain):
         if one.data_ptr() < end and _have_common(plain[last][1], one):
             raise ConfigurationError(
-                f"{plain[last][0]} and {name} are two parameters in one memory, which no copy of them elsewhere is: "
-                "make them one (decoder.weight = encoder.weight; for a transpose, "
-                "torch.nn.functional.linear(x, encoder.weight.t()) in forward), or clone() one"
+                f"{plain[last][0]} and {name} are two parameters that share memory, which copies of them do not: make "
+                "them one (decoder.weight = encoder.weight; for a transpose, torch.nn.functional.linear(x, "
+                "encoder.weight.t()) in forward), or clone() one"
             )
         stop = one.data_ptr() + _extent(one) * one.element_size()
         if stop > end:
@@ -143,9 +143,9 @@ def check_made(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer that torch cannot give hooks."""
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigurationError(
-            f"the __init__ of {_kind(optimizer)} does not call that of torch.optim.Optimizer: let it begin with "
-            "super().__init__(params, defaults). One that wraps another optimizer can also be made after prepare, of "
-            "what prepare returns"
+            f"the __init__ of {_kind(optimizer)} does not call that of torch.optim.Optimizer: start it with "
+            "super().__init__(params, defaults). An optimizer that wraps another one can also be built after prepare, "
+            "around what prepare returns"
         )
 
 
@@ -171,7 +171,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, is_known: Callable[[torch
                 raise ConfigurationError(
                     f"group {index} of {_kind(optimizer)} has a tensor of {list(parameter.shape)} "
                     f"{f'({name}) ' if name else ''}that no prepared model has; prepare the model with its optimizer "
-                    "or before it, and make a tensor of its own an nn.Parameter of a module or an "
+                    "or before it, and make a standalone tensor an nn.Parameter of a module or an "
                     "sg.Variable(trainable=True)"
                 )
 

@@ -64,7 +64,7 @@ class CrossDeviceOps(abc.ABC):
         _check(op, tensors)
         names = _as_list(destinations)
         if not names:
-            raise ConfigurationError("expected a device or more to reduce to, got none")
+            raise ConfigurationError("expected at least one device to reduce to, got none")
         return self._reduce(op, tensors, names)
 
     def broadcast(self, tensor: torch.Tensor, destinations: Device | Sequence[Device]) -> list[torch.Tensor]:
@@ -197,7 +197,7 @@ class NcclAllReduce(_AllReduce):
         super().__init__(num_packs)
         if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
             raise ConfigurationError(
-                "NcclAllReduce needs CUDA devices and a torch that was built with NCCL, and there are none here; use "
+                "NcclAllReduce needs CUDA devices and a torch built with NCCL, which are not available here; use "
                 "ReductionToOneDevice() or HierarchicalCopyAllReduce(), or leave cross_device_ops out"
             )
 

@@ -296,7 +296,7 @@ class Meeting:
     def _mismatch(self, local: int, offers: list[Offer]) -> CollectiveError:
         other = next(each for each, offer in enumerate(offers) if offer.tag != offers[local].tag)
         return CollectiveError(
-            f"{self._where(local)}, but {self._where(other)}: every replica has to make the same collectives in the "
+            f"{self._where(local)}, but {self._where(other)}: every replica has to call the same collectives in the "
             "same order",
             self.replica_threads.first_replica + other,
         )

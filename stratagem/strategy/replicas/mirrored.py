@@ -157,7 +157,7 @@ class MirroredModule(Mirrored):
             module.zero_grad(set_to_none)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigurationError("a prepared model cannot be compiled: what is compiled would be replica 0's alone")
+        raise ConfigurationError("a prepared model cannot be compiled: only replica 0's copy would be")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = copy.deepcopy(current(self), memo)
@@ -234,7 +234,7 @@ class MirroredOptimizer(Mirrored):
     def _step_supports_amp_scaling(self) -> bool:
         """What a GradScaler asks; one that is prepared asks the optimizer of its replica."""
         raise ConfigurationError(
-            "a GradScaler that was not prepared keeps one book for all replicas. Write model, optimizer, scaler = "
+            "a GradScaler that was not prepared keeps one state for all replicas. Write model, optimizer, scaler = "
             "strategy.prepare(model, optimizer, scaler), or use bfloat16 autocast, which needs no scaling"
         )
 

@@ -181,7 +181,7 @@ class Mirrors:
                 optimizer = original(item.optimizer)
                 if id(optimizer) not in self._all and not any(optimizer is one for one in optimizers):
                     raise ConfigurationError(
-                        f"{type(item).__name__} moves the settings of an optimizer that is not prepared; prepare the "
+                        f"{type(item).__name__} changes the settings of an optimizer that is not prepared; prepare the "
                         "optimizer with it or before it"
                     )
 
@@ -236,8 +236,8 @@ class Mirrors:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s. What is not prepared (an object that counts steps, say) is one for all replicas, called by each: "
-                "do that outside of strategy.run, or use a scheduler of torch",
+                "%s. An object that is not prepared (a step counter, say) is shared by all replicas and called by "
+                "each: call it outside of strategy.run, or use a torch scheduler",
                 what,
             )
 
@@ -260,4 +260,6 @@ def snapshot(settings: Settings) -> Settings:
 
 
 def otherwise(setting: str, counts: Any, other: Any, replica: int) -> str:
-    return f"a step set {setting} to {counts!r} on replica 0, which counts, and to {other!r} on replica {replica}"
+    return (
+        f"a step set {setting} to {counts!r} on replica 0, whose value is used, and to {other!r} on replica {replica}"
+    )

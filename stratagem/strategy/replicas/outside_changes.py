@@ -198,9 +198,10 @@ class ModelChanges:
             if now is not gradient or (now is not None and now._version != version):
                 if now is not None and any(map(self._is_pending, twins)) and bool(now.to_dense().any()):
                     raise ConfigurationError(
-                        "a gradient was changed outside of strategy.run after backward() inside no_sync(): what is "
-                        "there is one replica's own until a backward() outside of no_sync(). Change it after that one, "
-                        "or accumulate without no_sync(), where each backward() leaves the gradient of all"
+                        "a gradient was changed outside of strategy.run after backward() inside no_sync(): until a "
+                        "backward() outside of no_sync() it is that of one replica only. Change it after that "
+                        "backward(), or accumulate without no_sync(), where each backward() leaves the gradient of all "
+                        "replicas"
                     )
                 for twin, its in zip(twins, self._copies, strict=True):
                     twin.grad = None if now is None else now.detach().to(its.device, copy=True)
@@ -244,8 +245,8 @@ class ModelChanges:
         path = next(path for path, part in self._models[0].named_modules() if part is self._modules[index // 2][0])
         raise ConfigurationError(
             f"{path}{path and '.'}{name} of {type(self._models[0]).__name__} was added, replaced or removed after "
-            "strategy.prepare, so the other replicas and the optimizers do not have it: undo that, for nothing runs "
-            "before; build a model whole, then prepare it"
+            "strategy.prepare, so the other replicas and the optimizers do not have it: undo that, nothing runs until "
+            "then; build the whole model, then prepare it"
         )
 
     def _find_others(self) -> list[tuple[torch.Tensor, ...]]:

@@ -64,7 +64,7 @@ def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
     ordinal = max(communicator.position.ordinal for communicator in communicators)
     for communicator in communicators:
         communicator._error = None
-        communicator.position = Position(ordinal, communicator.step, "started again after an error")
+        communicator.position = Position(ordinal, communicator.step, "restarted after an error")
 
 
 class WaitingMeter(StepMeter):

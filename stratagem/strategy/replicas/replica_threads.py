@@ -31,7 +31,7 @@ class Doing(enum.Enum):
     """Or waits for its turn."""
     WAITING = "waits"
     """Inside :meth:`ReplicaThreads.waiting`: for a collective."""
-    MEETING = "has come to a meeting"
+    MEETING = "has reached a synchronization point"
     ENDED = "has ended its step"
 
 
@@ -265,7 +265,7 @@ class ReplicaThreads:
             CollectiveError: another replica is somewhere else, or has failed.
         """
         if (thread_replica := self._own_thread_replica()) is None:
-            raise ConfigurationError(f"{what} outside strategy.run: only replicas can meet")
+            raise ConfigurationError(f"{what} outside strategy.run: only replicas can synchronize")
         run, replica = thread_replica.run, thread_replica.replica
         self._end_if_failed(run)
         with self.changed:
@@ -333,7 +333,7 @@ class ReplicaThreads:
 
     def _end_if_failed(self, run: _Run) -> None:
         if run.reason:
-            raise CollectiveError(f"this replica has to end: {run.reason}")
+            raise CollectiveError(f"this replica has to stop: {run.reason}")
 
     def _cause(self, run: _Run) -> BaseException:
         """The first error that is not an echo of another's."""
@@ -346,8 +346,8 @@ class ReplicaThreads:
     def _doing(self, run: _Run, replica: int) -> str:
         offer, count = run.offers[replica], run.num_meetings[replica]
         if offer is not None:
-            return f"is at meeting {count} of this step ({offer.what})"
-        return f"{run.doing[replica].value} after {count} {'meeting' if count == 1 else 'meetings'}"
+            return f"is at synchronization point {count} of this step ({offer.what})"
+        return f"{run.doing[replica].value} after {count} synchronization point{'s' * (count != 1)}"
 
 
 def _work_off(jobs: _Jobs) -> None:

@@ -22,7 +22,7 @@ def _of_value(name: str) -> Callable[..., torch.Tensor]:
 def _refused(name: str) -> Callable[[Any, Any], NoReturn]:
     def operator(self: TensorOperators, other: Any) -> NoReturn:
         raise ConfigurationError(
-            f"{name} would put a tensor in the place of the variable; use assign, assign_add or assign_sub"
+            f"{name} would replace the variable with a tensor; use assign, assign_add or assign_sub"
         )
 
     return operator

@@ -85,8 +85,8 @@ class Variable(TensorOperators, WithWaysOut):
         context = get_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
             raise ConfigurationError(
-                f"variable {name!r} was created inside strategy.run, where it would be created once a replica; "
-                "create it in strategy.scope(), before the step"
+                f"variable {name!r} was created inside strategy.run, where every replica would create one; create it "
+                "in strategy.scope(), before the step"
             )
         initial = _as_tensor(initial_value() if callable(initial_value) else initial_value).clone()
         if trainable and synchronization is VariableSynchronization.ON_READ:
@@ -224,7 +224,7 @@ class Variable(TensorOperators, WithWaysOut):
             for index, part in enumerate(parts):
                 self._write(index, change, part)
         else:
-            self._write_all(change, self._aggregate(PerReplica(parts), "an assignment of one value a replica"))
+            self._write_all(change, self._aggregate(PerReplica(parts), "an assignment of one value per replica"))
 
     def _write_all(self, change: _Change, value: torch.Tensor) -> None:
         for index in range(len(self.tensors)):

@@ -484,7 +484,7 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
     job.groups.roll_back()
     job.step()
     assert store.state.locked_groups.keys() == held
-    assert "ps:0 came back without " in caplog.text and "its checkpoint is too old for" in caplog.text
+    assert "ps:0 restarted without " in caplog.text and "its checkpoint is too old to have" in caplog.text
 
 
 def test_a_ps_that_refuses_is_not_asked_for_ever(start: Callable[..., Job]) -> None:
@@ -798,7 +798,7 @@ def test_a_table_that_is_prepared_again_in_another_model_keeps_its_rows(start: C
         job.prepare(again)
         assert torch.equal(table.whole_weight(), before)
     assert table.whole_weight()[1:3].tolist() == [[0.5] * WIDTH, [1.0] * WIDTH]
-    with pytest.raises(ConfigurationError, match=r"table weight is prepared already.* to one strategy\.prepare"):
+    with pytest.raises(ConfigurationError, match=r"table weight is already prepared.* to a single strategy\.prepare"):
         job.prepare(table, torch.optim.SGD(table.parameters(), 0.1))
 
 

@@ -57,7 +57,10 @@ def test_a_rate_that_each_replica_counts_is_that_of_replica_0(caplog: pytest.Log
         strategy.run(step, args=(next(batches), True))
     strategy.close()
     (told,) = _warnings(caplog)
-    assert told.startswith("step() of SGD 0: a step set lr to 0.0") and "on replica 0, which counts, and to 0.0" in told
+    assert (
+        told.startswith("step() of SGD 0: a step set lr to 0.0")
+        and "on replica 0, whose value is used, and to 0.0" in told
+    )
 
 
 @pytest.mark.parametrize("who", [(), (0,), (0, 1)])

@@ -81,7 +81,9 @@ def test_those_that_no_sync_has_left_can_be_dropped_but_not_changed(
     for change in (drop, zero):
         wanted = trained(sg.OneDeviceStrategy("cpu"), change)
         torch.testing.assert_close(trained(build(["cpu:0", "cpu:1"]), change), wanted)
-    with pytest.raises(ConfigurationError, match=r"is there is one replica's own until a backward\(\) outside"):
+    with pytest.raises(
+        ConfigurationError, match=r"until a backward\(\) outside of no_sync\(\) it is that of one replica only"
+    ):
         trained(build(["cpu:0", "cpu:1"]), halve)
 
 

@@ -296,7 +296,7 @@ def test_gradients_pass_through_all_gather(num_workers: int, num_local: int) -> 
 
 
 def test_what_cannot_be_gathered_is_refused(two: Several) -> None:
-    with pytest.raises(ConfigurationError, match="axis 0 expects tensors that have it"):
+    with pytest.raises(ConfigurationError, match="axis 0 expects tensors with that axis"):
         two.each(lambda c: c.all_gather(3.0, 0))
     with pytest.raises(ConfigurationError, match=r"replica 0 has \[2, 1\] torch.float32 and replica 1 has \[2, 2\]"):
         two.each(lambda c: c.all_gather(torch.ones(2, c.replica_id_in_sync_group + 1), 0))
@@ -353,9 +353,9 @@ def test_replicas_that_merge_differently_are_named(two: Several) -> None:
     with pytest.raises(CollectiveError) as raised:
         two.each(step)
     assert str(raised.value) == (
-        "replica 0 is at meeting 1 of this step (all_reduce sum of {'loss': value}), but replica 1 is at meeting 1 of "
-        "this step (all_reduce sum of {'losses': list(value)}): every replica has to make the same calls in the same "
-        "order"
+        "replica 0 is at synchronization point 1 of this step (all_reduce sum of {'loss': value}), but replica 1 is "
+        "at synchronization point 1 of this step (all_reduce sum of {'losses': list(value)}): every replica has "
+        "to make the same calls in the same order"
     )
 
 
@@ -369,5 +369,5 @@ def test_a_replica_that_skips_a_merge_is_named(strategy: Several) -> None:
     if last == 0:
         strategy.each(step)
         return
-    with pytest.raises(CollectiveError, match=f"but replica {last} has ended its step after 0 meetings"):
+    with pytest.raises(CollectiveError, match=f"but replica {last} has ended its step after 0 synchronization points"):
         strategy.each(step)

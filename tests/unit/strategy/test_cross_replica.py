@@ -57,7 +57,7 @@ def test_each_value_of_a_structure_has_the_shares_of_its_own_run(strategy: sg.St
 
 def test_a_mean_of_unlike_shapes_is_refused_and_that_of_an_empty_replica_not_looked_at(strategy: sg.Strategy) -> None:
     parts = torch.ones(3), torch.ones(1)
-    with pytest.raises(ConfigurationError, match="one mean of each replica, all of one shape"):
+    with pytest.raises(ConfigurationError, match="one mean from each replica, all of the same shape"):
         strategy.reduce_mean(sg.PerReplica(parts, (3.0, 1.0)))
     assert strategy.reduce_mean(sg.PerReplica(parts[::-1], (0.0, 3.0))).tolist() == [1.0, 1.0, 1.0]
 
@@ -107,9 +107,9 @@ def test_the_step_of_one_replica_cannot_reduce_over_all(strategy: sg.Strategy, n
 
 
 def test_what_cannot_be_reduced_or_gathered_is_named(strategy: sg.Strategy) -> None:
-    with pytest.raises(ConfigurationError, match="tensors and numbers of replicas, got NoneType"):
+    with pytest.raises(ConfigurationError, match="tensors and numbers from replicas, got NoneType"):
         strategy.reduce("SUM", values(strategy, lambda replica: None))
-    with pytest.raises(ConfigurationError, match="tensors and numbers of replicas, got str"):
+    with pytest.raises(ConfigurationError, match="tensors and numbers from replicas, got str"):
         strategy.run(lambda: all_reduce("a"))
     makes: tuple[Callable[[int], torch.Tensor], ...] = (
         lambda replica: torch.ones(2, 1 + replica),

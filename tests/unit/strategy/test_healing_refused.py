@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_is_refused_by_name(devices: Any, compression: Any, group: str, named: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"\(--min-workers\) cannot have {named}: leave that out"):
+    with pytest.raises(ConfigurationError, match=rf"\(--min-workers\) cannot have {named}: leave out that"):
         refuse_what_does_not_heal(devices, compression, group)
 
 

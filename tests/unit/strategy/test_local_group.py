@@ -163,7 +163,7 @@ def test_replicas_in_different_collectives_are_named_with_their_positions(two: R
     rank = 1 - (raised.value.rank or 0)
     assert str(raised.value) == (
         f"aborted at {positions[rank]}: replica {rank} is at {positions[rank]}, but replica {1 - rank} is at "
-        f"{positions[1 - rank]}: every replica has to make the same collectives in the same order"
+        f"{positions[1 - rank]}: every replica has to call the same collectives in the same order"
     )
 
 
@@ -195,7 +195,9 @@ def test_a_collective_does_not_wait_for_a_meeting(two: Replicas, at_meeting: int
         else:
             communicator.barrier()
 
-    with pytest.raises(CollectiveError, match=rf"waits for replica {at_meeting}, which has come to a meeting"):
+    with pytest.raises(
+        CollectiveError, match=rf"waits for replica {at_meeting}, which has reached a synchronization point"
+    ):
         two.run(work)
 
 

@@ -320,7 +320,7 @@ def test_a_structure_that_is_undone_runs_again(replicas: Replicas, own: Net) -> 
     last = own.body[1]
     for time in range(2):
         del own.body[1]
-        with pytest.raises(ConfigurationError, match=r"body\.1 of Net was .* nothing runs before"):
+        with pytest.raises(ConfigurationError, match=r"body\.1 of Net was .* nothing runs until then"):
             replicas.run(lambda _: None)
         own.body.append(last)
         replicas.run(lambda _: None)

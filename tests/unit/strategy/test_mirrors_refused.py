@@ -53,7 +53,7 @@ def _over(values: torch.Tensor) -> nn.Linear:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0\.weight of Sequential has no shape yet; call the model once"),
-    "meta": (lambda: nn.Sequential(nn.Linear(4, 4, device="meta")), r"0\.weight of Sequential is on the device meta"),
+    "meta": (lambda: nn.Sequential(nn.Linear(4, 4, device="meta")), r"0\.weight of Sequential is on the meta device"),
     "slots": (lambda: nn.Sequential(Slotted(4, 4)), "Slotted keeps cache in __slots__"),
     "a result": (
         lambda: _with("norm", lambda model: next(model.parameters()).norm()),
@@ -61,11 +61,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a ScriptModule": (
         lambda: nn.Sequential(torch.jit.trace(nn.Linear(4, 4), INPUTS)),
-        "0 is a ScriptModule, .* train the module of which it was made",
+        "0 is a ScriptModule, .* train the module that it was made from",
     ),
     "one memory": (
         lambda: nn.Sequential(first := nn.Linear(4, 4), _over(first.weight.data.t())),
-        r"0\.weight and 1\.weight are two parameters in one memory",
+        r"0\.weight and 1\.weight are two parameters that share memory",
     ),
     "a lock": (lambda: _with("lock", lambda _: threading.Lock()), r"1\.lock of Sequential cannot be copied.*pickle"),
     "a result in a list": (
@@ -114,7 +114,7 @@ def test_an_optimizer_with_a_step_of_its_own(replicas: Replicas) -> None:
 
 def test_a_scheduler_of_another_optimizer(replicas: Replicas) -> None:
     scheduler = lr_scheduler.StepLR(torch.optim.SGD(net().parameters(), 0.1), 1)
-    with pytest.raises(ConfigurationError, match="StepLR moves the settings of an optimizer that is not prepared"):
+    with pytest.raises(ConfigurationError, match="StepLR changes the settings of an optimizer that is not prepared"):
         replicas.prepare(net(), scheduler)
 
 
@@ -212,8 +212,8 @@ def test_complex_parameters() -> None:
         (lambda: nn.Sequential(_over(torch.zeros(4, 4, dtype=torch.complex64)).requires_grad_(False)), r"0\.weight"),
         (lambda: _with_buffer(torch.zeros(3, dtype=torch.complex64)), r"angles .* persistent=False"),
         (lambda: _with_buffer(torch.eye(3).to_sparse()), r"angles .* torch\.sparse_coo, .* plain attribute"),
-        (lambda: nn.Sequential(first := nn.Linear(4, 4), _over(first.weight.data)), "in one memory"),
-        (lambda: nn.Linear(4, 4, device="meta"), "weight of Linear is on the device meta"),
+        (lambda: nn.Sequential(first := nn.Linear(4, 4), _over(first.weight.data)), "that share memory"),
+        (lambda: nn.Linear(4, 4, device="meta"), "weight of Linear is on the meta device"),
         (lambda: nn.EmbeddingBag(4, 2, max_norm=2.0), "max_norm=2 of EmbeddingBag"),
     ],
 )

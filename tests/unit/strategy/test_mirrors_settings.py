@@ -93,7 +93,8 @@ def test_an_object_that_counts_the_steps_of_all_replicas_is_warned_of(
         replicas.run(lambda _: step(counted=True))
     [warning] = caplog.records
     assert (
-        "step() of SGD 0: a step set lr to 0.1 on replica 0, which counts, and to 0.2 on replica 1" in warning.message
+        "step() of SGD 0: a step set lr to 0.1 on replica 0, whose value is used, and to 0.2 on replica 1"
+        in warning.message
     )
 
 

@@ -256,6 +256,6 @@ def test_weights_of_gradients_that_are_added_are_refused(is_said_first: bool) ->
         strategy.run(step, args=(other,))
         strategy.run(add, args=(one,))
         strategy.run(step, args=(None,))
-    with pytest.raises(ConfigurationError, match=r"no_sync\(\) together are one mean .* replica that is alone"):
+    with pytest.raises(ConfigurationError, match=r"no_sync\(\) together form one mean .* a single replica"):
         strategy.run(add, args=(2.0 if is_said_first else None,))
         strategy.run(step, args=(2.0,))

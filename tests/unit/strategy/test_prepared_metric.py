@@ -58,7 +58,7 @@ def test_what_is_outside_of_steps_is_said(strategy: sg.MirroredStrategy) -> None
     metric.update(4.0)
     assert metric.compute() == 4
     for verb in ("compute", "reset"):
-        with pytest.raises(ConfigurationError, match=rf"MeanMetric.{verb}\(\) of a prepared metric is about all"):
+        with pytest.raises(ConfigurationError, match=rf"MeanMetric.{verb}\(\) of a prepared metric covers all"):
             strategy.run(getattr(metric, verb))
     with pytest.raises(ConfigurationError, match="MeanMetric is prepared for MirroredStrategy; give OneDeviceStrategy"):
         sg.OneDeviceStrategy("cpu").prepare(metric)

@@ -149,4 +149,4 @@ def test_a_scheduler_of_updates_that_is_not_prepared_is_warned_of(
         job.optimizer.step()
         if number % every == 0:
             scheduler.step()
-    assert caplog.text.count("a scheduler of SGD is stepped with every update, and was not prepared") == num_warnings
+    assert caplog.text.count("a scheduler of SGD is stepped with every update but was not prepared") == num_warnings

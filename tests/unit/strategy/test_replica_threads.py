@@ -299,7 +299,7 @@ def test_an_error_in_a_meeting_is_raised_as_it_is(replica_threads: ReplicaThread
     with pytest.raises(KeyError, match="no such thing") as raised:
         everywhere(replica_threads, work)
     assert raised.value.__notes__ == ["raised in a meeting about nothing, where all replicas had met"]
-    assert ends == ["this replica has to end: the caller of the replicas raised KeyError: 'no such thing'"] * 3
+    assert ends == ["this replica has to stop: the caller of the replicas raised KeyError: 'no such thing'"] * 3
     assert everywhere(
         replica_threads, lambda replica: replica_threads.meet("another", replica, lambda values: values)
     ) == [0, 1, 2]
@@ -325,8 +325,8 @@ def test_a_replica_that_returns_early_is_named() -> None:
         with pytest.raises(CollectiveError) as raised:
             everywhere(replica_threads, work)
         assert str(raised.value) == (
-            "replica 4 is at meeting 2 of this step (the second), but replica 5 has ended its step after 1 meeting: "
-            "every replica has to make the same calls in the same order"
+            "replica 4 is at synchronization point 2 of this step (the second), but replica 5 has ended its step after "
+            "1 synchronization point: every replica has to make the same calls in the same order"
         )
         assert raised.value.rank == 5
 
@@ -391,7 +391,7 @@ def test_an_error_wakes_those_who_wait_and_stops_those_who_have_not_begun(replic
     with pytest.raises(Broken):
         everywhere(replica_threads, work)
     assert began == [0, 1]
-    assert ended_by == ["this replica has to end: replica 1 raised Broken: "]
+    assert ended_by == ["this replica has to stop: replica 1 raised Broken: "]
 
 
 def test_who_swallows_the_news_of_a_failure_hears_it_again(replica_threads: ReplicaThreads) -> None:

@@ -43,7 +43,7 @@ def test_batches_whose_shares_are_unlike(weights: bool) -> None:
     if weights:
         assert torch.allclose(_trained(mirrored, (11, 8), weights), _trained(one, (11, 8), weights))
         return
-    with pytest.raises(sg.ConfigurationError, match=r"several datasets, of which .* unlike shares .*set_weight"):
+    with pytest.raises(sg.ConfigurationError, match=r"several datasets, and a replica's share differs .*set_weight"):
         _trained(mirrored, (11, 8))
     assert torch.allclose(_trained(mirrored, (11, 4), drop_last=True), _trained(one, (11, 4), drop_last=True))
 

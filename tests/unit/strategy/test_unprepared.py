@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import stratagem as sg
 from stratagem.errors import ConfigurationError
 
-SAYS = "of shape [3] of a Center got a gradient inside strategy.run and was not prepared"
+SAYS = "of shape [3] of a Center got a gradient inside strategy.run but was not prepared"
 
 
 class Center(torch.nn.Module):

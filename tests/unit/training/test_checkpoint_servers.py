@@ -128,7 +128,7 @@ def test_a_plain_state_dict(by_chief: Path) -> None:
 
 
 def test_what_the_chief_does_not_know_is_missed(by_chief: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"variables of the parameter servers alone, and no state of epoch"):
+    with pytest.raises(CheckpointError, match=r"only the variables of the parameter servers, and no state of epoch"):
         Checkpoint(model=nn.Linear(4, ROWS), epoch=0).restore(by_chief)
     with pytest.raises(CheckpointError, match="no names of 2 models"):
         Checkpoint(one=nn.Linear(4, ROWS), two=nn.Linear(4, ROWS)).restore(by_chief)
@@ -149,7 +149,7 @@ def test_those_of_the_chief_are_left_out_where_more_is_needed(
     assert manager.restore_or_initialize() == own and more.epoch == 2
 
 
-@pytest.mark.parametrize(("held", "word"), [(8, ""), (2, "comes again"), (9, "do not come again")])
+@pytest.mark.parametrize(("held", "word"), [(8, ""), (2, "is repeated"), (9, "are not repeated")])
 def test_what_comes_again_is_said(held: int, word: str, caplog: pytest.LogCaptureFixture) -> None:
     """Of a restored checkpoint with 8 updates, by how many the parameter servers had."""
     servers: Any = object.__new__(Servers)
