@@ -87,7 +87,7 @@ class Loss:
             raise ConfigurationError(f"expected a loss of {', '.join(sorted(_NAMED))} or a callable, got {given!r}")
         if not isinstance(given, str) and not callable(given):
             raise ConfigurationError(
-                f"expected the name of a loss or a callable, got a {type(given).__name__}: of several outputs, give "
+                f"expected the name of a loss or a callable, got a {type(given).__name__}: for several outputs, give "
                 "loss=f, where f(outputs, targets) adds up their losses"
             )
         if isinstance(given, type):
@@ -149,8 +149,9 @@ class Loss:
         for name, given in (("sample_weight", weights), ("class_weight", self.class_weight and targets)):
             if not isinstance(given, torch.Tensor | None):
                 raise ConfigurationError(
-                    f"{name} is one weight for each example, and of several outputs this is a {type(given).__name__}: "
-                    "put the weights into the targets, and give loss=f, where f(outputs, targets) multiplies by them"
+                    f"{name} is one weight for each example, but with several outputs this is a "
+                    f"{type(given).__name__}: put the weights into the targets, and give loss=f, where f(outputs, "
+                    "targets) multiplies by them"
                 )
         if self.class_weight is not None:
             by_class = _weights_by_class(self.class_weight, targets)
@@ -179,7 +180,7 @@ class Loss:
             values = _tensor(function(outputs, targets))
         if values.dim() == 0:
             raise ConfigurationError(
-                "weights of examples or classes need a loss that returns one value an example, and this one returns a "
+                "weights of examples or classes need a loss that returns one value per example, but this one returns a "
                 "scalar: use a name, a loss module of torch, or return the losses before their mean"
             )
         if values.dim() == 1:
@@ -195,7 +196,7 @@ class Loss:
             return
         self._is_looked_at = True
         low, high = (float(value) for value in outputs.detach().float().aminmax())
-        seen = f"the module's outputs go from {low:.3g} to {high:.3g}"
+        seen = f"the module's outputs range from {low:.3g} to {high:.3g}"
         if self._given is functional.nll_loss and high > _NEAR:
             raise ConfigurationError(
                 f'loss="{self._name}" expects log-probabilities, and {seen}: use "cross_entropy" for logits'
@@ -210,7 +211,7 @@ class Loss:
         if outputs.shape[1] == 1:
             raise ConfigurationError(
                 f'loss="{self._name}" of a module with one output is 0, whatever the targets are: give the module an '
-                'output for each class, or, of two classes, use "bce_with_logits" ("binary_crossentropy" after a '
+                'output for each class, or, for two classes, use "bce_with_logits" ("binary_crossentropy" after a '
                 "sigmoid)"
             )
         are_probabilities = low >= 0 and high <= 1 and bool(((outputs.float().sum(1) - 1).abs() < _NEAR).all())
@@ -222,8 +223,7 @@ class Loss:
         if self._given is functional.cross_entropy and are_probabilities:
             logger.warning(
                 'loss="cross_entropy" expects logits, and the module\'s outputs look like probabilities (a softmax at '
-                'the end?): it takes the softmax of them once more. "sparse_categorical_crossentropy" takes '
-                "probabilities"
+                'the end?): it applies another softmax to them. "sparse_categorical_crossentropy" takes probabilities'
             )
 
     def _fitting(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -277,8 +277,8 @@ def formed(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     is_flat = targets.shape[:1] == outputs.shape[:1] and min(targets.dim(), outputs.dim()) <= 2
     if here != there and not (is_flat and targets.numel() == outputs.numel()):
         raise ConfigurationError(
-            f"expected targets of the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}: lay them out as "
-            "the outputs are, with permute() say"
+            f"expected targets of the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}: arrange them as "
+            "the outputs are, with permute() for example"
         )
     return targets.reshape(outputs.shape)
 
@@ -293,8 +293,8 @@ def _weighted(values: torch.Tensor, counted: torch.Tensor | None, weights: torch
     least = weights.amin() if len(weights) else weights.sum()
     if least < 0:
         raise ConfigurationError(
-            f"expected weights of at least 0, by whose sum the loss is divided, got {float(least):g}: put what has a "
-            "sign into the targets, and give loss=f, where f(outputs, targets) multiplies by it"
+            f"expected weights of at least 0, by whose sum the loss is divided, got {float(least):g}: put signed "
+            "factors into the targets, and give loss=f, where f(outputs, targets) multiplies by them"
         )
     total = (weights if counted is None else weights * counted).sum()
     return LossValue((values * weights).sum() / torch.where(total > 0, total, 1.0), float(total))

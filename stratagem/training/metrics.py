@@ -129,8 +129,8 @@ def metrics_of(
                 )
             if name.startswith("val_"):
                 raise ConfigurationError(
-                    f"a metric is called {name!r}, as the value of a validation is in the logs: name it otherwise, "
-                    "metrics={'name': …}"
+                    f"a metric is called {name!r}, which is the name of a validation value in the logs: give it a "
+                    "different name, metrics={'name': …}"
                 )
             found[name] = metric
     return found
@@ -171,8 +171,8 @@ def _of_examples(name: str, function: MetricFunction) -> MetricFunction:
         found: Any = function(outputs, targets)
         if not isinstance(found, torch.Tensor) or not found.dim():
             raise ConfigurationError(
-                "a function given as a metric returns a tensor with one value an example, of which the mean is made; "
-                f"{name} returned {'a scalar' if isinstance(found, torch.Tensor) else type(found).__name__}"
+                f"a function given as a metric returns a tensor with one value per example, which are averaged; {name} "
+                f"returned {'a scalar' if isinstance(found, torch.Tensor) else type(found).__name__}"
             )
         if found.is_complex():
             raise ConfigurationError(f"the mean of a metric is one real number; {name} returned complex ones: .abs()?")
@@ -183,7 +183,7 @@ def _of_examples(name: str, function: MetricFunction) -> MetricFunction:
 
 def _of_tensors(name: str, function: _Function) -> _Function:
     def values(outputs: Any, targets: Any) -> _Counted:
-        instead = "give a function of outputs and targets that returns one value an example"
+        instead = "give a function of outputs and targets that returns one value per example"
         check_tensors(f"the metric {name!r}", outputs, targets, instead)
         return function(outputs, targets)
 
@@ -210,9 +210,9 @@ class _Positive:
             low, high = (float(value) for value in outputs.detach().aminmax())
             if low >= 0 and high <= 1:
                 logger.warning(
-                    "accuracy takes one output for a logit, positive above 0, unless a loss says otherwise, and "
-                    "the outputs go from %.3g to %.3g, as probabilities do: if they are, give the function "
-                    "(outputs > 0.5) == (targets > 0.5) as the metric",
+                    "accuracy takes a single output as a logit, positive above 0, unless a loss says otherwise, but "
+                    "the outputs range from %.3g to %.3g, as probabilities do: if they are, give the function (outputs "
+                    "> 0.5) == (targets > 0.5) as the metric",
                     *(low, high),
                 )
         return outputs > self._threshold

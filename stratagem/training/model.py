@@ -112,8 +112,8 @@ class Model(ModelState):
             self.strategy = get_strategy()
         if optimizer is not None and not self.strategy.places_models and active_runtime() is not None:
             raise ConfigurationError(
-                "this worker belongs to a cluster: build the sg.Model inside `with strategy.scope():`, or it would be "
-                "trained here alone"
+                "this worker belongs to a cluster: build the sg.Model inside `with strategy.scope():`, otherwise it "
+                "would be trained on this worker only"
             )
         if optimizer is not None and isinstance(self._original, LoadedModel):
             raise ConfigurationError(NOT_TRAINED)
@@ -122,8 +122,8 @@ class Model(ModelState):
         made = None if optimizer is None else optimizer_of(optimizer, self._original)
         if isinstance(made, torch.optim.LBFGS):
             raise ConfigurationError(
-                "LBFGS computes the loss several times in a step, by a closure that fit has not: write the loop, with "
-                "optimizer.step(closure)"
+                "LBFGS computes the loss several times in a step through a closure, which fit does not have: write the "
+                "loop, with optimizer.step(closure)"
             )
         objects = [self._original] if made is None else [self._original, made]
         preparation: dict[str, Any] = {
@@ -209,7 +209,7 @@ class Model(ModelState):
         if validation_split:
             arrays = getattr(source, "dataset", None)
             if not isinstance(arrays, sources.Arrays) or validation_data is not None:
-                raise ConfigurationError("validation_split is for arrays, and instead of validation_data")
+                raise ConfigurationError("validation_split is for arrays, and cannot be combined with validation_data")
             trained, held_out = arrays.split(validation_split)
             source = sources.source_of(*trained.parts, batch_size=batch_size, shuffle=shuffle)
             validation = sources.source_of(*held_out.parts, batch_size=validation_batch_size or batch_size)
@@ -217,15 +217,15 @@ class Model(ModelState):
             validation = sources.validation_source(validation_data, validation_batch_size, batch_size)
         if isinstance(source, Iterator) and steps_per_epoch is None and epochs - initial_epoch > 1:
             raise ConfigurationError(
-                f"a {type(source).__name__} can be gone through once, and there are {epochs - initial_epoch} epochs: "
-                "give steps_per_epoch=, or something that starts anew with each iter()"
+                f"a {type(source).__name__} can be iterated over only once, but there are {epochs - initial_epoch} "
+                "epochs: give steps_per_epoch=, or something that starts over with each iter()"
             )
         validates = at_epochs(validation_freq)
         num_validations = 0 if validation is None else sum(map(validates, range(initial_epoch, epochs)))
         if isinstance(validation, Iterator) and num_validations > 1:
             raise ConfigurationError(
-                f"a {type(validation).__name__} can be gone through once, and there are {num_validations} validations: "
-                "give validation_data= a list, or something that starts anew with each iter()"
+                f"a {type(validation).__name__} can be iterated over only once, but there are {num_validations} "
+                "validations: give validation_data= a list, or something that starts over with each iter()"
             )
         with self._scope(), self._fitting():
             dataset = sources.for_training(self.strategy, source, self.module, self._device, self._num_fits)

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 _NEVER_CALLED = frozenset({"train_step", "test_step", "predict_step", "make_train_function", "compute_loss", "call"})
 _NOT_CALLED = (
-    "which nothing calls: what a step computes is the module's forward and compile's loss; for a step of your own "
-    "write the loop, with strategy.run(step, args=(batch,))"
+    "which is never called: a step computes the module's forward and compile's loss; for a step of your own, write the "
+    "loop, with strategy.run(step, args=(batch,))"
 )
 _OF_A_FIT = ("is_fitting", "stop_training", "history", "_position", "_running")
 """What a ``fit`` that a callback of another calls gives back to that one."""
@@ -107,11 +107,11 @@ class ModelState(WithWaysOut):
         for name in ("lr", "learning_rate"):
             if name in vars(self.optimizer):
                 raise ConfigurationError(
-                    f"optimizer.{name} was set, which no optimizer of torch looks at: set model.learning_rate"
+                    f"optimizer.{name} was set, which torch's optimizers ignore: set model.learning_rate"
                 )
         if "trainable" in vars(self) or "trainable" in vars(self._original):
             raise ConfigurationError(
-                "trainable was set, which nothing looks at: call requires_grad_(False) on the module before compile"
+                "trainable was set, which has no effect: call requires_grad_(False) on the module before compile"
             )
 
     @property

@@ -72,7 +72,9 @@ class PreemptionCheckpointHandler:
                 raise ConfigurationError("a CheckpointManager has a directory already: leave checkpoint_dir out")
             self._manager = checkpoint_or_manager
         elif checkpoint_dir is None:
-            raise ConfigurationError("where is the Checkpoint to be saved? Give checkpoint_dir, or a CheckpointManager")
+            raise ConfigurationError(
+                "where should the Checkpoint be saved? Give checkpoint_dir, or a CheckpointManager"
+            )
         else:
             self._manager = CheckpointManager(checkpoint_or_manager, checkpoint_dir, max_to_keep=1)
         self._checkpoint = self._manager.checkpoint
@@ -126,7 +128,7 @@ class PreemptionCheckpointHandler:
         say_it_resumes()
         path = self._manager.restore_or_initialize()
         if path is not None:
-            logger.info("Going on after %d calls of run, from %s", self.total_run_calls, path)
+            logger.info("Resuming after %d calls of run, from %s", self.total_run_calls, path)
         return path
 
 
@@ -137,14 +139,14 @@ def leave(strategy: Strategy, save: Callable[[], str]) -> NoReturn:
     """
     preemption.leave()
     if strategy.servers is not None:
-        raise interrupts.Preempted("preempted: its step is done, other workers take over what it has not begun")
+        raise interrupts.Preempted("preempted: its step is done, other workers take over what it has not started")
     path = save()
     if strategy.communicator is not None:
         try:
             strategy.communicator.barrier()  # nobody closes its lanes while another still reads from them
         except CollectiveError as error:
             logger.warning("left the ring out of step: %s", error)
-    raise interrupts.Preempted(f"preempted: saved {path}; start the job again to go on there")
+    raise interrupts.Preempted(f"preempted: saved {path}; restart the job to resume from there")
 
 
 def say_it_resumes() -> None:

@@ -99,10 +99,10 @@ def test_a_killed_ring_goes_on_in_its_data_and_then_on_parameter_servers(
     assert steps_in(folder) == [3, 6, 9]
     second = cluster(2, 0, "estimate.py", *arguments, "--max-steps", 16).finish()
     assert second.code == 0, second.stderr
-    assert "Going on from step 9" in second.stderr and steps_in(folder)[-1] == 16
+    assert "Resuming from step 9" in second.stderr and steps_in(folder)[-1] == 16
     third = cluster(2, 2, "estimate.py", *arguments, "--max-steps", MAX_STEPS, flags=["--staleness", "0"]).finish()
     assert third.code == 0, third.stderr
-    assert "The job goes on from step 16" in third.stderr
+    assert "The job continues from step 16" in third.stderr
     check_alike(folder, alone)
 
 
@@ -137,7 +137,7 @@ def test_a_ring_that_is_told_to_end_saves_its_step_and_is_started_again(
     steps = steps_in(folder)
     between = [step for step in steps if step % 8]
     assert len(between) == 1 and between[0] in (10, 11, 12), steps
-    assert f"Going on from step {between[0]}" in done.stderr
+    assert f"Resuming from step {between[0]}" in done.stderr
     check_alike(folder, alone)
 
 

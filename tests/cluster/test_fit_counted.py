@@ -81,7 +81,7 @@ def test_what_another_worker_than_the_lead_was_given_alone_is_refused(cluster: S
     assert of_the_lead.code == 0 and latest_checkpoint(tmp_path / "a"), of_the_lead.stderr
     done = cluster(2, 1, "fit_one_sided.py", "--out", tmp_path / "b", "--alone", 1).finish()
     assert done.code == 2
-    assert "fit the same, and callbacks is [] on the lead, ['ModelCheckpoint'] on worker:1" in done.stderr
+    assert "fit the same, but callbacks is [] on the lead, ['ModelCheckpoint'] on worker:1" in done.stderr
 
 
 def test_workers_killed_in_training_and_in_evaluation(cluster: Start, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_ring_interrupted_three_times_ends_with_the_weights_of_one_that_was_no
         assert first.summary["tasks"][f"worker:{worker}"]["exit_codes"] == [143, 143], first.stderr
     assert not (tmp_path / "parts.pt").exists()
     second = train(cluster, tmp_path / "parts", "hand")
-    assert second.code == 0 and "Going on after" in second.stderr, second.stderr
+    assert second.code == 0 and "Resuming after" in second.stderr, second.stderr
     check_same(tmp_path / "parts.pt", tmp_path / "whole.pt")
 
 

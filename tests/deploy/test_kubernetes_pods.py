@@ -99,5 +99,5 @@ def test_a_drained_worker_of_a_ring_takes_the_job_to_a_checkpoint_and_on(tmp_pat
         pods.until_done()
         assert pods["worker-0"].exit_codes == pods["worker-1"].exit_codes == [143, 0], pods.logs()
         assert pods["chief-0"].exit_codes == [0]
-        assert "Going on at epoch 2" in pods["worker-1"].text()
+        assert "Resuming at epoch 2" in pods["worker-1"].text()
         assert (tmp_path / "out.pt").exists()

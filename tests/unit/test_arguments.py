@@ -226,7 +226,7 @@ def _given(call: Any, **given: Any) -> Callable[[], Any]:
         (_given(sg.latest_checkpoint, checkpoint_dir="."), "'checkpoint_dir'; its name is directory"),
         (_given(sg.TFConfigClusterResolver, rpc_layer="http"), "'rpc_layer'; it is gRPC"),
         (lambda: sg.Checkpoint(1, 2), r"Checkpoint\(\) takes model by their place"),  # type: ignore[call-arg,arg-type]
-        (lambda: sg.Checkpoint(1, model=2), "a model by its place is called 'model'"),
+        (lambda: sg.Checkpoint(1, model=2), "a model given by position is called 'model'"),
         (lambda: sg.PreemptionCheckpointHandler(None, "d"), "expected checkpoint_or_manager= Checkpoint or"),  # type: ignore[arg-type]
     ],
 )

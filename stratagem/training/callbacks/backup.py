@@ -99,15 +99,15 @@ class BackupAndRestore(Callback):
     def _restore(self) -> None:
         if self.model.has_servers:
             logger.info(
-                "BackupAndRestore: the chief and the parameter servers resume this job by themselves; of a job started "
-                "again as a whole the history, the callbacks and a learning rate that these have set begin anew"
+                "BackupAndRestore: the chief and the parameter servers resume this job by themselves; if the whole job "
+                "is restarted, the history, the callbacks and a learning rate that they set start over"
             )
             return
         say_it_resumes()
         path = CheckpointManager(self._checkpoint(), self._folder).restore_or_initialize()
         if path is not None:
             position = self.model.position
-            logger.info("Going on at epoch %d, step %d, from %s", position.epoch + 1, position.step, path)
+            logger.info("Resuming at epoch %d, step %d, from %s", position.epoch + 1, position.step, path)
 
     def _save(self) -> str:
         return "" if self.model.has_servers else self._checkpoint().write(self._folder)

@@ -66,8 +66,9 @@ class EarlyStopping(Callback):
     def on_train_begin(self, logs: LogsArgument = None) -> None:
         if self._restores and any(weight.device.type == "meta" for weight in self.model.module.parameters()):
             raise ConfigurationError(
-                "restore_best_weights keeps a copy of all weights, and tables on parameter servers are in no process: "
-                "add ModelCheckpoint(path, monitor=..., save_best_only=True), and in the end model.load_weights(path)"
+                "restore_best_weights keeps a copy of all weights, but no process holds the tables on parameter "
+                "servers: add ModelCheckpoint(path, monitor=..., save_best_only=True), and at the end call "
+                "model.load_weights(path)"
             )
         self._start()
 
@@ -110,8 +111,9 @@ class EarlyStopping(Callback):
             self._weights = None
         elif self._restores and self.model.has_servers:
             logger.warning(
-                "this worker was started after the best epoch, and has not its weights: if it leads, the model keeps "
-                "the last ones; ModelCheckpoint(path, monitor=..., save_best_only=True) keeps the best on the disk"
+                "this worker was started after the best epoch and does not have its weights: if it is the lead, the "
+                "model keeps the last ones; ModelCheckpoint(path, monitor=..., save_best_only=True) keeps the best on "
+                "disk"
             )
             self.model.strategy.barrier()  # what others load they load all together
 

@@ -32,8 +32,8 @@ class History(Callback):
                 number = float(value)
             except (TypeError, ValueError, RuntimeError, OverflowError):
                 raise ConfigurationError(
-                    f"logs[{name!r}] is a {type(value).__name__}, put there by a callback, and logs hold one number by "
-                    "each name: keep anything else in the callback itself"
+                    f"logs[{name!r}] is a {type(value).__name__}, put there by a callback, but logs hold one number "
+                    "for each name: keep anything else in the callback itself"
                 ) from None
             logs[name] = number  # what shows it can read tensors and truth values by this alone
             self.history.setdefault(name, []).append(number)

@@ -31,7 +31,7 @@ class Monitor:
             growing, shrinking = (any(word in name for word in words) for words in (_GROWING, _SHRINKING))
         if growing == shrinking:
             raise ConfigurationError(
-                f"whether more or less is better does not follow from the name {name!r}: give mode='max' or mode='min'"
+                f"the name {name!r} does not say whether higher or lower is better: give mode='max' or mode='min'"
             )
         self._sign = 1.0 if growing else -1.0
         self._min_delta = abs(min_delta)

@@ -75,10 +75,12 @@ class EvalSpec:
             if not isinstance(exporter, Exporter):
                 raise ConfigurationError(f"expected exporters, got {type(exporter).__name__}")
             if exporter.name.startswith((".", os.sep)) or os.path.normpath(exporter.name) != exporter.name:
-                raise ConfigurationError(f"expected an exporter whose name is that of a folder, got {exporter.name!r}")
+                raise ConfigurationError(
+                    f"expected an exporter whose name can be that of a folder, got {exporter.name!r}"
+                )
         names = [exporter.name for exporter in given]
         if len({*names}) < len(names):
-            raise ConfigurationError(f"exporters need a name of their own each, got {', '.join(names)}")
+            raise ConfigurationError(f"each exporter needs a name of its own, got {', '.join(names)}")
         object.__setattr__(self, "exporters", tuple(given))
 
 
@@ -124,7 +126,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
         roles.join_as(None)  # ends the process
     if not placement.cluster.evaluator:
         logger.warning(
-            "The cluster names no evaluator: if none is started beside it, nobody evaluates the checkpoints in %s",
+            "The cluster has no evaluator: unless one is started separately, nobody evaluates the checkpoints in %s",
             estimator.model_dir,
         )
     estimator.train(train_spec.input_fn, None, train_spec.max_steps, train_spec.saving_listeners)
@@ -211,7 +213,7 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
             except CheckpointError as error:
                 if was_removed(path):
                     continue  # training keeps the newest ones only, and this one was too old meanwhile
-                logger.error("Left out a checkpoint: %s", error)
+                logger.error("Skipped a checkpoint: %s", error)
             schedule.evaluated(step, started)
     if reason is not None and not (isinstance(reason, JobStoppedError) and reason.exit_code == 0):
         raise reason

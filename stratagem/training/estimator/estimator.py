@@ -126,7 +126,7 @@ class Estimator(WithWaysOut):
             strategy = _made(self.config.train_distribute) or _of_process()
             self._training = EstimatorTraining(self._function, strategy, self.model_dir, self.config)
         step = self._training.run(given, steps, max_steps, listeners)
-        logger.info("Trained %d steps in all", step)
+        logger.info("Trained %d steps in total", step)
         return self
 
     @known_arguments
@@ -252,7 +252,7 @@ def _model_dir(own: str | os.PathLike[str] | None, of_config: str | os.PathLike[
     if chosen is not None:
         return Path(chosen)
     if placement_from_environment(os.environ) is not None:
-        raise ConfigurationError("this process is one of a cluster: give model_dir, a folder that all tasks see")
+        raise ConfigurationError("this process is part of a cluster: give model_dir, a folder that all tasks see")
     folder = Path(tempfile.mkdtemp(prefix="stratagem-model-"))
     logger.warning("No model_dir was given: the model is in %s", folder)
     return folder

@@ -107,7 +107,7 @@ def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_bat
         spec = restored.call(batch)
         if spec.metrics.keys() != first.metrics.keys():
             raise ConfigurationError(
-                f"model_fn gives the metrics {', '.join(spec.metrics)}, and gave {', '.join(first.metrics)} at first"
+                f"model_fn gives the metrics {', '.join(spec.metrics)}, but gave {', '.join(first.metrics)} at first"
             )
         weight = float(size) if spec.weight is None else spec.weight
         return StepResult(size, dict(spec.metrics), None, spec.loss, weight)
@@ -143,7 +143,7 @@ def _metrics(spec: EstimatorSpec, device: torch.device) -> dict[str, Metric]:
     found: dict[str, Metric] = {}
     for name, value in spec.metrics.items():
         if name in ("loss", "global_step"):
-            raise ConfigurationError(f"a metric cannot be called {name!r}: that is in every result")
+            raise ConfigurationError(f"a metric cannot be called {name!r}: every result already has that name")
         if isinstance(value, torch.Tensor):
             found[name] = _Reported(name, Mean(lambda outputs, _: outputs))
         elif isinstance(value, tuple) and len(value) == 3:
@@ -177,7 +177,7 @@ class Predictor(nn.Module):
 
     def get_or_create(self, name: str, factory: Callable[[], Any]) -> Any:
         if name not in self._modules:
-            raise ConfigurationError(f"model_fn did not create {name!r} in mode PREDICT at first")
+            raise ConfigurationError(f"model_fn did not create {name!r} in its first call in mode PREDICT")
         return self._modules[name]
 
 

@@ -49,7 +49,7 @@ class InStepFeed:
         try:
             self._dataset.load_state_dict(state["dataset"])
         except ConfigurationError as error:
-            logger.warning("The input starts at its beginning, because it is not what it was: %s", error)
+            logger.warning("The input starts from its beginning, because it has changed: %s", error)
 
     def aim(self, step: int, target: int | None) -> int | None:
         """Says how far to go, before the batches are asked for.
@@ -97,9 +97,9 @@ class LeasedFeed:
             if "num_examples" not in str(error):
                 raise
             raise ConfigurationError(
-                f"{error} An Estimator's dataset is as long as its training: if max_steps is another one than before, "
-                "leave out --checkpoint-dir and --state-dir or give others; it goes on from the newest checkpoint in "
-                "its model_dir."
+                f"{error} An Estimator's dataset is as long as its training: if max_steps has changed, leave out "
+                "--checkpoint-dir and --state-dir or give different ones; it resumes from the newest checkpoint in its "
+                "model_dir."
             ) from None
         for batch in dataset:
             yield self._step + batch.first // (self._loader.batch_size or 1), batch

@@ -49,7 +49,7 @@ def model_to_estimator(
     if compiled.loss is None or model.optimizer is None:
         raise ConfigurationError("model_to_estimator needs a compiled model: compile(optimizer=..., loss=...)")
     if compiled.accumulate_steps > 1:
-        raise ConfigurationError("an Estimator makes an update of each batch: compile with accumulate_steps=1")
+        raise ConfigurationError("an Estimator makes one update per batch: compile with accumulate_steps=1")
     return Estimator(_Function(model.module, model.optimizer, compiled), model_dir, config)
 
 

@@ -180,7 +180,7 @@ def get_global_step() -> int:
 def _here(name: str) -> ObjectSource:
     source = _current.get()
     if source is None:
-        raise ConfigurationError(f"sg.{name} is for the model_fn of an Estimator, and none runs here")
+        raise ConfigurationError(f"sg.{name} is for the model_fn of an Estimator, and none is running here")
     return source
 
 
@@ -215,8 +215,7 @@ class ModelObjects:
             )
         if not name.isidentifier() or name.startswith("_") or name in RESERVED:
             raise ConfigurationError(
-                f"expected an identifier without a leading underscore that is none of {', '.join(RESERVED)}, "
-                f"got {name!r}"
+                f"expected an identifier without a leading underscore other than {', '.join(RESERVED)}, got {name!r}"
             )
         with torch.enable_grad():
             made = factory()

@@ -96,7 +96,7 @@ class EstimatorTraining:
         manager = self._prepare(feed)
         target = self._step + steps if steps is not None else max_steps
         if target is not None and self._step >= target:
-            logger.info("Nothing to train: %d steps have been made already, of %d", self._step, target)
+            logger.info("Nothing to train: %d steps of %d have been made already", self._step, target)
             self._save(manager, listeners, is_last=True)
             return self._step
         self._objects.train(True)
@@ -140,7 +140,7 @@ class EstimatorTraining:
         if not self._is_restored and (path := manager.restore_or_initialize()) is not None:
             self._step = checkpoint.global_step
             self._saved = SavedStep(path, self._step, is_last=True)
-            logger.info("Going on from step %d, %s", self._step, path)
+            logger.info("Resuming from step %d, %s", self._step, path)
         self._is_restored = True
         return manager
 
@@ -194,7 +194,7 @@ class EstimatorTraining:
         known = [self._objects.in_use[name] for name in self._objects.optimizers]
         if not any(spec.optimizer is optimizer for optimizer in known):
             raise ConfigurationError(
-                "the optimizer of the EstimatorSpec is not from sg.get_or_create: it would be another one in each step"
+                "the optimizer of the EstimatorSpec is not from sg.get_or_create: it would be a new one in each step"
             )
         return spec
 
@@ -253,7 +253,7 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     strategy.prepare(start)
     job_step = int(start.get_buffer("step"))
     if path is not None:
-        logger.info("The job goes on from step %d; the newest checkpoint is %s", job_step, path)
+        logger.info("The job continues from step %d; the newest checkpoint is %s", job_step, path)
     return job_step
 
 

@@ -151,6 +151,6 @@ def _write_state_dict(plain: nn.Module, path: Path) -> None:
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if unsafe:
         raise ExportError(
-            f"the state_dict holds {', '.join(sorted(unsafe))}, which a reader that unpickles nothing cannot load; "
-            "keep tensors, numbers, strings and their containers in get_extra_state()"
+            f"the state_dict holds {', '.join(sorted(unsafe))}, which cannot be loaded without unpickling; keep "
+            "tensors, numbers, strings and their containers in get_extra_state()"
         )

@@ -49,8 +49,8 @@ def read(folder: Path) -> dict[str, Any]:
     if description is None:
         what = ""
         if not folder.exists():
-            what = ", which is not there: only the lead writes it, and on parameter servers no worker waits for it; "
-            what += "load it on the lead (sg.is_lead()), or once all have met (strategy.barrier())"
+            what = ", which does not exist: only the lead writes it, and on parameter servers no worker waits for it; "
+            what += "load it on the lead (sg.is_lead()), or on all after strategy.barrier()"
         raise ExportError(f"expected a folder that export_model wrote (with {METADATA}), got {folder}{what}")
     if description["format_version"] > VERSION:
         raise ExportError(

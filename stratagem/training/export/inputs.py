@@ -30,7 +30,8 @@ class TensorSpec:
         object.__setattr__(self, "shape", tuple(self.shape))
         if None in self.shape[1:]:
             raise ConfigurationError(
-                f"expected a shape whose first size alone may be None (the rows of the batch), got {list(self.shape)}"
+                "expected a shape in which only the first size may be None (the rows of the batch), got "
+                f"{list(self.shape)}"
             )
 
     def to(self, device: torch.device) -> TensorSpec:
@@ -64,7 +65,7 @@ def as_arguments(inputs: Any) -> tuple[Any, ...]:
     counts = {len(leaf) for leaf in found if is_rows(leaf)}
     if len(counts) > 1:
         raise ConfigurationError(
-            f"expected example_inputs whose tensors have one first dimension, the rows of the batch, got {counts}; "
+            f"expected example_inputs whose tensors share their first dimension, the rows of the batch, got {counts}; "
             "give a TensorSpec with a fixed shape for a tensor that does not grow with the batch"
         )
     if not counts and not any(isinstance(leaf, TensorSpec) and leaf.is_batched for leaf in found):

@@ -62,7 +62,9 @@ class LoadedModel(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("fit", "evaluate", "predict", "summary"):
-            raise AttributeError(f"a loaded model is a module and has no {name}; sg.Model(loaded) has all but fit")
+            raise AttributeError(
+                f"a loaded model is a module and has no {name}; sg.Model(loaded) has everything except fit"
+            )
         return super().__getattr__(name)
 
     def train(self, mode: bool = True) -> LoadedModel:

@@ -123,7 +123,7 @@ def check(path: Path, module: nn.Module, arguments: tuple[Any, ...]) -> None:
             )
         except Exception as error:  # the user's code, the program's guards, the comparison
             raise ExportError(
-                f"the exported program is not the model on a batch of {num_rows} "
+                f"the exported program differs from the model on a batch of {num_rows} "
                 f"{'row' if num_rows == 1 else 'rows'}: {reason_of(error)}"
             ) from error
 

@@ -171,9 +171,9 @@ def check_alike(workers: Communicator, called: str, given: Mapping[str, Any]) ->
         for name, value in first.items():
             if its[name] != value:
                 raise ConfigurationError(
-                    f"every worker must give {called} the same, and {name} is {value} on worker 0, {its[name]} on "
-                    f"worker {rank}: what saves, restores or evaluates is done by all together. What one worker "
-                    "alone does (strategy.is_lead) is for a callback that only prints or writes"
+                    f"every worker must give {called} the same, but {name} is {value} on worker 0, {its[name]} on "
+                    f"worker {rank}: all workers save, restore and evaluate together. What only one worker does "
+                    "(strategy.is_lead) belongs in a callback that only prints or writes"
                 )
 
 
@@ -198,9 +198,9 @@ def check_alike_on_servers(servers: Servers, called: str, place: str, given: Map
                     is_refused = its[name] != value
             if is_refused:
                 raise ConfigurationError(
-                    f"every worker must give {called} the same, and {name} is {value} on the lead, {its[name]} on "
-                    f"{task}: the lead is the one that saves, and whose values count. Give it to all alike; what saves "
-                    "or evaluates may be the lead's alone"
+                    f"every worker must give {called} the same, but {name} is {value} on the lead, {its[name]} on "
+                    f"{task}: the lead saves, and its values count. Give all workers the same; what saves or evaluates "
+                    "may be on the lead only"
                 )
 
 
@@ -217,8 +217,8 @@ def check_groups(
     if is_over_passes and (plan.num_batches % accumulate_steps or (steps_per_epoch or 0) % accumulate_steps):
         raise ConfigurationError(
             f"accumulate_steps={accumulate_steps} on parameter servers makes an update at the end of each pass over "
-            f"the data, and an epoch of steps_per_epoch={steps_per_epoch} does not end with one of {plan.num_batches} "
-            "batches: leave steps_per_epoch out, or have multiples of accumulate_steps"
+            f"the data, but an epoch of steps_per_epoch={steps_per_epoch} does not end with one of {plan.num_batches} "
+            "batches: leave out steps_per_epoch, or use multiples of accumulate_steps"
         )
     if servers.staleness > 0:
         return

@@ -83,7 +83,7 @@ class Evaluation:
             units, counts = self._leased
             logs = counts.result(units.group, units.num_passes - 1)
         elif not running.num_steps:
-            raise ConfigurationError("expected batches to evaluate, and there was none")
+            raise ConfigurationError("expected batches to evaluate, but there were none")
         logs = running.result() if logs is None else logs
         callbacks.call("on_test_end", logs)
         return logs

@@ -89,7 +89,7 @@ class Training:
         if not position.step and not position.is_trained and not self._agreement.shares_epochs:
             if self._passes.is_spent and position.num_steps:
                 return None  # the epoch before has had the last batch
-            raise ConfigurationError(f"expected batches to train on, and there was none in epoch {number + 1}")
+            raise ConfigurationError(f"expected batches to train on, but there were none in epoch {number + 1}")
         self._model.check_attributes()
         position.is_trained = True
         logs = logs or self._agreement.logs(number, running) or running.result()

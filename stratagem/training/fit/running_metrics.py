@@ -113,8 +113,8 @@ class RunningMetrics:
             own = [_of(part, f"{name}/") for part in parts]
             if not all(own):
                 raise ConfigurationError(
-                    f"another worker, or this epoch before an interruption, does not count {name!r}: compile every "
-                    "worker's model alike, and as it was until the epoch is over"
+                    f"another worker, or this epoch before an interruption, does not count {name!r}: compile the model "
+                    "the same on every worker, and do not change that until the epoch is over"
                 )
             found.update((name + suffix, value) for suffix, value in metric.compute(own).items())
         return found
@@ -135,8 +135,9 @@ class UnitCounts:
         data = to_bytes(states)
         if len(data) > MAX_STATE_BYTES:
             raise ConfigurationError(
-                f"the metrics keep {len(data)} bytes of one batch, and {MAX_STATE_BYTES} can travel to the chief: use "
-                "smaller batches, or metrics that keep sums and not every output (thresholds= of torchmetrics)"
+                f"the metrics keep {len(data)} bytes of one batch, but at most {MAX_STATE_BYTES} can be sent to the "
+                "chief: use smaller batches, or metrics that keep sums instead of every output (thresholds= of "
+                "torchmetrics)"
             )
         return data
 
@@ -151,8 +152,8 @@ class UnitCounts:
         states = [from_bytes(data) for data in found]
         if more := {key for each in states for key in each}.difference(*self.running.states()):
             raise ConfigurationError(
-                f"another worker counts {min(more).rpartition('/')[0]!r}, and this one does not: compile every "
-                "worker's model alike"
+                f"another worker counts {min(more).rpartition('/')[0]!r}, but this one does not: compile the model the "
+                "same on every worker"
             )
         self.running.add_states(states)
         logs = self.running.result()

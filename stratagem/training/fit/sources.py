@@ -51,7 +51,8 @@ class Arrays(Dataset[Any]):
             )
         if len(lengths := dict.fromkeys(len(leaf) for leaf in leaves(self.parts))) > 1:
             raise ConfigurationError(
-                "expected inputs, targets and weights of equally many examples, got " + " and ".join(map(str, lengths))
+                "expected inputs, targets and weights of the same number of examples, got "
+                + " and ".join(map(str, lengths))
             )
         self._length = num_examples(self.parts)
 
@@ -70,7 +71,7 @@ class Arrays(Dataset[Any]):
         stop = int(len(self) * (1 - fraction)) if 0 < fraction < 1 else 0
         if not 0 < stop < len(self):
             raise ConfigurationError(
-                f"expected a validation_split between 0 and 1 that leaves both parts examples, got {fraction!r} of "
+                f"expected a validation_split between 0 and 1 that leaves examples in both parts, got {fraction!r} of "
                 f"{len(self)} examples"
             )
         first = Arrays(map_leaves(self.parts, lambda leaf: leaf[:stop]))
@@ -164,7 +165,7 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
     given, made = length_of(source), length_of(dataset)
     if given is not None and made is not None and made < given and strategy.is_lead:
         logger.warning(
-            "%d of %d batches are left out in each epoch: they leave one of the %d replicas without examples, which "
+            "%d of %d batches are skipped in each epoch: they leave one of the %d replicas without examples, which "
             "BatchNorm needs; compile(sync_batchnorm=True) trains them",
             *(given - made, given, strategy.num_replicas_in_sync),
         )
@@ -189,7 +190,7 @@ def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> Spl
     """All of ``source``, in its order, for the replicas of this process."""
     if isinstance(source, Distributed):
         raise ConfigurationError(
-            "predict keeps the order of the examples, and a distributed dataset is a worker's part of them: give it "
+            "predict keeps the order of the examples, but a distributed dataset is one worker's part of them: give it "
             "the arrays, the Dataset or the DataLoader"
         )
     return distribute(source, placement=InputPlacement(devices_of(strategy, device)))
@@ -250,8 +251,7 @@ def _tensor(leaf: Any) -> torch.Tensor:
         tensor = torch.as_tensor(leaf)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigurationError(
-            f"expected arrays or tensors of numbers, got {type(leaf).__name__}; a table of pandas gives them with "
-            ".to_numpy()"
+            f"expected arrays or tensors of numbers, got {type(leaf).__name__}; convert a pandas table with .to_numpy()"
         ) from None
     if isinstance(leaf, torch.Tensor) or tensor.dtype != torch.float64:
         return tensor
@@ -346,8 +346,8 @@ class Passes:
                     if self._is_once:
                         self.is_spent = True
                         logger.warning(
-                            "The input ran out of data, and training ends: what can be gone through once has to give "
-                            "steps_per_epoch * epochs batches"
+                            "The input ran out of data, and training ends: an input that can be iterated over only "
+                            "once has to give steps_per_epoch * epochs batches"
                         )
                         return
                     empty_passes += 1

@@ -98,7 +98,7 @@ class Checkpoint:
     ) -> None:
         if model is not None:
             if "model" in objects:
-                raise ConfigurationError("a model by its place is called 'model': name the other one differently")
+                raise ConfigurationError("a model given by position is called 'model': name the other one differently")
             objects["model"] = model
         for name, item in objects.items():
             _check_name(name, item)
@@ -129,7 +129,7 @@ class Checkpoint:
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             if name not in self._objects:
-                raise AttributeError(f"this checkpoint has no {name!r}; name its objects when it is made")
+                raise AttributeError(f"this checkpoint has no {name!r}; name its objects when you create it")
             kind_of(name, value)
             self._objects[name] = value
         else:
@@ -319,9 +319,7 @@ class Checkpoint:
                 if blocking:
                     self.wait()
             except FirstLostError:
-                logger.warning(
-                    "%s is lost, and what it was writing: another worker writes this checkpoint", self._first
-                )
+                logger.warning("%s was lost while it was writing: another worker writes this checkpoint", self._first)
                 return self._save(folder, name, step, blocking, then, is_again=True)
         self._stall_s = time.monotonic() - started
         return str(target)

@@ -97,4 +97,4 @@ class CheckpointMembers:
 
     def _check(self, first: str) -> None:
         if self.first != first:
-            raise FirstLostError(f"{first} is lost, and the checkpoint that it was at with it; start the job again")
+            raise FirstLostError(f"{first} was lost, and with it the checkpoint that it was writing; restart the job")

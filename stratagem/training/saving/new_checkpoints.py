@@ -92,7 +92,7 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
                 except CheckpointError as error:
                     if was_removed(Path(newest)):
                         continue
-                    logger.error("Left out a checkpoint: %s", error)
+                    logger.error("Skipped a checkpoint: %s", error)
                 else:
                     yield NewCheckpoint(step, Path(newest), state_dict)
                 given = step

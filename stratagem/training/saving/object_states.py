@@ -123,8 +123,8 @@ def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[
     """States out of a checkpoint that holds variables alone. CheckpointError: an object needs more than that."""
     if what := beyond_variables(objects):
         raise CheckpointError(
-            f"it holds the variables of the parameter servers alone, and {what}: the chief took it by itself, or the "
-            "process that asked for it died while it wrote the rest. A Checkpoint of one model and its optimizers can "
+            f"it holds only the variables of the parameter servers, and {what}: the chief made it on its own, or the "
+            "process that asked for it died while writing the rest. A Checkpoint of one model and its optimizers can "
             "restore it"
         )
     (model,) = (item for item in objects.values() if isinstance(item, torch.nn.Module))
@@ -166,7 +166,8 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
             objects[name].begin_at(state)
         else:
             logger.warning(
-                "%s starts at the beginning: the checkpoint is of a job whose data was dealt out otherwise", name
+                "%s starts from the beginning: the checkpoint is from a job whose data was distributed differently",
+                name,
             )
     else:
         try:
@@ -179,8 +180,8 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
         except (RuntimeError, ValueError, KeyError) as error:  # as torch says that a state does not fit
             if isinstance(error, StratagemError):
                 raise
-            way_out = "give it what fits of sg.load_checkpoint" if kind == MODEL else "left out it begins anew"
+            way_out = "load what fits with sg.load_checkpoint" if kind == MODEL else "leave it out to start it afresh"
             raise CheckpointError(
-                f"the checkpoint is of another {kind} than {name}, which may have taken a part of it ({way_out}): "
+                f"the checkpoint is of a different {kind} than {name}, which may have loaded a part of it ({way_out}): "
                 f"{error}"
             ) from error

@@ -61,7 +61,7 @@ def test_a_checkpoint_removed_or_damaged_while_it_is_read_is_left_out(
     monkeypatch.setattr(module, "configure_logging", lambda *_: None)  # the log of this process stays as it is
     run(scenario)
     assert given == [1, 4, 5] and late.count("step-00000003") == 1
-    said = [text for text in caplog.messages if "Left out a checkpoint" in text]
+    said = [text for text in caplog.messages if "Skipped a checkpoint" in text]
     assert len(said) == 1 and "step-00000003 is damaged" in said[0], said
 
 

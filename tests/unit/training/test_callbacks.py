@@ -519,7 +519,7 @@ def test_a_backup_that_has_lost_a_part_is_not_passed_over_without_a_word(tmp_pat
     fit(make_model(), [BackupAndRestore(tmp_path, delete_checkpoint=False)], epochs=1)
     (weights,) = tmp_path.glob("*/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"is damaged.*remove them to begin anew"):
+    with pytest.raises(CheckpointError, match=r"is damaged.*remove them to start afresh"):
         fit(make_model(), [BackupAndRestore(tmp_path)], epochs=2)
 
 

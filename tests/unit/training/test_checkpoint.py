@@ -118,12 +118,12 @@ def test_nothing_is_saved_where_nobody_looks_for_it(tmp_path: Path) -> None:
     script = Script()
     path = script.checkpoint.save(tmp_path / "step")
     for save in (script.checkpoint.save, script.checkpoint.write):
-        with pytest.raises(CheckpointError, match=f"is a checkpoint itself.*: save in {tmp_path}$"):
+        with pytest.raises(CheckpointError, match=f"is itself a checkpoint.*: save in {tmp_path}$"):
             save(path)
-    with pytest.raises(CheckpointError, match="without a dot in front"):
+    with pytest.raises(CheckpointError, match="without a leading dot"):
         script.checkpoint.save(tmp_path / ".step")
     (tmp_path / "weights.pt").touch()
-    with pytest.raises(CheckpointError, match=r"weights\.pt is a file, and a checkpoint is a folder: .* load_state"):
+    with pytest.raises(CheckpointError, match=r"weights\.pt is a file, but a checkpoint is a folder: .* load_state"):
         script.checkpoint.restore(tmp_path / "weights.pt")
 
 
@@ -323,7 +323,9 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     saved = Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())).save(tmp_path / "adam")
     of_sgd = Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(CheckpointError, match=r"of another optimizer than optimizer.* nothing of dampening, momentum"):
+    with pytest.raises(
+        CheckpointError, match=r"of a different optimizer than optimizer.* nothing of dampening, momentum"
+    ):
         of_sgd.restore(saved)
 
 

@@ -125,7 +125,7 @@ def test_other_data_after_an_interruption_starts_at_its_beginning(
     with caplog.at_level(logging.WARNING):
         make(tmp_path).train(lambda: loader(batch_size=10), steps=3)
     assert steps_in(tmp_path) == [3, 6]
-    assert "input starts at its beginning" in caplog.text
+    assert "input starts from its beginning" in caplog.text
 
 
 def test_checkpoints_by_steps_and_the_newest_are_kept(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
     with caplog.at_level(logging.WARNING):
         again = make(tmp_path).train(loader, max_steps=6)
-    assert "Left out the checkpoint" in caplog.text
+    assert "Skipped the checkpoint" in caplog.text
     torch.testing.assert_close(weights(again), trained_by_hand(6), **TOLERANCE)
 
 
@@ -385,7 +385,7 @@ def test_checkpoints_of_another_model_are_refused_again(tmp_path: Path) -> None:
 
     estimator = Estimator(wider, tmp_path, RunConfig(train_distribute=one))
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="of another model than net"):
+        with pytest.raises(CheckpointError, match="of a different model than net"):
             estimator.train(loader, steps=2)
     assert steps_in(tmp_path) == [1]
 
@@ -426,7 +426,7 @@ def test_an_object_created_in_a_later_step_is_refused(tmp_path: Path) -> None:
     [
         ("a b", make_net, "identifier"),
         ("_net", make_net, "identifier"),
-        ("global_step", make_net, "none of global_step"),
+        ("global_step", make_net, "other than global_step"),
         ("metric", lambda: torchmetrics.MeanMetric(), "Metrics go to"),
         ("table", dict, "modules and optimizers"),
     ],

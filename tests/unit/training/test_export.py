@@ -204,7 +204,7 @@ class Uncopyable(nn.Linear):
     ("model", "reason"),
     [
         (Branching(), "torch.export cannot export the model: .*data-dependent expression"),
-        (Doubling(), "the exported program is not the model on a batch of 1 row:"),
+        (Doubling(), "the exported program differs from the model on a batch of 1 row:"),
         (TwoRows(), "torch.export cannot export the model: "),
         (nn.Linear(4, 2), "calling the model with a batch of 2 rows like example_inputs failed: .*shapes"),
         (Uncopyable(3, 2), "the model cannot be copied: .*there can be only one"),

@@ -141,7 +141,7 @@ def test_other_folders_and_newer_formats_are_refused(tmp_path: Path, monkeypatch
             (tmp_path / "metadata.json").write_text(text)
         with pytest.raises(ExportError, match="expected a folder that export_model wrote"):
             read(tmp_path)
-    with pytest.raises(ExportError, match=r"got .*out, which is not there: only the lead writes it"):
+    with pytest.raises(ExportError, match=r"got .*out, which does not exist: only the lead writes it"):
         read(tmp_path / "out")
     write(tmp_path / "out", "abc")
     monkeypatch.setattr(export_folder, "VERSION", 0)

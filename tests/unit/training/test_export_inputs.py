@@ -39,7 +39,7 @@ def test_inputs_without_rows_are_refused(inputs: Any) -> None:
 
 def test_inputs_of_different_lengths_are_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"one first dimension.*\{(4, 5|5, 4)\}.*TensorSpec with a fixed shape"
+        ConfigurationError, match=r"share their first dimension.*\{(4, 5|5, 4)\}.*TensorSpec with a fixed shape"
     ):
         as_arguments((torch.ones(4, 3), torch.ones(5)))
 

@@ -145,7 +145,7 @@ def test_wrappers_of_torchmetrics_count_what_is_in_them(data: tuple[torch.Tensor
 
 
 def test_a_metric_of_the_last_updates_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"RunningMean is of the last 3 updates.*give MeanMetric itself"):
+    with pytest.raises(ConfigurationError, match=r"RunningMean is of the last 3 updates.*pass MeanMetric itself"):
         make_model(metrics={"mean": torchmetrics.RunningMean(3)})
 
 
@@ -278,7 +278,7 @@ def test_a_loss_of_ones_own_and_losses_that_cannot_be_shared(data: tuple[torch.T
     assert make_model(loss=mean, metrics=None).evaluate(x, y, verbose=0) == pytest.approx(expected)
     assert make_model(loss=each, metrics=None).evaluate(x, y, verbose=0) == pytest.approx(expected)
     assert make_model(loss=each).fit(x, y, sample_weight=np.ones(50), verbose=0).history["loss"][0] > 0
-    with pytest.raises(ConfigurationError, match="one value an example"):
+    with pytest.raises(ConfigurationError, match="one value per example"):
         make_model(loss=mean).fit(x, y, sample_weight=np.ones(50), verbose=0)
     with pytest.raises(ConfigurationError, match="reduction"):
         make_model(loss=nn.CrossEntropyLoss(reduction="sum"))
@@ -340,7 +340,7 @@ def test_what_cannot_be_compiled_or_trained_is_refused(data: tuple[torch.Tensor,
         ({"loss": "cross"}, "expected a loss of"),
         ({"metrics": ["accurate"]}, "expected a metric of"),
         ({"metrics": ["accuracy", "accuracy"]}, "two metrics"),
-        ({"metrics": {"val_loss": "accuracy"}}, "name it otherwise"),
+        ({"metrics": {"val_loss": "accuracy"}}, "give it a different name"),
         ({"mixed_precision": "fp8"}, "mixed_precision"),
         ({"accumulate_steps": 0}, "accumulate_steps"),
         ({"optimizer": torch.optim.SGD(make_net().parameters())}, "not in this model's module"),

@@ -39,7 +39,7 @@ def test_what_one_worker_alone_gives_an_estimator_is_refused_on_all(tmp_path: Pa
 
     _, errors = run_ranks_with_errors(2, train)
     for error in errors:
-        assert "give an Estimator the same, and max_steps is 8 on worker 0, 9 on worker 1" in str(error)
+        assert "give an Estimator the same, but max_steps is 8 on worker 0, 9 on worker 1" in str(error)
 
 
 GIVEN = {"initial_epoch": 0, "epochs": 2, "callbacks": ["ModelCheckpoint"], "the epochs with a validation": 2}

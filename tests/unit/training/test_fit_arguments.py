@@ -99,8 +99,8 @@ def test_forms_of_validation_data(data: Any) -> None:
         ({"x": X[:0], "y": Y[:0]}, "expected at least one example, got none"),
         ({"compile_with": {"optimizer": {"name": "sgd"}}}, "expected the name of an optimizer.*got dict"),
         ({"compile_with": {"loss": "categorical_crossentropy"}}, 'loss="categorical_crossentropy" is Keras'),
-        ({"compile_with": {"loss": {"a": "mse"}}}, r"got a dict: of several outputs, give loss=f, .* adds up their"),
-        ({"compile_with": {"loss": ["mse", "mse"]}}, "got a list: of several outputs, give loss=f"),
+        ({"compile_with": {"loss": {"a": "mse"}}}, r"got a dict: for several outputs, give loss=f, .* adds up their"),
+        ({"compile_with": {"loss": ["mse", "mse"]}}, "got a list: for several outputs, give loss=f"),
         ({"compile_with": {"metrics": [torch.nn.L1Loss]}}, "got the class L1Loss"),
         ({"compile_with": {"metrics": [scalar]}}, "scalar returned a scalar"),
         ({"compile_with": {"metrics": [turned]}}, "one real number; turned returned complex ones"),
@@ -108,13 +108,13 @@ def test_forms_of_validation_data(data: Any) -> None:
         ({"validation_data": (X, Y), "validation_freq": ["2"]}, r"expected validation_freq\[0\] of at least 1"),
         ({"x": X.tolist(), "y": Y.tolist()}, r"a list of lists of numbers.*numpy.array\(x\) makes it examples"),
         ({"x": torch.utils.data.DataLoader(LOADER.dataset, 32, drop_last=True), "y": None}, "gives no batch"),
-        ({"x": [], "y": None}, "expected batches to train on, and there was none in epoch 1"),
-        ({"x": [(X, Y)], "y": None, "validation_data": []}, "expected batches to evaluate, and there was none"),
-        ({"y": Y[:9]}, "equally many examples, got 16 and 9"),
+        ({"x": [], "y": None}, "expected batches to train on, but there were none in epoch 1"),
+        ({"x": [(X, Y)], "y": None, "validation_data": []}, "expected batches to evaluate, but there were none"),
+        ({"y": Y[:9]}, "the same number of examples, got 16 and 9"),
         ({"x": LOADER, "y": None, "validation_data": LOADER, "validation_batch_size": 4}, "batches of its own"),
-        ({"validation_data": arrays(), "epochs": 2}, "can be gone through once, and there are 2 validations"),
-        ({"validation_data": arrays(), "epochs": 4, "validation_freq": 2}, "once, and there are 2 validations"),
-        ({"validation_data": arrays(), "epochs": 4, "validation_freq": [1, 3, 5]}, "once, and there are 2 validations"),
+        ({"validation_data": arrays(), "epochs": 2}, "can be iterated over only once, but there are 2 validations"),
+        ({"validation_data": arrays(), "epochs": 4, "validation_freq": 2}, "once, but there are 2 validations"),
+        ({"validation_data": arrays(), "epochs": 4, "validation_freq": [1, 3, 5]}, "once, but there are 2 validations"),
         ({"validation_data": (X, Y), "validation_batch_size": 0}, "expected validation_batch_size of at least 1"),
         ({"compile_with": {"optimizer": "lbfgs"}}, r"write the loop, with optimizer.step\(closure\)"),
         ({"y": [Y, Y]}, "compares one tensor with one, and the targets are a list"),
@@ -203,13 +203,13 @@ def test_the_older_names_of_the_hooks_of_batches() -> None:
 
 @pytest.mark.parametrize("name", ["train_step", "test_step", "call"])
 def test_a_method_that_only_keras_would_call_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"Mine defines {name}, which nothing calls.*strategy.run\(step"):
+    with pytest.raises(ConfigurationError, match=rf"Mine defines {name}, which is never called.*strategy.run\(step"):
         type("Mine", (sg.Model,), {name: lambda self, data: None})
-    with pytest.raises(ConfigurationError, match=f"Mine defines {name}, which nothing calls"):
+    with pytest.raises(ConfigurationError, match=f"Mine defines {name}, which is never called"):
         type("Mine", (type("Mixin", (), {name: print}), sg.Model), {})
     model = compiled()
     setattr(model, name, print)
-    with pytest.raises(ConfigurationError, match=f"model.{name} was set, which nothing calls"):
+    with pytest.raises(ConfigurationError, match=f"model.{name} was set, which is never called"):
         model.fit(X, Y, verbose=0)
 
 
@@ -222,7 +222,7 @@ def test_a_module_with_a_train_step_is_warned_of(caplog: pytest.LogCaptureFixtur
             """As modules of Lightning have it."""
 
     sg.Model(Mine(3, 2))
-    assert "Mine defines train_step, which nothing calls" in caplog.text and "test_step" not in caplog.text
+    assert "Mine defines train_step, which is never called" in caplog.text and "test_step" not in caplog.text
     caplog.clear()
     compiled()
     assert not caplog.text
@@ -299,7 +299,7 @@ def test_examples_that_batch_norm_leaves_out_are_told(
     count = sg.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(model.examples_in_epoch))
     model.fit(X[:14], Y[:14], batch_size=6, verbose=0, callbacks=count)
     assert seen[-1] == num_examples
-    assert ("1 of 3 batches are left out in each epoch" in caplog.text) is not joint
+    assert ("1 of 3 batches are skipped in each epoch" in caplog.text) is not joint
 
 
 def test_a_model_from_outside_of_a_scope_is_told_to_be_built_inside() -> None:

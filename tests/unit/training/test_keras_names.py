@@ -170,7 +170,7 @@ def test_a_loaded_model_is_not_compiled_for_training(tmp_path: Path) -> None:
 def test_weights_of_another_model_and_no_checkpoint_at_all(tmp_path: Path) -> None:
     saved = make_model(one()).save_weights(tmp_path / "weights")
     other = sg.Model(nn.Linear(4, 5))
-    with pytest.raises(CheckpointError, match=r"(?s)another model than model, .*sg.load_checkpoint.*size mismatch"):
+    with pytest.raises(CheckpointError, match=r"(?s)a different model than model, .*sg.load_checkpoint.*size mismatch"):
         other.load_weights(saved)
     deeper = sg.Checkpoint(model=nn.Sequential(nn.Linear(2, 3)))
     with pytest.raises(CheckpointError, match=r"Missing key\(s\) in state_dict: \"0.weight\""):

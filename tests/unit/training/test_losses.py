@@ -186,7 +186,11 @@ def test_weights_of_classes_and_ignored_targets_count_as_with_logits() -> None:
 @pytest.mark.parametrize(
     ("name", "outputs", "way_out"),
     [
-        ("sparse_categorical_crossentropy", LOGITS, 'go from -3 to 4.*module with a softmax, or use "cross_entropy"'),
+        (
+            "sparse_categorical_crossentropy",
+            LOGITS,
+            'range from -3 to 4.*module with a softmax, or use "cross_entropy"',
+        ),
         ("categorical_crossentropy", LOGITS.sigmoid(), "add up to 1"),
         ("binary_crossentropy", LOGITS[:, 0], 'with a sigmoid, or use "bce_with_logits"'),
         ("bce", LOGITS[:, 0], 'with a sigmoid, or use "bce_with_logits"'),

@@ -166,12 +166,12 @@ def test_the_best_has_the_smallest_loss(tmp_path: Path) -> None:
 
 
 def test_specs_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="a name of their own each"):
+    with pytest.raises(ConfigurationError, match="each exporter needs a name of its own"):
         EvalSpec(loader, exporters=[LatestExporter(), LatestExporter()])
     with pytest.raises(ConfigurationError, match="expected exporters, got int"):
         EvalSpec(loader, exporters=[1])  # type: ignore[list-item]
     for name in ("", ".", "../elsewhere", "/elsewhere", "latest/"):
-        with pytest.raises(ConfigurationError, match="expected an exporter whose name is that of a folder"):
+        with pytest.raises(ConfigurationError, match="expected an exporter whose name can be that of a folder"):
             EvalSpec(loader, exporters=LatestExporter(name))
     assert EvalSpec(loader, exporters=None) == EvalSpec(loader, exporters=())
     with pytest.raises(ConfigurationError, match="expected example_inputs with a tensor"):

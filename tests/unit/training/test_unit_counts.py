@@ -95,7 +95,7 @@ def test_a_worker_that_counts_fewer_metrics_does_not_settle_for_all() -> None:
     counts.running.add(results(1)[0])
     shared = Shared([counts.collect()])
     fewer = RunningMetrics(DefaultStrategy(), [{}])
-    with pytest.raises(ConfigurationError, match="another worker counts 'accuracy', and this one does not"):
+    with pytest.raises(ConfigurationError, match="another worker counts 'accuracy', but this one does not"):
         UnitCounts(shared, fewer).result("fit 1", 0)
 
 
