@@ -87,10 +87,10 @@ def newest_undamaged(
             return path
         if not path.exists():
             return newest_undamaged(directory, name, fits)  # a job that runs removed it, and has newer ones
-        logger.warning("Left out the checkpoint %s: %s", path, "; ".join(damage))
+        logger.warning("Skipped the checkpoint %s: %s", path, "; ".join(damage))
     if found:
         raise CheckpointError(
-            f"every checkpoint in {directory} is damaged; see the log for the files, and remove them to begin anew"
+            f"every checkpoint in {directory} is damaged; see the log for the files, and remove them to start afresh"
         )
     return None
 
@@ -112,10 +112,10 @@ def choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
     """
     if (folder / MANIFEST).exists():
         raise CheckpointError(
-            f"{folder} is a checkpoint itself, in which nobody looks for another: save in {folder.parent}"
+            f"{folder} is itself a checkpoint, inside which no other would be found: save in {folder.parent}"
         )
     if name.startswith("."):
-        raise CheckpointError(f"expected a name without a dot in front, which nobody looks for, got {name!r}")
+        raise CheckpointError(f"expected a name without a leading dot, with which it would not be found, got {name!r}")
     if step is None:
         names = [_NUMBERED.match(path.name) for path in folder.iterdir()] if folder.is_dir() else []
         step = max([*(int(name[1]) for name in names if name), *steps(folder)], default=0) + 1

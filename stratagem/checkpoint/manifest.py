@@ -91,7 +91,7 @@ def read_content(path: pathlib.Path) -> dict[str, Any]:
     if content["format"] != FORMAT:
         raise ValueError(f"expected format {FORMAT}, got {content['format']}")
     if told is not None and told != _checksum(content):
-        raise ValueError("it was altered: its checksum is another")
+        raise ValueError("it was altered: its checksum differs")
     return content
 
 

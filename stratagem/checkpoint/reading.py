@@ -71,10 +71,10 @@ def find(path: str | os.PathLike[str]) -> pathlib.Path:
     if found is None:
         if folder.is_file():
             raise CheckpointError(
-                f"{folder} is a file, and a checkpoint is a folder: give what torch.load (or safetensors) reads of it "
-                "to load_state_dict"
+                f"{folder} is a file, but a checkpoint is a folder: pass what torch.load (or safetensors) reads from "
+                "it to load_state_dict"
             )
-        what = "is not a complete checkpoint, and there is none in it" if folder.exists() else "does not exist"
+        what = "is not a complete checkpoint, and contains none" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}. {offer(folder)}")
     return found
 

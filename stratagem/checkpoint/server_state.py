@@ -78,7 +78,7 @@ class ServerState:
             CheckpointError: there is none of that name.
         """
         if name not in self.variables:
-            raise CheckpointError(f"the checkpoint {self._path} has no variable {name}: it is of another model")
+            raise CheckpointError(f"the checkpoint {self._path} has no variable {name}: it is from a different model")
         return self.variables[name]
 
     def optimizer_state(

@@ -116,7 +116,7 @@ class _Encoder:
     def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> Json:
         if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
             raise ConfigurationError(
-                f"the state of {self._name} holds a tensor at {'/'.join(path)} that is no plain dense one "
+                f"the state of {self._name} holds a tensor at {'/'.join(path)} that is not a plain dense one "
                 f"({value.layout}, {value.dtype}, {value.device}); make it dense in state_dict()"
             )
         dense = value.detach().resolve_conj().resolve_neg()

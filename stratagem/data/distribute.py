@@ -146,7 +146,7 @@ def leasable(
     if options.on_empty != "call" or options.prefetch is not None:
         raise ConfigurationError(
             "on_empty and prefetch are for workers that run in step; under ParameterServerStrategy a worker gets no "
-            "batch without examples, and takes batches ahead by itself: leave both out"
+            "batch without examples, and prefetches batches by itself: leave both out"
         )
     batched = _with_batches(source, batch_size)
     if not isinstance(batched, DataLoader):
@@ -160,8 +160,8 @@ def leasable(
 
 def _not_healing(source: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{source} cannot be dealt out anew when a worker is lost, which --min-workers asks for: what the lost one had "
-        "is known only of a DataLoader over a map-style dataset, in order or shuffled by the DataLoader, under "
+        f"{source} cannot be redistributed when a worker is lost, which --min-workers asks for: what the lost worker "
+        "had is known only for a DataLoader over a map-style dataset, in order or shuffled by the DataLoader, under "
         "AutoShardPolicy.DATA; use one, or leave out --min-workers"
     )
 
@@ -169,7 +169,7 @@ def _not_healing(source: str) -> ConfigurationError:
 def _with_batches(source: Any, batch_size: int | None) -> Any:
     if isinstance(source, SplitDataset):
         raise ConfigurationError(
-            "expected a source of global batches, got what distribute_dataset has made of one: go through it as it is"
+            "expected a source of global batches, got the result of distribute_dataset: iterate over it as it is"
         )
     if is_dataset(source):
         if batch_size is None:
@@ -217,7 +217,7 @@ def _refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
-                "a DistributedSampler leaves each worker a part of the examples, and distribute_dataset would share "
-                "out that part again: leave the sampler out, or return the DataLoader from a function given to "
+                "a DistributedSampler gives each worker a part of the examples, and distribute_dataset would split "
+                "that part again: leave out the sampler, or return the DataLoader from a function given to "
                 "distribute_datasets_from_function"
             )

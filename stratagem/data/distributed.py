@@ -139,7 +139,9 @@ class DistributedDataset(WithWaysOut):
                 for batch in self._loaded(first, self._order[1]):
                     yield batch
                     if self._current is not this:
-                        raise ConfigurationError("a newer iter() of this distributed dataset goes on with another pass")
+                        raise ConfigurationError(
+                            "a newer iter() of this distributed dataset continues with another pass"
+                        )
             self._current = None
             self._source.end_epoch()
         except SystemExit:  # this process is to end: its goodbye gives everything back, and no chief may be there now

@@ -75,7 +75,7 @@ class DrawnBatches:
     def __post_init__(self) -> None:
         if self._communicator is not None and self.num_batches is None:
             raise ConfigurationError(
-                f"worker 0 draws all indices of an epoch for everybody, but {type(self._sampler).__name__} does not "
+                f"worker 0 draws all indices of an epoch for all workers, but {type(self._sampler).__name__} does not "
                 "say how many there are: give it a __len__, or use distribute_datasets_from_function"
             )
         self._passes = NumPasses(self._sampler)

@@ -56,7 +56,7 @@ class DropWatch:
             self._looks = False
             logger.warning(
                 "collate_fn makes %d examples of %d: in the mean of a batch each replica's part counts as if none were "
-                "dropped; leave them out of the dataset, before batches are cut",
+                "dropped; remove them from the dataset, before batches are made",
                 *(count, num_examples),
             )
 
@@ -93,7 +93,7 @@ def why_not_planned(loader: Any) -> str:
     if loader.batch_size is None and loader.batch_sampler is None:
         return (
             "distribute_dataset plans the batches itself, and the items of a DataLoader with batch_size=None are whole "
-            "ones: give it a dataset of single examples, and the DataLoader batch_size="
+            "batches: give it a dataset of single examples, and the DataLoader batch_size="
         )
     if loader.batch_size is None:
         return "distribute_dataset plans the batches itself: give the DataLoader batch_size=, not its own batch_sampler"
@@ -136,9 +136,9 @@ class NumPasses:
         """A pass begins; a ConfigurationError where there is none left."""
         if self._once is not None and self._is_spent:
             raise ConfigurationError(
-                f"a {type(self._once).__name__} gives its batches once, and this is the second pass: distribute "
-                "something that starts anew with each iter(), such as a DataLoader, a list, or a class with "
-                "__iter__, or let it give all batches there are to be (in fit steps_per_epoch * epochs)"
+                f"a {type(self._once).__name__} gives its batches only once, and this is the second pass: distribute "
+                "something that starts over with each iter(), such as a DataLoader, a list, or a class with __iter__, "
+                "or let it give all batches there are to be (in fit steps_per_epoch * epochs)"
             )
         self._is_spent = True
 
@@ -163,8 +163,8 @@ def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[A
     if not isinstance(dataset, IterableDataset):
         if has_own_batches(loader) or not is_plain(loader.sampler):
             raise ConfigurationError(
-                "AutoShardPolicy.FILE gives each worker other examples, for which the DataLoader's own sampler has no "
-                "numbers: use shuffle=True or shuffle=False, or AutoShardPolicy.DATA"
+                "AutoShardPolicy.FILE gives each worker different examples, which the DataLoader's own sampler cannot "
+                "index: use shuffle=True or shuffle=False, or AutoShardPolicy.DATA"
             )
         sampling["shuffle"] = type(loader.sampler) is not SequentialSampler
     return DataLoader(dataset, **sampling, **carried(loader, persistent=True))

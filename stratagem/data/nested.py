@@ -172,7 +172,7 @@ def num_examples(batch: Any) -> int:
         if num_more := len(rows or found) - len(some):
             shapes += f" and {num_more} more"
         raise ConfigurationError(
-            f"expected a batch whose tensors have one first dimension, the examples, got {shapes}; "
+            f"expected a batch whose tensors share their first dimension, the examples, got {shapes}; "
             "distribute_datasets_from_function takes batches of any form"
         )
     raise ConfigurationError(

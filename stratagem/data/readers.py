@@ -258,7 +258,7 @@ class ItemBatches:
 def _single(indices: Sequence[Any]) -> Any:
     if len(indices) != 1:
         raise ConfigurationError(
-            f"expected one index at a time of the sampler of a DataLoader with batch_size=None, got {len(indices)}: "
+            f"expected one index at a time from the sampler of a DataLoader with batch_size=None, got {len(indices)}: "
             "give sampler=BatchSampler(sampler, batch_size, drop_last), whose lists the dataset gets whole"
         )
     return indices[0]

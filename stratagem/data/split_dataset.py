@@ -128,7 +128,7 @@ class SplitDataset(WithWaysOut):
             while (agreed := self._agreement.agree(next(steps, None), self._reader.common)) is not None:
                 parts, totals = agreed
                 if self._pass is not this_pass:
-                    raise ConfigurationError("a newer iter() of this distributed dataset goes on with the next epoch")
+                    raise ConfigurationError("a newer iter() of this distributed dataset continues with the next epoch")
                 self._step = number + 1
                 if totals.num_examples and not (self._skips_empty and totals.num_empty):
                     share = StepShare(epoch, number, parts.num_examples, totals.num_examples)
@@ -193,7 +193,7 @@ class SplitDataset(WithWaysOut):
             if name not in ("epoch", "step", "seed") and state[name] != here:
                 raise ConfigurationError(
                     f"the state was saved with {name}={state[name]!r}, but here it is {here!r}: a position counts "
-                    "steps, and these are other steps"
+                    "steps, and these steps differ"
                 )
         self._epoch, self._step, self._seed = int(state["epoch"]), int(state["step"]), int(state["seed"])
         self._pass = None
@@ -204,7 +204,7 @@ class SplitDataset(WithWaysOut):
         elif state.get("left"):
             raise ConfigurationError(
                 f"the state was saved by a ring that had lost a worker, and {len(state['left'])} examples of the epoch "
-                "were to come again: load it in a job with --min-workers too"
+                "were still to be repeated: load it in a job with --min-workers too"
             )
 
 
@@ -235,9 +235,9 @@ class StepAgreement:
         for rank, place in enumerate(places):
             if not torch.equal(place, places[0]):
                 raise ConfigurationError(
-                    "every worker must start at the same place of the same dataset, but (epoch, step, seed, examples) "
-                    f"is {tuple(places[0].tolist())} on worker 0 and {tuple(place.tolist())} on worker {rank}: give "
-                    "all the same dataset, and load_state_dict the same state on all"
+                    "every worker must start at the same position in the same dataset, but (epoch, step, seed, "
+                    f"examples) is {tuple(places[0].tolist())} on worker 0 and {tuple(place.tolist())} on worker "
+                    f"{rank}: give all the same dataset, and load_state_dict the same state on all"
                 )
 
     def agree(self, parts: Parts | None, common: str) -> tuple[Parts, Totals] | None:
@@ -263,10 +263,10 @@ class StepAgreement:
             return None
         if self._is_shared and num_with_data < self._communicator.size:
             raise ConfigurationError(
-                f"the workers must read the same, but {self._communicator.size - num_with_data} of "
+                f"the workers must read the same data, but {self._communicator.size - num_with_data} of "
                 f"{self._communicator.size} have no batch left where others have one, of which a part would be lost: "
-                "give every worker equally many batches, or use AutoShardPolicy.OFF, which lets every worker read what "
-                "it likes"
+                "give every worker the same number of batches, or use AutoShardPolicy.OFF, which lets every worker "
+                "read its own data"
             )
         if parts is None:
             if not self._has_warned:
@@ -283,10 +283,10 @@ class StepAgreement:
         for rank, one in told:
             if one["common"] != told[0][1]["common"]:
                 raise ConfigurationError(
-                    f"workers {told[0][0]} and {rank} must read the same, but the {told[0][1]['common']} of one is not "
-                    f"the {one['common']} of the other: give the shuffling of the source the same seed on every "
-                    "worker (and list files in one order), or use AutoShardPolicy.OFF, which lets every worker read "
-                    "what it likes"
+                    f"workers {told[0][0]} and {rank} must read the same data, but the {told[0][1]['common']} of one "
+                    f"is not the {one['common']} of the other: shuffle the source with the same seed on every worker "
+                    "(and list files in the same order), or use AutoShardPolicy.OFF, which lets every worker read its "
+                    "own data"
                 )
         self._has_met = bool(told)  # else nobody knows what a batch looks like
         if parts is not None:

@@ -12,8 +12,8 @@ from stratagem.errors import ConfigurationError
 T = TypeVar("T")
 
 _WAYS_OUT = (
-    "a PerReplica holds one value for each replica: strategy.reduce_mean makes one of them, strategy.local_results "
-    "gives those of this process, and strategy.run takes it whole"
+    "a PerReplica holds one value for each replica: strategy.reduce_mean combines them into one, "
+    "strategy.local_results gives those of this process, and strategy.run takes it whole"
 )
 __all__ = ["PerReplica", "ReduceOp", "ValueContext", "local_values", "part_of_replica"]
 

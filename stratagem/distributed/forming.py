@@ -180,7 +180,7 @@ def _warn_of_idle(config: WorkerConfig) -> None:
     for name, instead in _IDLE.items():
         if getattr(config, name) != WorkerConfig.model_fields[name].default and config.task.endswith(":0"):
             flag, variable = name.replace("_", "-"), f"STRATAGEM_{name.upper()}"
-            words = "--%s (%s) is for the ring of a strategy, and does nothing in a process group: %s"
+            words = "--%s (%s) is for the ring of a strategy, and has no effect in a process group: %s"
             logger.warning(words, flag, variable, instead)
 
 

@@ -251,7 +251,9 @@ class Messages:
                 filled += part.numel()
         except StratagemError as error:
             if receive is not None:
-                receive.done.set_exception(CollectiveError(f"rank {rank} broke off in a message: {error}", rank))
+                receive.done.set_exception(
+                    CollectiveError(f"rank {rank} stopped in the middle of a message: {error}", rank)
+                )
             raise
         if receive is not None:
             receive.done.set_result(rank)

@@ -110,9 +110,9 @@ class Nccl:
             self._group = group_of(dist.ProcessGroupNCCL(store, rank, size, options), device, store)
             logger.info("rank %d of %d: tensors on GPUs go over NCCL", rank, size)
         elif wants_nccl(self._options):
-            raise ConfigurationError(f"NCCL was asked for, but {why_not}; take the transport auto")
+            raise ConfigurationError(f"NCCL was asked for, but {why_not}; use the transport auto")
         elif may_take_nccl(self._options):
-            logger.info("rank %d of %d: tensors on GPUs go by way of the host, because %s", rank, size, why_not)
+            logger.info("rank %d of %d: tensors on GPUs go through the host, because %s", rank, size, why_not)
         self._is_agreed = True
 
 

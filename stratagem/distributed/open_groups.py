@@ -32,7 +32,7 @@ def _close_all() -> None:
 def _forget_all() -> None:
     """In a forked child (a DataLoader's worker), which comes by :func:`_close_all` too: the groups are not its own."""
     for group in list(OPEN):
-        group._ended = f"the process group is that of the process from which this one was forked: {_SPAWN}"
+        group._ended = f"the process group belongs to the process that this one was forked from: {_SPAWN}"
         group._close = lambda reason: None  # its threads are not here, and its server does not stand a fork
         _forked.add(os.getpid())
     OPEN.clear()

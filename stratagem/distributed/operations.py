@@ -217,7 +217,7 @@ class Operations:
                 if room.numel() != int(theirs[self.rank]):  # of another rank: the own ones were compared before
                     raise CollectiveError(
                         f"rank {rank} sends {int(theirs[self.rank]):,} elements to rank {self.rank}, which expects "
-                        f"{room.numel():,}: split sizes of an all_to_all have to fit together",
+                        f"{room.numel():,}: split sizes of an all_to_all have to match",
                         rank,
                     )
             run(group, tag)

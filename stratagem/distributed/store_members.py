@@ -103,8 +103,8 @@ class Rendezvous:
             whom = ", ".join(missing) or f"the store ({str(error).splitlines()[0]})"
             raise ClusterTimeoutError(
                 f"{self._tasks[self._rank]} did not find {whom} within {self._timeout_s:g} s, waiting for {what}. Did "
-                "every rank come to the same place of the script: init_process_group, new_group with the same ranks, "
-                "or a strategy?"
+                "every rank reach the same point in the script: init_process_group, new_group with the same ranks, or "
+                "a strategy?"
             ) from None
 
     def _left_s(self) -> float:

@@ -102,11 +102,11 @@ def _is_flat(tensor: torch.Tensor) -> bool:
 
 def _check_movable(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
-        raise ConfigurationError(f"{told(tensor)} is sparse, and only all_reduce takes those: call to_dense() before")
+        raise ConfigurationError(f"{told(tensor)} is sparse, and only all_reduce takes those: call to_dense() first")
     if tensor.is_quantized:
-        raise ConfigurationError(f"{told(tensor)} is quantized: give its dequantize() or int_repr()")
+        raise ConfigurationError(f"{told(tensor)} is quantized: pass its dequantize() or int_repr()")
     if tensor.is_meta:
-        raise ConfigurationError(f'{told(tensor)} is of the device "meta", without numbers: call to_empty() before')
+        raise ConfigurationError(f"{told(tensor)} is on the meta device, without values: call to_empty() first")
 
 
 def _flat_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -193,7 +193,7 @@ def _checked_sizes(
     if not sparse:
         raise ConfigurationError(
             "the gradients of sg.nn.Embedding and EmbeddingBag are sparse: leave sparse= out, or use torch.nn's layer, "
-            "whose whole gradient travels"
+            "whose dense gradient is sent"
         )
     if num_embeddings < 1 or embedding_dim < 1:
         raise ConfigurationError(

@@ -57,6 +57,6 @@ def initial_rows(
     if isinstance(init, Constant) and math.isfinite(init.value):
         return InitialRows("constant", init.value, 0.0, drawn, zero_row)
     raise ConfigurationError(
-        f"expected init=sg.nn.Normal(mean, std), sg.nn.Uniform(low, high) or sg.nn.Constant(value), finite and in "
-        f"order, got {init!r}: a parameter server makes the values, and runs no code of yours"
+        "expected init=sg.nn.Normal(mean, std), sg.nn.Uniform(low, high) or sg.nn.Constant(value), finite and in "
+        f"order, got {init!r}: a parameter server makes the values, and does not run your code"
     )

@@ -149,7 +149,7 @@ class RemoteRows(nn.Module):
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
         if max_norm is not None:
             raise ConfigurationError(
-                "max_norm= writes rows in forward(), and those of parameter servers change in optimizer.step() alone: "
+                "max_norm= writes rows in forward(), but rows on parameter servers change only in optimizer.step(): "
                 "leave it out, and use torch.nn.functional.normalize(layer(ids), dim=-1) or clip_norm= of prepare"
             )
         if isinstance(initial, torch.Tensor):
@@ -222,7 +222,7 @@ class RemoteRows(nn.Module):
         wanted = fn(torch.empty(0, dtype=self.remote_table.dtype)).dtype
         if wanted is not self.remote_table.dtype:
             raise ConfigurationError(
-                f"a table on parameter servers keeps the dtype it was made with: give it dtype={wanted}"
+                f"a table on parameter servers keeps the dtype it was created with: give it dtype={wanted}"
             )
         return self  # rows come to the device of the ids
 

@@ -103,7 +103,7 @@ def test_fit_goes_on_too(cluster: Start, tmp_path: Path) -> None:
     done = job.finish()
     assert done.code == 0, done.stderr
     assert done.summary["workers_lost"] == ["worker:1"] and done.summary["restarts"] == 0
-    assert "come again at the end of the epoch" in done.stderr
+    assert "are repeated at the end of the epoch" in done.stderr
 
 
 def check_newcomer(news: dict[str, Any], other: dict[str, Any]) -> None:

@@ -252,7 +252,7 @@ def loaders() -> None:
     """Workers of a DataLoader come and go, and the group goes on."""
     for _ in range(2):
         for (told,) in torch.utils.data.DataLoader(Forked(), num_workers=2):
-            assert ": the process group is that of the process from which this one was forked" in told
+            assert ": the process group belongs to the process that this one was forked from" in told
             dist.barrier()
 
 

@@ -108,7 +108,7 @@ def test_sparse_tensors_elsewhere(groups: Groups) -> None:
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_tensors_whose_memory_is_not_their_numbers_are_refused(groups: Groups) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
-    for tensor, words in ((quantized, r"quint8 .3. is quantized"), (torch.ones(3, device="meta"), "without numbers")):
+    for tensor, words in ((quantized, r"quint8 .3. is quantized"), (torch.ones(3, device="meta"), "without values")):
         with pytest.raises(ConfigurationError, match=words):
             groups[0].broadcast([tensor], BroadcastOptions())
         with pytest.raises(ConfigurationError, match=words):

@@ -208,6 +208,6 @@ def test_what_is_for_the_ring_of_a_strategy_alone_is_warned_of(
     monkeypatch.setenv("STRATAGEM_COLLECTIVE_TIMEOUT_S", "77")
     for _ in range(2):
         form(HashStore(), 0, [0], 20.0).shutdown()
-    bucket, timeout = [line for line in caplog.messages if "does nothing in a process group" in line]
+    bucket, timeout = [line for line in caplog.messages if "has no effect in a process group" in line]
     assert bucket.startswith("--bucket-bytes (STRATAGEM_BUCKET_BYTES) is for") and "bucket_cap_mb=" in bucket
     assert timeout.startswith("--collective-timeout-s (STRATAGEM_COLLECTIVE_TIMEOUT_S)") and "timeout=" in timeout

@@ -111,7 +111,7 @@ def test_ranks_agree_in_their_first_collective_on_gpus(monkeypatch: pytest.Monke
             group.allreduce([tensor]).wait()
             return tensor
 
-        assert all(float(total[0]) == 2.0 for total in on_every_rank(ranks, run)), "by way of the host"
+        assert all(float(total[0]) == 2.0 for total in on_every_rank(ranks, run)), "through the host"
         assert not any(group.nccl.is_taken for group in ranks)
     with process_groups(2) as ranks:
 

@@ -120,7 +120,7 @@ def test_tensors_that_have_no_rows_to_cut(layout: str) -> None:
 
 
 def test_batches_that_say_no_number_of_examples() -> None:
-    with pytest.raises(ConfigurationError, match=r"one first dimension.*\[3\], \[2, 5\]"):
+    with pytest.raises(ConfigurationError, match=r"share their first dimension.*\[3\], \[2, 5\]"):
         num_examples({"x": torch.zeros(3), "y": torch.zeros(2, 5)})
     for opaque in (object(), 3, torch.tensor(1.0), {"x": None}):
         with pytest.raises(ConfigurationError, match="first dimension"):

@@ -65,7 +65,7 @@ def test_a_position_goes_on_in_its_order_whichever_dataset_of_the_script_takes_i
 
 
 def test_what_is_distributed_already_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="got what distribute_dataset has made of one"):
+    with pytest.raises(ConfigurationError, match="got the result of distribute_dataset"):
         distribute(distribute(shuffled(), placement=ALONE), placement=ALONE)
 
 

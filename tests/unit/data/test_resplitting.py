@@ -231,7 +231,7 @@ def test_a_sampler_without_a_length() -> None:
 def test_a_generator_of_indices_has_one_pass(arguments: Callable[[], dict[str, Any]]) -> None:
     dataset = distribute(DataLoader(Numbers(4), **arguments()), placement=InputPlacement((CPU,)))
     assert len(list(dataset)) == 2
-    with pytest.raises(ConfigurationError, match=r"(generator|iterator) gives its batches once"):
+    with pytest.raises(ConfigurationError, match=r"(generator|iterator) gives its batches only once"):
         list(dataset)
 
 
@@ -256,7 +256,7 @@ def test_sources_that_cannot_be_shared_out() -> None:
     with pytest.raises(ConfigurationError, match="DistributedSampler"):
         sampler: torch.utils.data.DistributedSampler[int] = torch.utils.data.DistributedSampler(Numbers(4), 2, 0)
         distribute(DataLoader(Numbers(4), sampler=sampler), placement=placement)
-    with pytest.raises(ConfigurationError, match="DistributedSampler leaves each worker a part"):
+    with pytest.raises(ConfigurationError, match="DistributedSampler gives each worker a part"):
         leasable(DataLoader(Numbers(4), sampler=sampler))
     with pytest.raises(ConfigurationError, match=r"one index at a time .* got 2: give sampler=BatchSampler"):
         steps_of(distribute(DataLoader(Numbers(4), batch_size=None, sampler=[[0, 1]]), placement=placement))

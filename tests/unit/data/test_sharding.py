@@ -198,7 +198,7 @@ def test_workers_that_read_other_batches_from_the_second_epoch_on_are_told() -> 
     def work(placement: InputPlacement) -> None:
         dataset = distribute(Shuffled(placement.worker), placement=placement)
         assert len(steps_of(dataset)) == 2
-        with pytest.raises(ConfigurationError, match="workers 0 and 1 must read the same, but the first batch"):
+        with pytest.raises(ConfigurationError, match="workers 0 and 1 must read the same data, but the first batch"):
             steps_of(dataset)
 
     on_workers(2, work)
@@ -277,7 +277,7 @@ def test_reading_stops_together_when_a_worker_has_fewer_batches() -> None:
 
     own = [[[number]] for number in range(6)]
     assert on_workers(2, functools.partial(work, OFF)) == [own, [*own[:4], [[]], [[]]]]
-    with pytest.raises(ConfigurationError, match=r"must read the same, but 1 of 2 have no batch left .*OFF"):
+    with pytest.raises(ConfigurationError, match=r"must read the same data, but 1 of 2 have no batch left .*OFF"):
         on_workers(2, functools.partial(work, DATA))  # half of the last batch would be nobody's
 
 

@@ -76,7 +76,9 @@ def test_a_step_may_take_and_return_a_defaultdict() -> None:
     ],
 )
 def test_values_of_replicas_are_no_number(use: Callable[[Any], object]) -> None:
-    with pytest.raises(ConfigurationError, match=r"one value for each replica: strategy.reduce_mean makes one of them"):
+    with pytest.raises(
+        ConfigurationError, match=r"one value for each replica: strategy.reduce_mean combines them into one"
+    ):
         use(PerReplica((torch.ones(()),)))
 
 
