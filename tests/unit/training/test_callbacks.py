@@ -304,7 +304,9 @@ def test_whether_more_is_better_follows_from_the_name() -> None:
     assert Monitor("loss").improves(1.0) and not Monitor("loss").improves(float("nan"))
     assert not Monitor("loss", min_delta=0.1).improves(0.95, 1.0)
     for unclear in ("val_cohen_kappa", "val_dice_loss"):
-        with pytest.raises(ConfigurationError, match=f"the name '{unclear}': give mode='max' or mode='min'"):
+        with pytest.raises(
+            ConfigurationError, match=f"the name '{unclear}' .* is better: give mode='max' or mode='min'"
+        ):
             EarlyStopping(unclear)
         ModelCheckpoint("unused", unclear)
 
