@@ -92,9 +92,9 @@ def uncompiled(fn: Any) -> Any:
 @functools.cache
 def _warn_of_compiled() -> None:
     logger.warning(
-        "the step is a function of torch.compile, which cannot compile what replicas, workers and parameter servers do "
-        "in backward() and optimizer.step(): it runs as it was before. Compile the model alone, "
-        "strategy.prepare(model, optimizer, torch_compile=True), and give run the plain step"
+        "the step was compiled by torch.compile, which cannot compile what replicas, workers and parameter servers do "
+        "in backward() and optimizer.step(): it runs uncompiled. Compile only the model, strategy.prepare(model, "
+        "optimizer, torch_compile=True), and give run the plain step"
     )
 
 
@@ -131,7 +131,7 @@ def known_arguments(function: _Function) -> _Function:
                 raise ConfigurationError(f"{called}() has no argument {name!r}; {hint or nearest(name, known)}")
         if len(args) > len(placed) and not takes_any:
             names = ", ".join(name for name in placed if name not in ("self", "cls")) or "nothing"
-            raise ConfigurationError(f"{called}() takes {names} by their place, and got more: give arguments by name")
+            raise ConfigurationError(f"{called}() takes {names} by position, but got more: give arguments by name")
         return function(*args, **kwargs)
 
     return typing.cast(_Function, call)

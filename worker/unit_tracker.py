@@ -49,9 +49,9 @@ class UnitTracker:
         another one."""
         if self.current is not None:
             raise ConfigurationError(
-                "a loop over a distributed dataset begins while a batch of another one is in hand, and on parameter "
-                "servers an update belongs to batches of one: train on one dataset (torch.utils.data.StackDataset "
-                "joins two); to evaluate in between, iterate over the DataLoader itself"
+                "a loop over a distributed dataset starts while a batch of another one is in use, but on parameter "
+                "servers an update belongs to batches of one dataset: train on one dataset "
+                "(torch.utils.data.StackDataset joins two); to evaluate in between, iterate over the DataLoader itself"
             )
         self.left_early.clear()
 

@@ -39,7 +39,7 @@ def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
     """Each worker trained by itself what it had prepared without an optimizer."""
     done = cluster(2, 1, "changes_weights.py", "by hand").finish()
     assert done.code == 2, done.stderr
-    assert "No optimizer that strategy.prepare was given changes it" in done.stderr
+    assert "No optimizer that strategy.prepare was given updates it" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -212,20 +212,20 @@ def _given(call: Any, **given: Any) -> Callable[[], Any]:
         (_given(sg.MinSizePartitioner, min_bytes=1), r"did you mean 'min_shard_bytes'\?"),
         (
             lambda: sg.EvalSpec(list, 100, "n", [], 1, 2, 3),  # type: ignore[call-arg]
-            r"EvalSpec\(\) takes input_fn, .*, throttle_secs by their place",
+            r"EvalSpec\(\) takes input_fn, .*, throttle_secs by position",
         ),
         (_given(_manager().save, checkpoint_number=3), r"save\(\) .* 'checkpoint_number'; its name is step"),
         (_given(sg.CheckpointManager, init_fn=print), "'init_fn'; call it where restore_or_initialize"),
         (_given(sg.PreemptionCheckpointHandler, cluster_resolver=1), "'cluster_resolver'; leave it out"),
         (_given(sg.DistributeOptions, experimental_per_replica_buffer_size=2), "its name is prefetch"),
         (lambda: sg.get_strategy().run(int, options=object()), r"run\(\) .* 'options'; leave it out"),  # type: ignore[call-arg]
-        (lambda: sg.get_strategy().distribute_dataset([X], None), r"takes source by their place"),  # type: ignore[call-arg]
+        (lambda: sg.get_strategy().distribute_dataset([X], None), r"takes source by position"),  # type: ignore[call-arg]
         (_given(sg.get_strategy().distribute_dataset, dataset=[X]), "'dataset'; its name is source"),
         (_given(sg.Variable, initial_value=1.0, dtype="float32"), r"'dtype'; give initial_value=torch\.tensor"),
         (_given(sg.Variable(1.0).assign, value=1.0, use_locking=True), "'use_locking'; leave it out"),
         (_given(sg.latest_checkpoint, checkpoint_dir="."), "'checkpoint_dir'; its name is directory"),
         (_given(sg.TFConfigClusterResolver, rpc_layer="http"), "'rpc_layer'; it is gRPC"),
-        (lambda: sg.Checkpoint(1, 2), r"Checkpoint\(\) takes model by their place"),  # type: ignore[call-arg,arg-type]
+        (lambda: sg.Checkpoint(1, 2), r"Checkpoint\(\) takes model by position"),  # type: ignore[call-arg,arg-type]
         (lambda: sg.Checkpoint(1, model=2), "a model given by position is called 'model'"),
         (lambda: sg.PreemptionCheckpointHandler(None, "d"), "expected checkpoint_or_manager= Checkpoint or"),  # type: ignore[arg-type]
     ],

@@ -52,8 +52,8 @@ class RolledBack(Exception):
 
 
 NO_UNIT = (
-    "an update of no batch was under way when the number of parameter servers changed: nothing says which of them had "
-    "applied it, and it %s"
+    "an update of no batch was in flight when the number of parameter servers changed: it is not known which of them "
+    "had applied it, and it %s"
 )
 
 

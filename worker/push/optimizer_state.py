@@ -34,9 +34,8 @@ class _OnServers(dict[str, Any]):
 
 
 _NOT_HERE = (
-    "the state of a prepared optimizer is on the parameter servers, and optimizer.state has none of it: to begin it "
-    "anew, give optimizer.load_state_dict() that of an optimizer that has made no step; optimizer.state_dict() "
-    "fetches it"
+    "the state of a prepared optimizer is on the parameter servers, and optimizer.state has none of it: to reset it, "
+    "give optimizer.load_state_dict() that of an optimizer that has made no step; optimizer.state_dict() fetches it"
 )
 
 
@@ -116,8 +115,8 @@ class OptimizerState:
         if self._count() != self._num_parameters:
             raise ConfigurationError(
                 f"{type(self._optimizer).__name__} has got parameters since strategy.prepare, which the parameter "
-                "servers do not train: call add_param_group before prepare, and requires_grad_(False) on what is not "
-                "to be trained yet"
+                "servers do not train: call add_param_group before prepare, and requires_grad_(False) on what should "
+                "not train yet"
             )
 
     def _count(self) -> int:

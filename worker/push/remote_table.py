@@ -83,8 +83,8 @@ class RemoteTable:
         ConfigurationError: the rows have their values."""
         if self._link is not None:
             raise ConfigurationError(
-                "initial values of a table are chosen before strategy.prepare: by now its rows have theirs. To give it "
-                f"others, on every worker:\n    {LOAD}"
+                "initial values of a table are chosen before strategy.prepare: by now its rows have values. To "
+                f"replace them, on every worker:\n    {LOAD}"
             )
         if isinstance(initial, torch.Tensor):
             self._values = initial.detach()

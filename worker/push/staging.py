@@ -114,8 +114,8 @@ class GradientStaging:
             self._brought = None
             logger.warning(
                 "gradients were changed between backward() and optimizer.step(), where they are this worker's part of "
-                "the batch's: a mask or a factor is the same there, but to clip the parts is not to clip the whole, "
-                "which prepare(clip_norm=...) does"
+                "the batch's: a mask or a factor has the same effect there, but clipping the parts does not clip the "
+                "whole; prepare(clip_norm=...) does"
             )
 
     def _stage_missing(self, servers: Sequence[int]) -> bool:
@@ -230,7 +230,7 @@ class GradientStaging:
             return None
         if gradient.layout is not torch.strided:
             raise ConfigurationError(
-                f"a gradient of layout {gradient.layout} cannot travel to parameter servers: leave sparse=True out of "
+                f"a gradient of layout {gradient.layout} cannot be sent to parameter servers: leave sparse=True out of "
                 "functional.embedding, or use sg.nn.Embedding, whose rows live there"
             )
         # Who hides changes does so in every step, and then nothing is sent early any more.

@@ -109,8 +109,8 @@ class TableHandle(WithoutValues, torch.nn.Parameter):
             return handle
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             raise ConfigurationError(
-                f"{name} of the weight of a table on parameter servers: its gradient is made of rows, and no hook "
-                "would be called. Register it on what the layer returns, whose gradient comes by here"
+                f"{name} of the weight of a table on parameter servers: its gradient consists of rows, and no hook "
+                "would be called. Register it on what the layer returns, whose gradient is computed here"
             )
         if not isinstance(handle, TableHandle) or name not in _FILLS:
             cls.refuse(name)
@@ -142,8 +142,8 @@ class TableGradient(WithoutValues):
     @classmethod
     def refuse(cls, what: str) -> NoReturn:
         raise ConfigurationError(
-            f"{what} of the gradient of a table on parameter servers, of which this process has the rows of its batch "
-            "only, elsewhere: clip with strategy.prepare(..., clip_norm=), which counts tables and all ps, or clip "
+            f"{what} of the gradient of a table on parameter servers, of which this process has only the rows of its "
+            "batch, elsewhere: clip with strategy.prepare(..., clip_norm=), which counts tables and all ps, or clip "
             "the other parameters alone"
         )
 

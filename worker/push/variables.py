@@ -31,13 +31,14 @@ NUM_SAMPLED_BYTES = 1024
 """The first bytes of one tensor, another one each time, are looked at in every other step: whoever loads a model
 changes all of it."""
 WAY_OUT = (
-    "The parameter servers have the weights of the job, and the next update brings theirs. Load or change weights "
+    "The parameter servers hold the weights of the job, and the next update brings theirs back. Load or change weights "
     "before strategy.prepare, or after it in strategy.load_once(lambda: model.load_state_dict(…)) on every worker; "
-    "what happens in every step (clamping, normalising) belongs into forward, as torch.nn.utils.parametrize does it"
+    "what happens in every step (clamping, normalising) belongs in forward, as torch.nn.utils.parametrize does it"
 )
 ALONE = (
-    "No optimizer that strategy.prepare was given changes it, so every worker would train it alone: give its optimizer "
-    "to strategy.prepare (an update of your own works on rings and mirrored devices, where .grad is the whole batch's)"
+    "No optimizer that strategy.prepare was given updates it, so every worker would train it separately: pass its "
+    "optimizer to strategy.prepare (an update of your own works on rings and mirrored devices, where .grad is the "
+    "whole batch's)"
 )
 
 

@@ -28,8 +28,8 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 @functools.cache
 def _warn_of_graph() -> None:
     logger.warning(
-        "backward(create_graph=True): what is reduced has no graph, so a penalty that is computed of .grad trains "
-        "nothing. Compute it of torch.autograd.grad(loss, parameters, create_graph=True)"
+        "backward(create_graph=True): reduced gradients have no graph, so a penalty that is computed from .grad trains "
+        "nothing. Compute it from torch.autograd.grad(loss, parameters, create_graph=True)"
     )
 
 
@@ -167,9 +167,9 @@ class BackwardReducer(Generic[B]):
         for slot in self._slots:
             if slot.handles and next(reversed(slot.parameter._post_accumulate_grad_hooks)) != slot.handles[-1].id:
                 raise ConfigurationError(
-                    "a hook that register_post_accumulate_grad_hook took after strategy.prepare would find no .grad: "
-                    "gradients of all replicas are there when backward() has returned. Do its work then, or on this "
-                    "replica's own gradient, by register_hook or a hook that is registered before strategy.prepare"
+                    "a hook registered with register_post_accumulate_grad_hook after strategy.prepare would find no "
+                    ".grad: the gradients of all replicas are there when backward() has returned. Do its work then, or "
+                    "on this replica's own gradient, with register_hook or a hook registered before strategy.prepare"
                 )
         pending = [slot for slot in self._slots if slot.pending]
         for slot in pending:
@@ -248,13 +248,13 @@ def follow(
     def before(*_: Any) -> None:
         if any(reducer.has_pending for reducer in reducers):
             raise ConfigurationError(
-                "optimizer.step() after backward() inside no_sync(): those gradients are this replica's alone, and "
-                "the replicas would part. Make the last backward() before a step outside of no_sync()"
+                "optimizer.step() after backward() inside no_sync(): those gradients are of this replica only, and the "
+                "replicas would diverge. Make the last backward() before a step outside of no_sync()"
             )
         if all(id(optimizer) in reducer._stepped for reducer in reducers) and not are_same():
             raise ConfigurationError(
-                "optimizer.step() with gradients that no backward() has brought (torch.autograd.grad, torch.func) "
-                "and that differ between the replicas, which would part. Let backward() compute them, or reduce "
+                "optimizer.step() with gradients that do not come from backward() (torch.autograd.grad, torch.func) "
+                "and that differ between the replicas, which would diverge. Let backward() compute them, or reduce "
                 'each, n being the examples here, as a tensor, and sum_of = partial(context.all_reduce, "sum") of '
                 "context = sg.get_replica_context(): p.grad = sum_of(gradient * n) / sum_of(n)"
             )

@@ -204,8 +204,8 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         raise ConfigurationError(
             "sync_batchnorm=True: a gradient of a gradient (create_graph=True, as for a gradient penalty) cannot go "
-            "through a BatchNorm that takes its statistics from all replicas; leave sync_batchnorm out, or have a "
-            "GroupNorm or LayerNorm in its place"
+            "through a BatchNorm that takes its statistics from all replicas; leave sync_batchnorm out, or use a "
+            "GroupNorm or LayerNorm instead"
         )
 
 

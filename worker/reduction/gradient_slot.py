@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def _warn_of_change() -> None:
     logger.warning(
         "a gradient was changed after backward() inside no_sync(), where it is this replica's part: a mask or a factor "
-        "is the same there, but to clip the parts is not to clip the whole. Clip after a backward() outside of "
-        "no_sync(), or accumulate without no_sync(), where each backward() leaves the gradient of all"
+        "has the same effect there, but clipping the parts does not clip the whole. Clip after a backward() outside of "
+        "no_sync(), or accumulate without no_sync(), where each backward() leaves the gradient of all replicas"
     )
 
 
@@ -77,8 +77,8 @@ class ParameterGradient:
         if self._before is not None and bool(self._before.to_dense().any()):
             raise ConfigurationError(
                 "a hook of register_post_accumulate_grad_hook changed a gradient that is added to others (several "
-                "backward() before a step): in one process it changes their sum, here it finds the newest alone. "
-                "Change that in register_hook, and the sum when the last backward() has returned"
+                "backward() before a step): in one process it changes their sum, here it sees only the newest. Change "
+                "that one in register_hook, and the sum when the last backward() has returned"
             )
 
     def keep(self) -> None:

@@ -75,14 +75,13 @@ class SameBits:
             if (odd := _odd(line)) is not None:
                 usual = 0 if odd else 1
                 raise ConfigurationError(
-                    "the settings of an optimizer differ, and the replicas would part: "
-                    f"{telling[usual]} has {line[usual]}, {telling[odd]} has {line[odd]}; set and schedule them alike "
-                    "on every worker"
+                    f"the settings of an optimizer differ, and the replicas would diverge: {telling[usual]} has "
+                    f"{line[usual]}, {telling[odd]} has {line[odd]}; set and schedule them alike on every worker"
                 )
         for position, name in enumerate(self._names):
             if (odd := _odd([int(each[position]) for each in sums])) is not None:
                 raise ConfigurationError(
-                    f"the replicas have parted: {name} of {labels[odd]} has other bits than that of "
+                    f"the replicas have diverged: {name} of {labels[odd]} has different bits from that of "
                     f"{labels[0 if odd else 1]}. Whatever changes weights must do the same on every worker (a load, a "
                     "clip, a step that one of them left out); on processors of different kinds set "
                     "ATEN_CPU_CAPABILITY=avx2 for all"

@@ -277,7 +277,7 @@ def test_create_graph_gives_plain_gradients(caplog: pytest.LogCaptureFixture) ->
     backward_module._warn_of_graph.cache_clear()
     run_ranks(2, work)
     # Two threads that are ranks may both be the first; a second backward of one is not.
-    assert caplog.text.count("a penalty that is computed of .grad trains nothing") in (1, 2)
+    assert caplog.text.count("a penalty that is computed from .grad trains nothing") in (1, 2)
 
 
 def test_a_backward_of_some_inputs_reduces_those() -> None:

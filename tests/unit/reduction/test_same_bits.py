@@ -58,7 +58,9 @@ def test_other_settings_are_refused_before_they_are_used() -> None:
 
     for step, text in run_ranks(3, lambda communicator: train(communicator, 4, spoil)):
         assert step == 2
-        assert "the settings of an optimizer differ, and the replicas would part: worker:0 has Adam(lr=0.00081" in text
+        assert (
+            "the settings of an optimizer differ, and the replicas would diverge: worker:0 has Adam(lr=0.00081" in text
+        )
         assert "worker:1 has Adam(lr=0.002, betas=(0.9, 0.999)" in text
 
 
@@ -112,7 +114,7 @@ def test_a_bit_that_differs_is_found_within_a_round(position: int) -> None:
     found = run_ranks(3, lambda communicator: train(communicator, 20, spoil))
     for step, text in found:
         assert 3 <= step < 3 + 6  # 65,539 elements in windows of 16,384, and one that it was in when it happened
-        assert "the replicas have parted: table of worker:2 has other bits than that of worker:0" in text
+        assert "the replicas have diverged: table of worker:2 has different bits from that of worker:0" in text
         assert "ATEN_CPU_CAPABILITY=avx2" in text
 
 

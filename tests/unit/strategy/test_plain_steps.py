@@ -49,7 +49,7 @@ def test_a_hook_that_would_find_no_gradient_is_refused() -> None:
     strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
     assert len(found) == 4 and None not in found
     handle = next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(ConfigurationError, match=r"took after strategy\.prepare would find no \.grad"):
+    with pytest.raises(ConfigurationError, match=r"after strategy\.prepare would find no \.grad"):
         strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
     handle.remove()
     strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
@@ -138,7 +138,7 @@ def test_a_gradient_that_a_script_sets_on_one_replica_alone_is_named() -> None:
             model.bias.grad = torch.ones(1)
         optimizer.step()
 
-    with pytest.raises(ConfigurationError, match=r"no backward\(\) has brought"):
+    with pytest.raises(ConfigurationError, match=r"do not come from backward\(\)"):
         strategy.run(step)
     strategy.close()
 
