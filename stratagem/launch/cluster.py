@@ -195,7 +195,7 @@ class LocalCluster:
             self._new_status(now, gone=process)
             if code == EXIT_DONE and self._owes_goodbye(process):
                 code = EXIT_FAILED
-                self.output.say(f"{task} ended with exit code 0 in the middle of its script: it has failed")
+                self.output.say(f"{task} exited with code 0 in the middle of its script, which counts as a failure")
         failure_before, num_lost = self.supervisor.failure, len(self.supervisor.lost)
         was_renewing = self.supervisor.phase is Phase.RENEWING
         if self.folders.resume_mark.exists():
@@ -211,17 +211,17 @@ class LocalCluster:
             self._note_goodbyes(now)
         elif code == -signal.SIGKILL and task in self._seen_off:
             code = EXIT_DONE
-            self.output.say(f"{task} was killed after its goodbye to the chief: it had done its work")
+            self.output.say(f"{task} was killed after its goodbye to the chief; its work was done")
         actions = self.supervisor.exited(task, code, now)
         ended = f"{task} ended ({describe_exit(code)})"
         restarts_left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
         if self.supervisor.phase is Phase.RENEWING and not was_renewing:
-            self.output.say(f"{ended}; starting the job again, {restarts_left} restarts left")
+            self.output.say(f"{ended}; restarting the job, {restarts_left} restarts left")
         elif Start(task) in actions and not was_renewing:
-            self.output.say(f"{ended}; starting it again, {restarts_left} restarts left")
+            self.output.say(f"{ended}; restarting it, {restarts_left} restarts left")
         if len(self.supervisor.lost) > num_lost:
             workers_left = len(self.supervisor.workers) - num_lost - 1
-            self.output.say(f"{ended}; the ring goes on with {workers_left} workers")
+            self.output.say(f"{ended}; the ring continues with {workers_left} workers")
         if self.supervisor.failure is not None and self.supervisor.failure is not failure_before:
             self.failure_tail = self.output.tail(self.supervisor.failure.task)
             self.output.say(f"{ended}: {self.supervisor.failure.reason}")
@@ -273,8 +273,8 @@ class LocalCluster:
             starting = self.supervisor.want(kind, min(wanted, most), absent) if wanted else []
             if starting:
                 names = ", ".join(str(start.task) for start in starting)
-                few = f", and this host bears {most}" if wanted > most else ""
-                self.output.say(f"starting {names}: there are to be {wanted}{few}")
+                few = f", but this host takes at most {most}" if wanted > most else ""
+                self.output.say(f"starting {names}: the target is {wanted}{few}")
             self._do(starting)
 
     def _do(self, actions: Sequence[Action]) -> None:

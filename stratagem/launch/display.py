@@ -68,7 +68,7 @@ def progress_words(status: StatusView, pace: JobPace) -> str:
 
 def task_words(task: TaskState) -> str:
     """A task in a few words: ``worker:0 live step 12``; whom it waits for when that takes a second or more."""
-    waits = f", waits for {task.waiting_on} since {task.waiting_s:.0f} s" if task.waiting_s >= 1 else ""
+    waits = f", has waited {task.waiting_s:.0f} s for {task.waiting_on}" if task.waiting_s >= 1 else ""
     step = f" step {task.step}" if task.step else ""  # a chief has none
     return f"{task.task} {task.state_words}{step}{waits}"
 

@@ -98,7 +98,7 @@ def run_local(
             duration_s = time.monotonic() - started_at
             display.close()
             if (error := streams[0].error) is not None:
-                output.say(f"the standard output has not been written to its end: {error.strerror}")
+                output.say(f"the standard output is incomplete: {error.strerror}")
                 exit_code = exit_code or 1
             return _report(job, folders, cluster, exit_code, duration_s)
         finally:
@@ -152,15 +152,15 @@ def _last_words(exit_code: int, summary: Mapping[str, Any], duration_s: float) -
     words = [f"{how} after {duration_s:.1f} s"]
     restarts, lost, undone = (summary[name] for name in ("restarts", "updates_lost", "updates_undone"))
     if num_gone := len(summary["workers_lost"]):
-        words.append(f"{num_gone} worker{'s' if num_gone != 1 else ''} lost, and the ring went on")
+        words.append(f"{num_gone} worker{'s' if num_gone != 1 else ''} lost, and the ring continued")
     if restarts:
         words.append(f"{restarts} restart{'s' if restarts != 1 else ''}")
     if restarts or lost:
         words.append(f"{lost} update{'s' if lost != 1 else ''} lost")
     if in_part := summary["updates_in_part"]:
-        words.append(f"{in_part} update{'s' if in_part != 1 else ''} of a part of a batch, as no one process does")
+        words.append(f"{in_part} update{'s' if in_part != 1 else ''} of partial batches, unlike in a single process")
     if undone:
-        words.append(f"{undone} update{'s' if undone != 1 else ''} of damaged checkpoints computed again")
+        words.append(f"{undone} update{'s' if undone != 1 else ''} of damaged checkpoints recomputed")
     return ", ".join(words)
 
 
@@ -178,14 +178,14 @@ def _make_folders(job: LocalJob) -> RunFolders:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            words = f"{option}: nothing can be written to the folder {folder}: {error.strerror}"
+            words = f"{option}: cannot write to the folder {folder}: {error.strerror}"
             raise ConfigurationError(words) from None
     try:
         folders = RunFolders(Path(tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)).resolve())
     except OSError as error:
         raise ConfigurationError(
-            f"no folder for the job's own files: {error.strerror}; TMPDIR names one that can be written to "
-            "(a container: --tmpfs /tmp)"
+            f"cannot create a folder for the job's own files: {error.strerror}; set TMPDIR to a writable folder (in "
+            "a container: --tmpfs /tmp)"
         ) from None
     for folder in (folders.journal, job.checkpoint_dir or folders.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)

@@ -102,21 +102,21 @@ class LocalJob:
         of_ring = [name.replace("_", "-") for name in OF_RING if self.num_ps and name in self.communication]
         if of_ring:
             raise ConfigurationError(
-                f"--{of_ring[0]} is for a ring of workers, and does nothing with --ps: leave it out"
+                f"--{of_ring[0]} is for a ring of workers and has no effect with --ps: leave it out"
             )
         if self.num_chiefs not in (1, 2):
             raise ConfigurationError(
-                f"expected --chiefs 1, or 2 for one that stands by (a lost one is started again at once, so a third "
+                f"expected --chiefs 1, or 2 for a standby (a lost chief is restarted at once, so a third "
                 f"would never be needed), got --chiefs {self.num_chiefs}"
             )
         if self.ps_replicas not in (1, 2) or self.ps_replicas > max(1, self.num_ps):
             raise ConfigurationError(
-                f"expected --ps-replicas 1, or 2 with --ps 2 or more, because the copy of a ps lies on another; got "
+                f"expected --ps-replicas 1, or 2 with --ps 2 or more, because the copy of a ps is kept on another; got "
                 f"--ps-replicas {self.ps_replicas} --ps {self.num_ps}"
             )
         if self.ps_replicas > 1 and self.staleness == 0:
             raise ConfigurationError(
-                "--ps-replicas 2 is for a staleness above 0: at 0 all ps go back to a checkpoint together when one dies"
+                "--ps-replicas 2 needs a staleness above 0: at 0 all ps go back to a checkpoint together when one dies"
             )
         if not (self.module or self.script.is_file()):
             raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
@@ -130,23 +130,23 @@ class LocalJob:
         chosen = self.chosen_strategy
         if self.min_workers and not (chosen == "ring" and 0 < self.min_workers <= self.num_workers):
             raise ConfigurationError(
-                f"--min-workers {self.min_workers} says with how many of its workers a ring goes on when others are "
+                f"--min-workers {self.min_workers} is how many workers a ring needs to continue when others are "
                 f"lost: expected --strategy ring and at least as many --workers, got {chosen} and "
-                f"--workers {self.num_workers}; workers of parameter servers come and go without it"
+                f"--workers {self.num_workers}; with parameter servers, workers come and go without it"
             )
         check_max_workers(self.max_workers, self.num_workers, self.min_workers, self.num_ps)
         for is_asked, why in (
-            (self.evaluator, "an evaluator stands beside a cluster"),
+            (self.evaluator, "an evaluator needs a cluster"),
             (self.chaos, "--chaos needs a cluster"),
             (self.web, "the chief of a cluster serves the page"),
-            (self.num_chiefs > 1, "a second chief stands by for that of a cluster"),
+            (self.num_chiefs > 1, "a second chief needs a cluster"),
         ):
             if is_asked and chosen in ONE_PROCESS:
                 raise ConfigurationError(f"{why}, and this job is one process: add --workers 2 or --ps 1")
         transport = self.communication.get("transport", "grpc")
         if self.chaos and self.has_relays and transport != "grpc":
             raise ConfigurationError(
-                f"--chaos: cut, reset and random act on connections of gRPC, and --transport {transport} has others: "
+                f"--chaos: cut, reset and random act on gRPC connections, and --transport {transport} uses others: "
                 "leave --transport out"
             )
 
@@ -195,13 +195,13 @@ def check_size(num_workers: int, num_ps: int, num_threads: int = 0, num_cores: i
     most = most_processes(num_cores)
     if num_workers + num_ps > most:
         raise ConfigurationError(
-            f"--workers {num_workers} --ps {num_ps} are {num_workers + num_ps} processes on this host of {num_cores} "
+            f"--workers {num_workers} --ps {num_ps} are {num_workers + num_ps} processes on this host with {num_cores} "
             f"cores: expected at most {most} ({PER_CORE} for each core, {FEWEST} on any host). Start the tasks on "
             "several machines (docs/start/machines.md)"
         )
     if num_threads > most:
         raise ConfigurationError(
-            f"--threads {num_threads} on this host of {num_cores} cores: expected at most {most}; more threads than "
+            f"--threads {num_threads} on this host with {num_cores} cores: expected at most {most}; more threads than "
             "cores only wait for one another, and 0 shares the cores"
         )
 

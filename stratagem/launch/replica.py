@@ -52,10 +52,10 @@ def container_name() -> str:
     except subprocess.TimeoutExpired:
         answer = []  # outside of compose's networks it is the host's, which may not be reached
     except OSError as error:
-        raise ClusterSpecError(f"{_TASK} asks for this container's name, which cannot be had: {error}") from None
+        raise ClusterSpecError(f"{_TASK} needs this container's name, which cannot be found: {error}") from None
     if len(answer) < 2:
         raise ClusterSpecError(
-            f"{_TASK} asks for this container's name, but the name server knows none for {address}: that works in the "
-            f"containers of docker-compose; elsewhere write the index, for example {_TASK}=worker:0"
+            f"{_TASK} needs this container's name, but the name server has none for {address}: this form works in "
+            f"containers of docker-compose; elsewhere give the index, for example {_TASK}=worker:0"
         )
     return answer[1].rpartition(".")[0] or answer[1]  # without the network's name

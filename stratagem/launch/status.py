@@ -62,7 +62,7 @@ def _ask_chief(address: str, security: Security, ask: Callable[[chief_pb2_grpc.C
     candidates, failures = ChiefAddress(address).candidates, []
     if candidates == [NOWHERE] != [address]:
         raise PeerUnavailableError(
-            f"{address} is no file with the address of a chief: expected {FILE_NAME} in the --state-dir of one"
+            f"{address} does not hold the address of a chief: expected {FILE_NAME} in a chief's --state-dir"
         )
     for each in candidates:
         try:
@@ -105,7 +105,7 @@ def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
                 raise end from None
             if time.monotonic() > deadline:
                 raise ClusterTimeoutError(
-                    f"{config.task} asked its chief for the cluster for {config.start_timeout_s:.0f} s: {error}"
+                    f"{config.task} got no cluster from its chief within {config.start_timeout_s:.0f} s: {error}"
                 ) from None
             if time.monotonic() > quiet_until:
                 logger.info("Waiting for the chief: %s", error)

@@ -171,7 +171,7 @@ class Supervisor:
                 self.life += not self.servers
                 return [self._start(task)]
             if task.type == "evaluator" and self.phase is Phase.RUNNING and code not in HOPELESS:
-                self.failure = self.failure or Failure(task, code, "the training goes on without it")
+                self.failure = self.failure or Failure(task, code, "training continues without it")
             else:
                 actions = self._fail(Failure(task, code, reason), now)
         elif self.phase is Phase.DRAINING and task.type != "worker" and not self._why_not_again(task, code):
@@ -220,16 +220,16 @@ class Supervisor:
             away_s = PS_AWAY_S if task.type == "ps" and not self.policy.has_copies else AWAY_S
             if now >= since + away_s and self._is_to_begin_anew(task):
                 del self._away[task]
-                return [Kill(task, "is lost, and its process has not ended: it is killed, and started again")]
+                return [Kill(task, "is lost, and its process has not ended: killing and restarting it")]
         return [] if self._deadline is None or now < self._deadline else self._too_late(now)
 
     def _too_late(self, now: float) -> list[Action]:
         if self.phase is Phase.STARTING:
-            reason = f"it did not say where it listens within {self.policy.start_timeout_s:.0f} s"
+            reason = f"it did not report its address within {self.policy.start_timeout_s:.0f} s"
             return self._fail(Failure(self.servers[0], EXIT_FAILED, reason), now)
         if self.phase is Phase.DRAINING and (late := [task for task in self._in_order() if task.type == "evaluator"]):
             self._deadline = now + self.policy.shutdown_timeout_s
-            return [Say(f"{task} still runs, and is waited for: Ctrl-C ends it") for task in late]
+            return [Say(f"{task} is still running; waiting for it, Ctrl-C ends it") for task in late]
         only_chiefs = self._chief_is_done and all(task.type == "chief" for task in self.running)
         if self.phase is Phase.RENEWING or (self.phase is Phase.DRAINING and only_chiefs):
             self._deadline = None  # a chief came to stand by when there was nobody any more to stand by for
@@ -266,7 +266,7 @@ class Supervisor:
         if code == EXIT_FAILED and task not in self._stepped and not self._is_broken:
             return "it failed before its first step"
         if code == EXIT_FAILED and not self.servers and not self.resumes:
-            return "its script would begin anew, as it restores nothing (sg.callbacks.BackupAndRestore does)"
+            return "its script would start from scratch, as it restores nothing (sg.callbacks.BackupAndRestore does)"
         if self._is_in_ring(task) and not self.resumes:
             if self.policy.min_workers and not self.was_complete:
                 return "--min-workers is for a ring that has formed; torch.distributed forms none; start the job again"
@@ -276,7 +276,7 @@ class Supervisor:
         if self._is_in_ring(task) and self._done.intersection(self.workers):
             return "other workers of the ring have finished their script"
         if self.num_restarts >= self.policy.max_restarts:
-            return f"no restart is left of --max-restarts {self.policy.max_restarts}"
+            return f"no restarts are left (--max-restarts {self.policy.max_restarts})"
         return None
 
     def _had_finished(self, task: TaskId, code: int) -> bool:

@@ -63,7 +63,7 @@ def test_a_ring_of_four_loses_one_and_goes_on(cluster: Start, tmp_path: Path, tr
     assert done.code == 0, done.stderr
     assert done.faults == ["fault-0"]
     assert done.summary["workers_lost"] == ["worker:1"] and done.summary["restarts"] == 0
-    assert "worker:1 ended (killed by SIGKILL); the ring goes on with 3 workers" in done.stderr
+    assert "worker:1 ended (killed by SIGKILL); the ring continues with 3 workers" in done.stderr
     news = news_of(tmp_path / "news", [0, 2, 3])
     check_same_and_exact(news)
     assert set(news[0]["sizes"]) == {4, 3}

@@ -49,7 +49,7 @@ def test_a_ring_interrupted_three_times_ends_with_the_weights_of_one_that_was_no
     first = train(cluster, tmp_path / "parts", "hand", faults=schedule)
     assert first.code == 143, first.stderr
     assert first.faults == ["fault-0", "fault-1", "fault-2", "fault-3"], first.stderr
-    assert first.stderr.count("starting the job again") == 1, first.stderr
+    assert first.stderr.count("restarting the job") == 1, first.stderr
     assert first.summary["tasks"]["chief:0"]["exit_codes"][:3] == [143, 143, -9], "with its ring, then alone"
     for worker in range(2):
         assert first.summary["tasks"][f"worker:{worker}"]["exit_codes"] == [143, 143], first.stderr
@@ -68,7 +68,7 @@ def test_a_ring_that_fits_is_told_and_killed_and_ends_with_the_same_weights(clus
     assert parts.code == 0, parts.stderr
     assert parts.faults == ["fault-0", "fault-1"], parts.stderr
     assert parts.summary["tasks"]["worker:1"]["exit_codes"] == [143, -9, 0]
-    assert parts.stderr.count("starting the job again") == 2
+    assert parts.stderr.count("restarting the job") == 2
     check_same(tmp_path / "parts.pt", tmp_path / "whole.pt")
     assert not (tmp_path / "parts").exists()  # the backup is removed
 

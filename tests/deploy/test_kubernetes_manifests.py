@@ -274,7 +274,7 @@ def test_lint(tools: Tools) -> None:
         ("digits", {"environment": None}, "missing property 'environment'"),
         ("digits", {"web": 70_000}, "web"),
         ("digits", {"web": 2222}, "a port for the page other than 2222"),
-        ("digits", {"web": 8080, "ps": {"count": 0}, "worker": {"count": 1}}, "the page is the chief's"),
+        ("digits", {"web": 8080, "ps": {"count": 0}, "worker": {"count": 1}}, "the chief serves the page"),
         ("digits", {"strategy": "ring"}, "the strategy ring trains without parameter servers"),
         ("digits", {"strategy": "ps", "ps": {"count": 0}}, "the strategy ps needs ps.count of at least 1"),
         ("digits", {"strategy": "one", "ps": {"count": 0}}, "the strategy one trains in one process"),

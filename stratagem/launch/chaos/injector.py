@@ -158,7 +158,7 @@ class ChaosInjector:
     def _fire(self, event: ChaosEvent, now: float, status: StatusView, processes: Mapping[TaskId, TaskProcess]) -> None:
         target = event.targets[0]
         if event.verb not in ON_CONNECTIONS and target not in processes:  # it has ended; or it is being started again
-            self._say(f"chaos: {event.text} finds no process of {target}")
+            self._say(f"chaos: {event.text} found no process of {target}")
             return
         step, pid = self._step(target), self._pids.get(str(target), 0)
         fired = Fired(event, now - self._began_at, step, status.updates_lost, pid)

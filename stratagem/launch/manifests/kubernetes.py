@@ -76,8 +76,8 @@ def cluster_variable(cluster: ClusterSpec) -> str:
     text = json.dumps({"cluster": cluster.as_dict()}, sort_keys=True, separators=(",", ":"))
     if len(text) > _MAX_VARIABLE:
         raise ConfigurationError(
-            f"the addresses of all tasks are {len(text):,} characters, and an environment variable (TF_CONFIG) takes "
-            f"{_MAX_VARIABLE:,}: take fewer tasks, or a shorter name"
+            f"the addresses of all tasks are {len(text):,} characters, and an environment variable (TF_CONFIG) holds "
+            f"{_MAX_VARIABLE:,}: use fewer tasks, or a shorter name"
         )
     return text
 

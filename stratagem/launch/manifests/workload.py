@@ -27,7 +27,7 @@ def check_staleness(staleness: float, num_ps: int) -> None:
         raise ConfigurationError(f"expected a staleness of at least 0 (math.inf: asynchronous), got {staleness}")
     if 0 < staleness < math.inf and not num_ps:
         raise ConfigurationError(
-            f"a staleness of {staleness:g} is for parameter servers: add ps; without, workers are in step"
+            f"a staleness of {staleness:g} needs parameter servers: add ps; without them, workers train in step"
         )
 
 
@@ -45,8 +45,8 @@ def check_max_workers(most: int, num_workers: int, min_workers: int, num_ps: int
     ones."""
     if most and not (most >= num_workers and (num_ps or min_workers)):
         raise ConfigurationError(
-            f"--max-workers {most} says how many workers a job takes while it runs: expected at least as many as it "
-            f"begins with, and a ring with --min-workers, or ps; got {num_workers} workers, --min-workers "
+            f"--max-workers {most} is the most workers that a running job admits: expected at least as many as it "
+            f"starts with, and a ring with --min-workers, or ps; got {num_workers} workers, --min-workers "
             f"{min_workers}, {num_ps} ps"
         )
 
@@ -117,12 +117,12 @@ class Workload:
         if self.volume_gib < 1:
             raise ConfigurationError(f"expected a volume of at least 1 GiB, got {self.volume_gib}")
         if self.web and self.chosen_strategy in ONE_PROCESS:
-            raise ConfigurationError("the page is the chief's, and this job is one process: take two workers, or a ps")
+            raise ConfigurationError("the chief serves the page, and this job is one process: use two workers, or a ps")
         if not 0 <= self.web < 65536 or self.web == self.port:
             raise ConfigurationError(f"expected a port for the page other than {self.port}, got {self.web}")
         if self.chosen_strategy in ONE_PROCESS and self.evaluator:
             raise ConfigurationError(
-                "an evaluator stands beside a cluster, and this job is one process: take two workers, or a ps"
+                "an evaluator needs a cluster, and this job is one process: use two workers, or a ps"
             )
 
     @property

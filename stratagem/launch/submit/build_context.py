@@ -52,8 +52,8 @@ class BuildContext:
             return ""
         named = ", ".join(f"{name} ({_size(size)})" for name, size in self.biggest)
         return (
-            f"{self.root} has {_size(self.num_bytes)} for the image; name what the job does not need in {IGNORE_FILE}. "
-            f"The biggest: {named}"
+            f"{self.root} has {_size(self.num_bytes)} for the image; list what the job does not need in {IGNORE_FILE}. "
+            f"The largest: {named}"
         )
 
     def words(self) -> str:
@@ -66,12 +66,12 @@ class BuildContext:
         stays = script in self.files and os.path.relpath(real, root) in self.files
         if real != os.path.join(root, script) and not (stays and not os.path.isabs(os.readlink(file))):
             raise ConfigurationError(
-                f"the script {script} would not be in the image: it is reached by a link, to {real}, and a link goes "
-                "there as a link. Name the file itself, inside the project's folder, or copy it there"
+                f"the script {script} would not be in the image: it is behind a link, to {real}, and links are "
+                "copied as links. Name the file itself, inside the project's folder, or copy it there"
             )
         if script not in self.files:
             raise ConfigurationError(
-                f"the script {script} would not be in the image, because {IGNORE_FILE} of {self.root} leaves it out; "
+                f"the script {script} would not be in the image, because {IGNORE_FILE} of {self.root} excludes it; "
                 f"add the line !{script} there"
             )
 

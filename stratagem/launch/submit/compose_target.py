@@ -36,7 +36,7 @@ def submit(plan: JobPlan, folder: Path, record: Record) -> None:
         _compose(folder, plan.id, ["up", "--detach", "--no-build", "--quiet-pull"], "start the job")
     except BaseException:  # Ctrl-C too
         if (folder / FILE).exists():
-            _compose(folder, plan.id, ["down", "--volumes"], "take back what it had started")
+            _compose(folder, plan.id, ["down", "--volumes"], "remove what it had started")
         forget(plan.image.name)
         raise
 

@@ -31,7 +31,7 @@ def docker(arguments: Sequence[str], what: str) -> str:
 def build(image: ImagePlan) -> None:
     """Builds the image, with the errors of :func:`docker`; the context goes through a pipe, so that nothing is written
     into the project."""
-    _say(f"builds the image {image.name}; the first one takes minutes")
+    _say(f"building the image {image.name}; the first build takes minutes")
     network = ["--network", image.network] if image.network else []
     command = ["docker", "build", "--progress=plain", *network, "--tag", image.name, "-"]
     environ = {**os.environ, "DOCKER_BUILDKIT": "1"}
@@ -56,7 +56,7 @@ def build(image: ImagePlan) -> None:
 def push(name: str) -> str:
     """Pushes an image and returns its name by digest: what runs is what was built. SubmitError: the registry refused
     it."""
-    _say(f"pushes the image {name}")
+    _say(f"pushing the image {name}")
     docker(["push", "--quiet", name], f"push the image {name}")
     repository = name.rpartition(":")[0]
     known = docker(["image", "inspect", "--format", "{{json .RepoDigests}}", name], f"find the image {name}")

@@ -49,14 +49,14 @@ def _rules(text: str) -> Iterator[_Rule]:
         excludes = not pattern.startswith("!")
         pattern = pattern if excludes else pattern[1:].strip()
         if not pattern:
-            raise ConfigurationError(f"line {number} of .dockerignore takes nothing back in: write a pattern after '!'")
+            raise ConfigurationError(f"line {number} of .dockerignore re-includes nothing: write a pattern after '!'")
         cleaned = posixpath.normpath(pattern).lstrip("/")
         if cleaned in ("", "."):
             continue  # the context itself cannot be left out, nor taken back in
         try:
             yield _Rule(re.compile(_translate(cleaned), re.DOTALL), excludes)
         except re.error as error:
-            raise ConfigurationError(f"line {number} of .dockerignore is no pattern: {line!r} ({error.msg})") from None
+            raise ConfigurationError(f"line {number} of .dockerignore is invalid: {line!r} ({error.msg})") from None
 
 
 def _translate(pattern: str) -> str:

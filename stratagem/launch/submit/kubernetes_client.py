@@ -108,7 +108,7 @@ class Cluster:
             if left and isinstance(error, SubmitError):
                 named = " ".join(name.replace(" ", "/") for name in left)
                 raise SubmitError(
-                    f"{error}; and it would not delete what was created before: somebody who may is to call "
+                    f"{error}; and it would not delete what had been created before: someone with permission must run "
                     f"`kubectl --namespace {self.namespace} delete {named}`"
                 ) from None
             raise

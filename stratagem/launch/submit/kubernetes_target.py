@@ -69,7 +69,7 @@ def state(record: JobRecord, folder: Path) -> JobState:
         pods = cluster.pods(_selector(record))
         for pod in sorted(pods, key=lambda pod: rank_of(_role(pod))):
             if (code := _end_of([pod])[0]) in HOPELESS:  # a cluster older than 1.26 tries it again
-                why, what = "a restart would not help", f"`stratagem jobs remove {record.id}` ends what is left"
+                why, what = "a restart would not help", f"`stratagem jobs remove {record.id}` removes what is left"
                 words = f"{task_of(pod)} has failed, and {why}: {what}"
                 return JobState("cancelled" if record.cancelled else "failed", code, words)
         there = {job["metadata"]["name"] for job in jobs}

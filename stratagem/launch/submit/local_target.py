@@ -49,13 +49,13 @@ def submit(plan: JobPlan, folder: Path, record: Record) -> None:
     record("", {"host": os.uname().nodename})
     command = [sys.executable, "-P", "-m", "stratagem.launch.submit.background", str(folder)]
     if code := subprocess.run(command, env=environ, cwd=plan.root, stdin=subprocess.DEVNULL).returncode:
-        raise SubmitError(f"the process of the job did not start (exit code {code}); what it said stands above")
+        raise SubmitError(f"the process of the job did not start (exit code {code}); its output is above")
 
 
 def state(record: JobRecord, folder: Path) -> JobState:
     """Where the job stands: its lock says whether it lives."""
     if (host := record.place["host"]) != os.uname().nodename:
-        return JobState("unknown", None, f"it runs on {host}, ask there")
+        return JobState("unknown", None, f"it runs on {host}; ask there")
     if _pid(folder) is not None:
         return JobState("running", detail="cancelled, saving and ending" if record.cancelled else "")
     with contextlib.suppress(OSError, ValueError):
@@ -63,7 +63,7 @@ def state(record: JobRecord, folder: Path) -> JobState:
     if record.cancelled:
         return JobState("cancelled")
     if not (folder / ALIVE).exists():
-        return JobState("pending", detail="not started; if who submitted it was killed, it never will be")
+        return JobState("pending", detail="not started; if the submitting process was killed, it never will be")
     unwritten = (folder / PARTIAL).exists()
     words = "it has ended, and its exit code could not be written" if unwritten else "its launcher was killed"
     return JobState("failed", None, words)

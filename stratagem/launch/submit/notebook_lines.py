@@ -108,12 +108,12 @@ def _call(command: str, cell: int, line: int, bound: frozenset[str], wants_lines
             end = found.end()
         elif names is not None and found["expression"]:
             raise _refused(
-                cell, line, f"!{command}", f"IPython would put the value of {{{text}}} in; call subprocess.run"
+                cell, line, f"!{command}", f"IPython would insert the value of {{{text}}}; call subprocess.run"
             )
     for name in _VARIABLE.findall(command):
         if name in bound:
             raise _refused(
-                cell, line, f"!{command}", f"IPython would put the Python variable {name} in; call subprocess.run"
+                cell, line, f"!{command}", f"IPython would insert the Python variable {name}; call subprocess.run"
             )
     if parts:
         return _run(f"['/bin/sh', '-c', {' + '.join([*parts, repr(command[end:])])}]", wants_lines)

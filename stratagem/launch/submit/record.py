@@ -118,7 +118,7 @@ class JobStore:
         except FileExistsError:
             raise
         except OSError as error:
-            words = f"jobs cannot be kept in {self.root}: {error.strerror}; XDG_STATE_HOME names another folder"
+            words = f"jobs cannot be kept in {self.root}: {error.strerror}; set XDG_STATE_HOME to another folder"
             raise ConfigurationError(words) from None
         return folder
 
@@ -158,4 +158,4 @@ def _read(file: Path) -> JobRecord:
         values: dict[str, Any] = json.loads(file.read_text())
         return JobRecord(**{**values, "args": tuple(values.get("args", ()))})
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(f"{file} is no record of a job ({error}); delete its folder") from None
+        raise ConfigurationError(f"{file} is not a record of a job ({error}); delete its folder") from None

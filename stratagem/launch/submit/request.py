@@ -54,7 +54,7 @@ class JobRequest:
         args = () if self.entry_point_args is None else self.entry_point_args
         if not isinstance(args, list | tuple) or any(not isinstance(arg, str) for arg in args):
             raise ConfigurationError(
-                f"expected entry_point_args to be a list of texts like ['--epochs', '3'], got {args!r}"
+                f"expected entry_point_args to be a list of strings like ['--epochs', '3'], got {args!r}"
             )
         whole_number("worker_count", self.worker_count, 0)
         whole_number("ps_count", self.ps_count, 0)
@@ -71,7 +71,7 @@ class JobRequest:
         if not isinstance(packages, str | Path) and not (
             isinstance(packages, list | tuple) and all(isinstance(one, str) for one in packages)
         ):
-            raise ConfigurationError(f"expected requirements_txt as a file or a list of texts, got {packages!r}")
+            raise ConfigurationError(f"expected requirements_txt as a file or a list of strings, got {packages!r}")
         check_labels({} if self.job_labels is None else self.job_labels)
         self._check_image()
 
@@ -145,7 +145,7 @@ class JobRequest:
         if not (self.worker_count and count):
             return ""
         return (
-            f"the chief beside workers coordinates and computes nothing: its {count} accelerators are not asked for "
+            f"the chief beside workers coordinates and computes nothing: its {count} accelerators are not requested "
             "(in TensorFlow Cloud the chief trains too: there worker_count is one less than here)"
         )
 
@@ -165,7 +165,7 @@ class JobRequest:
             raise ConfigurationError("expected worker_count of at least 1 with distribution_strategy='ring', got 0")
         if self.chosen_strategy in ONE_PROCESS and self.evaluator:
             raise ConfigurationError(
-                "an evaluator stands beside a cluster, and this job is one process: give worker_count of at least 1"
+                "an evaluator needs a cluster, and this job is one process: give worker_count of at least 1"
             )
 
     def _check_image(self) -> None:
@@ -179,7 +179,7 @@ class JobRequest:
         for name in ("kubernetes_namespace", "kubernetes_storage_class", "kubernetes_access_mode"):
             if self.target != "kubernetes" and (value := getattr(self, name)) is not None:
                 raise ConfigurationError(
-                    f"{name}={value!r} says nothing to target={self.target!r}: leave it out, or choose "
+                    f"{name}={value!r} has no meaning for target={self.target!r}: leave it out, or choose "
                     "target='kubernetes'"
                 )
         if self.kubernetes_access_mode is not None:

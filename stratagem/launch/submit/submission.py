@@ -91,8 +91,8 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SubmitError(
-                f"the job was not started: it cannot be written in {store.root} ({error.strerror}). Make room there, "
-                "or name another folder as XDG_STATE_HOME"
+                f"the job was not started: its record cannot be written to {store.root} ({error.strerror}). Free "
+                "some space there, or set XDG_STATE_HOME to another folder"
             ) from None
         raise
     return record
@@ -136,7 +136,7 @@ def remove(job_id: str, store: JobStore) -> None:
     try:
         state = state_of(record, store)
     except (SubmitError, ConfigurationError) as error:
-        words = f"{error}\nWhere that is gone for good, delete {store.folder(job_id)}: then the job is forgotten here"
+        words = f"{error}\nIf that is gone for good, delete {store.folder(job_id)} to forget the job here"
         raise type(error)(words) from None
     if not state.is_over and state.phase != "unknown":
         raise ConfigurationError(f"the job {job_id} is {state.phase}: `stratagem jobs cancel {job_id}` first")

@@ -145,7 +145,7 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
 def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     code, _, err = invoke("run", __file__)
-    assert code == 2 and "job's own files: No such file or directory; TMPDIR names one" in err
+    assert code == 2 and "job's own files: No such file or directory; set TMPDIR to a writable" in err
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["run", "--ps", "1", "--staleness", "-1", __file__], "expected a staleness of at least 0"),
         (
             ["submit", "--workers", "2", "--staleness", "2", __file__],
-            "a staleness of 2 is for parameter servers: add ps",
+            "a staleness of 2 needs parameter servers: add ps",
         ),
         (["run", "--ps", "1", "--checkpoint-dir", "", __file__], "'--checkpoint-dir': expected the name of a folder"),
         (["certs", "init", "--dir", ""], "'--dir': expected the name of a folder, and it is empty"),
@@ -234,7 +234,7 @@ def test_what_a_dry_run_shows_can_be_run() -> None:
 
 def test_a_file_without_the_address_of_a_chief_is_named(tmp_path: Path) -> None:
     code, _, err = invoke("status", "--chief", f"file:{tmp_path}/missing")
-    assert code == 1 and f"file:{tmp_path}/missing is no file with the address of a chief" in err
+    assert code == 1 and f"file:{tmp_path}/missing does not hold the address of a chief" in err
 
 
 def test_each_chief_that_does_not_answer_is_named() -> None:
@@ -433,7 +433,7 @@ def test_a_chief_refuses_flags_that_would_do_nothing(monkeypatch: pytest.MonkeyP
     code, _, err = invoke("chief", "--num-workers", "1", "--checkpoint-every-s", "5")
     assert code == 2 and "--checkpoint-every-s is for parameter servers" in err
     code, _, err = invoke("chief", "--num-workers", "2", "--num-ps", "1", "--max-workers", "1")
-    assert code == 2 and "expected at least as many as it begins with" in err
+    assert code == 2 and "expected at least as many as it starts with" in err
     for name in ("CHECKPOINT_EVERY_S", "MAX_WORKERS"):  # as docker-compose says it to a job of any kind
         monkeypatch.setenv(f"STRATAGEM_{name}", "1")
     assert invoke("chief", "--num-workers", "2")[0] == 0

@@ -122,7 +122,7 @@ def test_where_nothing_can_be_written_is_said_before_the_job(case: Case, tmp_pat
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "folder"
     flag = option.replace("_", "-")
-    with pytest.raises(ConfigurationError, match=f"--{flag}: nothing can be written to the folder {tmp_path}/file"):
+    with pytest.raises(ConfigurationError, match=f"--{flag}: cannot write to the folder {tmp_path}/file"):
         case.run(**{option: place / "summary.json" if option == "summary" else place})
     assert not case.starts
 
@@ -138,7 +138,7 @@ def test_no_more_tasks_are_started_than_this_host_bears(case: Case, monkeypatch:
     case.programs |= {"worker:0": waits + WORKER_DONE, "worker:1": waits + WORKER_DONE, "worker:2": WORKER_DONE}
     assert case.run() == 0
     assert case.starts.count("worker:2") == 1 and not {"worker:3", "ps:1"} & {*case.starts}
-    assert "starting worker:2: there are to be 4096, and this host bears 3\n" in case.stderr.getvalue()
+    assert "starting worker:2: the target is 4096, but this host takes at most 3\n" in case.stderr.getvalue()
 
 
 @pytest.mark.parametrize("option", ["checkpoint_every_s", "shutdown_timeout_s"])
@@ -155,7 +155,7 @@ def test_checkpoints_by_the_chief_are_refused_where_it_takes_none(case: Case) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_ps": 0, "staleness": 3.0}, "a staleness of 3 is for parameter servers: add ps"),
+        ({"num_ps": 0, "staleness": 3.0}, "a staleness of 3 needs parameter servers: add ps"),
         ({"communication": {"wire_dtype": "bfloat16"}}, "--wire-dtype is for a ring of workers"),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_killed_worker_is_started_again(case: Case) -> None:
     assert case.starts.count("worker:1") == 2
     assert case.summary["restarts"] == 1
     assert case.summary["tasks"]["worker:1"]["exit_codes"] == [-9, 0]
-    assert "worker:1 ended (killed by SIGKILL); starting it again, 2 restarts left" in case.stderr.getvalue()
+    assert "worker:1 ended (killed by SIGKILL); restarting it, 2 restarts left" in case.stderr.getvalue()
 
 
 @pytest.mark.parametrize(("code", "lives"), [(42, 1), (2, 1), (3, 3)])
@@ -384,7 +384,7 @@ def test_what_the_chief_noted_after_its_last_answer_is_in_the_summary(case: Case
     assert case.run() == 0
     assert [case.summary[name] for name in ("updates_lost", "updates_undone", "restored")] == [5, 2, "/ckpt-7"]
     assert case.summary["updates_in_part"] == 2
-    assert "5 updates lost, 2 updates of a part of a batch, as no one process does, 2 updates of damaged" in (
+    assert "5 updates lost, 2 updates of partial batches, unlike in a single process, 2 updates of damaged" in (
         case.stderr.getvalue()
     )
 

@@ -243,7 +243,7 @@ def test_a_count_that_no_host_bears_is_refused() -> None:
     check_size(60, 4, num_cores=2)
     check_size(5000, 1000, num_cores=500)
     for counts in ((5000, 0, 0), (1, 5000, 0), (1, 0, 5000)):
-        with pytest.raises(ConfigurationError, match="on this host of 2 cores: expected at most 64"):
+        with pytest.raises(ConfigurationError, match="on this host with 2 cores: expected at most 64"):
             check_size(*counts, num_cores=2)
 
 
@@ -380,8 +380,8 @@ def test_a_full_disk_costs_the_summary_and_is_said(tmp_path: Path) -> None:
 
 
 def test_failure_in_words() -> None:
-    failure = Failure(W1, -9, "no restart is left")
-    assert failure_words(failure, []) == "worker:1 failed first (killed by SIGKILL; no restart is left)"
+    failure = Failure(W1, -9, "no restarts are left")
+    assert failure_words(failure, []) == "worker:1 failed first (killed by SIGKILL; no restarts are left)"
     assert failure_words(failure, BLOCK).endswith("; its last lines:\n  ValueError: no")
 
 

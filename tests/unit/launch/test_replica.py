@@ -64,7 +64,7 @@ def test_outside_of_a_container_the_reason_is_said(
     (tmp_path / "getent").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(replica, "_TIMEOUT_S", 1.0)
-    with pytest.raises(ClusterSpecError, match="elsewhere write the index"):
+    with pytest.raises(ClusterSpecError, match="elsewhere give the index"):
         replica.container_name()
 
 
@@ -109,7 +109,7 @@ def test_a_chief_that_is_still_starting_is_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(asking, "fetch_status", fetch)
     assert asking.ask_for_cluster(config("worker:0")).cluster.num_workers == 1
     answers += [PeerUnavailableError("gone")] * 2
-    with pytest.raises(ClusterTimeoutError, match=r"worker:0 asked its chief for the cluster for 0 s: gone"):
+    with pytest.raises(ClusterTimeoutError, match=r"worker:0 got no cluster from its chief within 0 s: gone"):
         asking.ask_for_cluster(config("worker:0", start_timeout_s=1e-9))
 
 

@@ -65,7 +65,7 @@ def test_a_full_disk_does_not_end_the_job(tmp_path: Path, monkeypatch: pytest.Mo
     with open("/dev/full", "w") as full:
         code, said = run(tmp_path, full, 0.1)
     assert (tmp_path / "done").exists() and code == 1
-    assert f"the standard output has not been written to its end: {os.strerror(errno.ENOSPC)}" in said
+    assert f"the standard output is incomplete: {os.strerror(errno.ENOSPC)}" in said
 
 
 def test_a_reader_that_goes_away_ends_the_job_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

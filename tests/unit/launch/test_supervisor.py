@@ -81,7 +81,7 @@ def test_a_worker_that_is_lost_and_does_not_end_is_killed_and_started_again() ->
     supervisor.away([W1], 5.0)
     assert supervisor.ticked(13.9) == []
     [kill] = supervisor.ticked(14.0)
-    assert isinstance(kill, Kill) and kill.task == W1 and "started again" in kill.reason
+    assert isinstance(kill, Kill) and kill.task == W1 and "restarting it" in kill.reason
     assert supervisor.ticked(14.1) == []
     assert supervisor.exited(W1, -9, 14.2) == [Start(W1)]
     supervisor.away([], 14.3)
@@ -217,7 +217,7 @@ def test_an_evaluator_takes_its_time_for_the_last_checkpoint() -> None:
     assert supervisor.listening(CHIEF) == [Start(PS), Start(EVALUATOR), Start(W0)]
     assert supervisor.exited(W0, 0, 5.0) == []
     for now in (15.0, 25.0, 35.0):
-        assert supervisor.ticked(now) == [Say("evaluator:0 still runs, and is waited for: Ctrl-C ends it")]
+        assert supervisor.ticked(now) == [Say("evaluator:0 is still running; waiting for it, Ctrl-C ends it")]
         assert _deadline(supervisor) == now + 10.0
     assert supervisor.exited(EVALUATOR, 0, 36.0) == []
     # The others do not: they have until the deadline.
@@ -243,7 +243,7 @@ def test_an_evaluator_that_fails_ends_no_training() -> None:
     supervisor.listening(CHIEF)
     assert supervisor.exited(EVALUATOR, 1, 5.0) == []
     assert supervisor.phase is Phase.RUNNING and supervisor.failure is not None
-    assert (supervisor.failure.task, supervisor.failure.reason) == (EVALUATOR, "the training goes on without it")
+    assert (supervisor.failure.task, supervisor.failure.reason) == (EVALUATOR, "training continues without it")
     assert supervisor.exited(W0, 0, 6.0) == supervisor.exited(CHIEF, 0, 7.0) == []
     assert supervisor.exited(PS, 0, 7.1) == [Finish(1)]
 
@@ -291,7 +291,7 @@ def test_a_script_alone_that_fails_after_a_step_is_started_again_if_it_goes_on_w
     supervisor = _alone()
     supervisor.stepped([W0])
     assert supervisor.exited(W0, 1, 1.0) == [Finish(1)]
-    assert supervisor.failure is not None and "its script would begin anew" in supervisor.failure.reason
+    assert supervisor.failure is not None and "its script would start from scratch" in supervisor.failure.reason
     supervisor = _alone()
     supervisor.stepped([W0])
     supervisor.resumes = True
@@ -382,7 +382,7 @@ def test_restarts_are_counted_over_all_tasks() -> None:
     assert Start(W1) not in supervisor.exited(W1, -9, 1.0)
     assert supervisor.failure is not None
     assert (supervisor.failure.task, supervisor.failure.code) == (W1, -9)
-    assert supervisor.failure.reason == "no restart is left of --max-restarts 2"
+    assert supervisor.failure.reason == "no restarts are left (--max-restarts 2)"
 
 
 @pytest.mark.parametrize(("code", "finish"), [(42, 42), (2, 2), (-9, 1)])
@@ -540,7 +540,7 @@ def test_a_ring_is_started_again_as_often_as_allowed() -> None:
         assert supervisor.exited(CHIEF, 143, 1.0) == [Renew(), Start(CHIEF)]
         supervisor.listening(CHIEF)
     supervisor.exited(W0, 143, 1.0)
-    assert supervisor.failure is not None and supervisor.failure.reason == "no restart is left of --max-restarts 2"
+    assert supervisor.failure is not None and supervisor.failure.reason == "no restarts are left (--max-restarts 2)"
 
 
 def test_a_worker_that_does_not_leave_a_broken_ring_is_killed() -> None:

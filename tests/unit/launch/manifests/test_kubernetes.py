@@ -151,8 +151,8 @@ def test_secrets() -> None:
         ({"num_ps": -1}, "no negative count.*-1 ps"),
         ({"web": 2222}, "other than 2222, got 2222"),
         ({"web": -1}, "got -1"),
-        ({"num_ps": 0, "num_workers": 1}, "the page is the chief's"),
-        ({"num_ps": 0, "num_workers": 1, "web": 0}, "an evaluator stands beside a cluster"),
+        ({"num_ps": 0, "num_workers": 1}, "the chief serves the page"),
+        ({"num_ps": 0, "num_workers": 1, "web": 0}, "an evaluator needs a cluster"),
         ({"strategy": "ring"}, "without parameter servers"),
     ],
 )

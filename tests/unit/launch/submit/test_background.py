@@ -77,7 +77,7 @@ def test_a_job_whose_record_cannot_be_written_does_not_run(plan: JobPlan, monkey
     """It ran, and `stratagem jobs` did not know it."""
     store = FullStore()
     monkeypatch.setattr(sys, "executable", shutil.which("false"))  # a process that starts says so
-    with pytest.raises(SubmitError, match=r"No space left on device.*Make room there"):
+    with pytest.raises(SubmitError, match=r"No space left on device.*some space there"):
         submission.submit(plan, "train.py", store)
     assert not list(store.root.iterdir())
 
@@ -87,7 +87,7 @@ def test_a_job_that_cannot_be_written_does_not_run(plan: JobPlan, monkeypatch: p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(local_target, "_arguments", full)
-    with pytest.raises(SubmitError, match=r"No space left on device.*Make room there"):
+    with pytest.raises(SubmitError, match=r"No space left on device.*some space there"):
         submission.submit(plan, "train.py", JobStore())
     assert not list(JobStore().root.iterdir())
 

@@ -133,5 +133,5 @@ def test_a_script_behind_a_link_is_refused_with_the_file_it_is(script: str, tmp_
     (root / "relative.py").symlink_to("train.py")
     for works in ("train.py", "relative.py"):
         read_context(tmp_path / "same").check_holds(works)
-    with pytest.raises(ConfigurationError, match=f"by a link, to {tmp_path}/.*/train.py"):
+    with pytest.raises(ConfigurationError, match=f"behind a link, to {tmp_path}/.*/train.py"):
         read_context(root).check_holds(script)

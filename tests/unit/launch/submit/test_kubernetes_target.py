@@ -170,7 +170,7 @@ def test_a_task_that_is_not_to_be_tried_again_ends_the_job_also_where_the_cluste
         pod = {"phase": "Running", "containerStatuses": [{**status, "restartCount": 1}]}
         server.add_pod(f"digits-1-{task}", f"digits-1-{task}-abc", task[:-2], "digits-1", pod)
     state = kubernetes_target.state(record, tmp_path)
-    words = "worker-1 has failed, and a restart would not help: `stratagem jobs remove digits-1` ends what is left"
+    words = "worker-1 has failed, and a restart would not help: `stratagem jobs remove digits-1` removes what is left"
     assert state == JobState("failed", 42, words)
 
 

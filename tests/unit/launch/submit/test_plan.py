@@ -104,7 +104,7 @@ def test_after_submitting_itself_a_script_ends(
 
 
 def test_a_job_that_is_removed_meanwhile_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was "no record of a job"."""
+    """It was "not a record of a job"."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     store = JobStore()
     for job_id in ("train-1", "train-2"):
@@ -123,7 +123,7 @@ def test_a_job_that_is_removed_meanwhile_is_not_listed(tmp_path: Path, monkeypat
 
 def test_jobs_that_cannot_be_kept_are_told_where_they_could(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "train.py"))
-    with pytest.raises(ConfigurationError, match=r"train\.py/stratagem/jobs: Not a directory; XDG_STATE_HOME names"):
+    with pytest.raises(ConfigurationError, match=r"train\.py/stratagem/jobs: Not a directory; set XDG_STATE_HOME"):
         JobStore().create("train-1")
 
 
@@ -153,5 +153,5 @@ def test_records_are_kept_and_a_damaged_one_is_named(tmp_path: Path, monkeypatch
     with pytest.raises(FileExistsError):
         store.create("train-1")
     (store.folder("train-1") / "job.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="no record of a job"):
+    with pytest.raises(ConfigurationError, match="not a record of a job"):
         store.load("train-1")

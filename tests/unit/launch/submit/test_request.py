@@ -48,7 +48,7 @@ def test_the_chief_trains_alone_and_coordinates_beside_workers() -> None:
     beside = JobRequest(chief_config="T4_1X", worker_count=2)
     assert beside.trainer == COMMON_MACHINE_CONFIGS["CPU"]
     assert (beside.chief.cpu_cores, beside.chief.accelerator_count) == (8, 0)
-    assert "1 accelerators are not asked" in beside.warning()
+    assert "1 accelerators are not requested" in beside.warning()
     assert JobRequest(worker_count=2).chief == TASK_MACHINES["chief"]
     assert JobRequest(worker_count=2).warning() == ""
 
@@ -71,8 +71,8 @@ def test_requirements_that_are_no_text_are_refused(tmp_path: Path) -> None:
         ({"entry_point_args": "--epochs 3"}, "entry_point_args to be a list"),
         ({"entry_point_args": ["--epochs", 3]}, "entry_point_args to be a list"),
         ({"requirements_txt": "nowhere.txt"}, "there is no nowhere.txt"),
-        ({"requirements_txt": 5}, "requirements_txt as a file or a list of texts, got 5"),
-        ({"requirements_txt": ["numpy", 5]}, "a file or a list of texts, got ['numpy', 5]"),
+        ({"requirements_txt": 5}, "requirements_txt as a file or a list of strings, got 5"),
+        ({"requirements_txt": ["numpy", 5]}, "a file or a list of strings, got ['numpy', 5]"),
         ({"chief_config": "T4_2X"}, "chief_config: expected a machine like 4:16 (cores, GiB)"),
         ({"worker_config": "cpus"}, "got 'cpus'; did you mean 'CPU'"),
         ({"ps_config": 4}, "expected ps_config to be 'auto', a name"),
@@ -86,7 +86,7 @@ def test_requirements_that_are_no_text_are_refused(tmp_path: Path) -> None:
         ({"worker_count": 2, "distribution_strategy": "central"}, "one process"),
         ({"worker_count": 1, "distribution_strategy": "ps"}, "at least one ps"),
         ({"distribution_strategy": "ring"}, "worker_count of at least 1"),
-        ({"evaluator": True}, "evaluator stands beside a cluster"),
+        ({"evaluator": True}, "evaluator needs a cluster"),
         ({"staleness": -1.0}, "staleness of at least 0"),
         ({"staleness": math.nan}, "staleness of at least 0"),
         ({"target": "kubernets"}, "unknown target 'kubernets'; did you mean 'kubernetes'"),
@@ -98,8 +98,8 @@ def test_requirements_that_are_no_text_are_refused(tmp_path: Path) -> None:
             {"docker_image_bucket_name": "x", "docker_build_network": "host"},
             "bucket_name, docker_build_network",
         ),
-        ({"kubernetes_namespace": "x"}, "says nothing to target='local'"),
-        ({"kubernetes_storage_class": "x"}, "kubernetes_storage_class='x' says nothing to target='local'"),
+        ({"kubernetes_namespace": "x"}, "has no meaning for target='local'"),
+        ({"kubernetes_storage_class": "x"}, "kubernetes_storage_class='x' has no meaning for target='local'"),
         ({**REGISTRY, "kubernetes_access_mode": "ReadWriteonce"}, "did you mean 'ReadWriteOnce'"),
         ({"job_labels": ["team"]}, "job_labels like"),
     ],
