@@ -101,7 +101,7 @@ class Scaling(ChiefPart):
         if wanted in (0, self._sessions.num_ps):
             return ""
         if late := self._awaited(wanted):
-            return f"{', '.join(late)} to come"
+            return f"waiting for {', '.join(late)} to join"
         return self._refusal or self._failure or "the ps are changing"
 
     @property

@@ -50,12 +50,10 @@ _OPTIONS = (
     click.option("--chief", help="host:port of the chief."),
     cluster_option,
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    click.option(
-        "--timeout-s", type=SECONDS, default=5.0, show_default=True, help="Seconds to wait for what is asked for."
-    ),
+    click.option("--timeout-s", type=SECONDS, default=5.0, show_default=True, help="Seconds to wait for an answer."),
     variable_option("--tls", default="", help="Folder with ca.crt and the operator's certificate."),
     variable_option("--token-file", default="", help="File with the token of the job."),
-    variable_option("--insecure", is_flag=True, help="Send the token beyond this machine in the clear."),
+    variable_option("--insecure", is_flag=True, help="Allow sending the token unencrypted beyond this machine."),
 )
 
 

@@ -21,22 +21,22 @@ def certs_command() -> None:
 
 
 @certs_command.command("init")
-@click.option("--dir", "folder", type=FOLDER, default=Path("certs"), show_default=True, help="Folder to make.")
+@click.option("--dir", "folder", type=FOLDER, default=Path("certs"), show_default=True, help="Folder to create.")
 @click.option("--days", type=_DAYS, default=AUTHORITY_DAYS, show_default=True, help="How long it is valid.")
 def init_command(folder: Path, days: int) -> None:
     """Make a certificate authority for one cluster: ca.crt and ca.key."""
     from stratagem.launch.certificates import Authority
 
     Authority.create(days).save(folder, with_key=True)
-    click.echo(f"{folder / AUTHORITY_FILE}: give it to every machine. ca.key beside it makes certificates: keep it.")
+    click.echo(f"{folder / AUTHORITY_FILE}: copy it to each machine. ca.key beside it signs certificates, so keep it.")
 
 
 @certs_command.command("issue")
 @click.argument("identities", metavar="TASK...", nargs=-1, required=True)
 @click.option("--dir", "folder", type=FOLDER, default=Path("certs"), show_default=True, help="Folder of `certs init`.")
-@click.option("--host", "hosts", multiple=True, help="Host name or address for other tools; may be given again.")
+@click.option("--host", "hosts", multiple=True, help="Host name or address for other tools; may be repeated.")
 @click.option("--days", type=_DAYS, default=TASK_DAYS, show_default=True, help="How long they are valid.")
-@click.option("--renew", is_flag=True, help="Replace certificates that are there; running tasks take them up.")
+@click.option("--renew", is_flag=True, help="Replace existing certificates; running tasks pick up the new ones.")
 def issue_command(identities: tuple[str, ...], folder: Path, hosts: tuple[str, ...], days: int, renew: bool) -> None:
     """Make key and certificate for each TASK.
 

@@ -109,7 +109,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     tensors = _tensors(state)
     if len(tensors) < len(state):
         others = ", ".join(key for key in state if key not in tensors)
-        raise ConfigurationError(f"a .safetensors file holds tensors alone, but there is {others}: write a .pt file")
+        raise ConfigurationError(f"a .safetensors file holds only tensors, but there is {others}: write a .pt file")
     write_tensors(path, {key: value.contiguous() for key, value in tensors.items()})
 
 

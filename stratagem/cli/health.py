@@ -77,7 +77,7 @@ def health_command(
     config = configure(None, cluster_file, flags)[0].config  # a chief need not say here for how many workers it waits
     kind = TaskId.parse(config.task).type
     if kind not in SERVICES:
-        raise ConfigurationError(f"{config.task} serves nothing that could be asked: take its process for its health")
+        raise ConfigurationError(f"{config.task} serves nothing that can be probed: check its process instead")
     state = ask(address_to_ask(config), config.task, SERVICES[kind] if ready else "", timeout_s, security_of(config))
     click.echo(f"{config.task}: {state}")
     return EXIT_HEALTHY if state == "SERVING" else EXIT_UNHEALTHY

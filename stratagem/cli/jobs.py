@@ -24,7 +24,7 @@ def jobs_command() -> None:
 
 
 @jobs_command.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 @click.option(
     "--label", "labels", multiple=True, metavar="KEY=VALUE", help="Only jobs with this label; may be repeated."
 )
@@ -54,7 +54,7 @@ def _print_table(found: list[tuple[JobRecord, JobState]]) -> None:
 
 @jobs_command.command("logs")
 @click.argument("job_id", metavar="ID")
-@click.option("--follow", is_flag=True, help="To the end of the job; then its exit code is ours.")
+@click.option("--follow", is_flag=True, help="Follow the log until the job ends, then exit with its exit code.")
 def logs_command(job_id: str, follow: bool) -> int:
     """What a job has written."""
     store = JobStore()

@@ -39,7 +39,7 @@ class _Place(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value):
             what, hint = ("folder", " ('.' is the current one)") if self.dir_okay else ("file", "")
-            self.fail(f"expected the name of a {what}, and it is empty{hint}.", param, ctx)
+            self.fail(f"expected the name of a {what}, but it is empty{hint}.", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -132,7 +132,7 @@ class _Loader(yaml.SafeLoader):
         keys = set()
         for key, _ in node.value:
             if str(key.value) in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} comes twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
             keys.add(str(key.value))
         return super().construct_mapping(node, deep)
 

@@ -28,13 +28,13 @@ _DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, o
 
 
 @click.command("render", context_settings={"allow_interspersed_args": False, "show_default": True})
-@click.option("--target", type=click.Choice(list(RENDERERS)), default="kubernetes", help="What the objects are for.")
-@click.option("--name", default="train", help="Of the job.")
-@click.option("--image", default="stratagem", help="Has stratagem and SCRIPT in it.")
+@click.option("--target", type=click.Choice(list(RENDERERS)), default="kubernetes", help="Kind of objects to print.")
+@click.option("--name", default="train", help="Name of the job.")
+@click.option("--image", default="stratagem", help="Image that contains stratagem and SCRIPT.")
 @click.option("--workers", "num_workers", default=1, help="Workers, each a pod that runs the script.")
 @click.option("--ps", "num_ps", default=0, help="Parameter servers.")
-@click.option("--evaluator", is_flag=True, help="An evaluator too.")
-@click.option("--strategy", type=click.Choice(STRATEGIES), default="auto", help="As of `stratagem run`.")
+@click.option("--evaluator", is_flag=True, help="Add an evaluator.")
+@click.option("--strategy", type=click.Choice(STRATEGIES), default="auto", help="As in `stratagem run`.")
 @click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
 @click.option(
     "--checkpoint-every-s",
@@ -46,7 +46,7 @@ _DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, o
     "--machine",
     "machines",
     multiple=True,
-    help=f"ROLE=CORES:GIB[:GPUS], or ROLE=NAME (worker=T4_1X). Else {_DEFAULTS}: cores kept free, GiB at most.",
+    help=f"ROLE=CORES:GIB[:GPUS], or ROLE=NAME (worker=T4_1X). Default: {_DEFAULTS}; cores are reserved, GiB a limit.",
 )
 @click.option("--env", "environment", multiple=True, help="NAME=VALUE for every task.")
 @click.option("--label", "labels", multiple=True, help="NAME=VALUE for every object.")
@@ -57,10 +57,10 @@ _DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, o
     "--access-mode",
     type=click.Choice(ACCESS_MODES),
     default=ACCESS_MODES[0],
-    help="Of the volume. On one node (kind, minikube, k3s): ReadWriteOnce.",
+    help="Access mode of the volume. On one node (kind, minikube, k3s): ReadWriteOnce.",
 )
-@click.option("--storage-class", default="", help="Of the volume; else the cluster's default.")
-@click.option("--port", type=click.IntRange(1, 65535), default=Workload.port, help="Where every task serves.")
+@click.option("--storage-class", default="", help="Class of the volume; else the cluster's default.")
+@click.option("--port", type=click.IntRange(1, 65535), default=Workload.port, help="Port on which every task listens.")
 @click.option(
     "--web", default=Workload.web, help="Port of the chief's live page, for kubectl port-forward; with TLS for all."
 )

@@ -72,7 +72,7 @@ def _once(role: str, config: RoleConfig, *arguments: object) -> int:
     folder = config.checkpoint_dir
     if has_run(folder, config.task, config.run_id):
         configure_logging(config.task, config.log_format)
-        logger.info("%s has ended well in this run already, says %s", config.task, folder)
+        logger.info("%s has already finished successfully in this run, according to %s", config.task, folder)
         return 0
     take_away_at_exit(folder, config.task)
     with _hang_up_ends():

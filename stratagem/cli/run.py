@@ -55,8 +55,8 @@ def _warn_of_late_flags(job: LocalJob) -> None:
     late = [word for word in job.args if word.partition("=")[0] in ours]
     if late and job.script.is_file() and not _READS_ARGUMENTS.search(job.script.read_text(errors="replace")):
         click.echo(
-            f"stratagem: {late[0]} follows {job.script}, and is the script's argument, which seems to read none: if it "
-            "is meant for stratagem run, write it before the script",
+            f"stratagem: {late[0]} comes after {job.script}, so it goes to the script, which seems to read no "
+            "arguments: if it is meant for stratagem run, write it before the script",
             err=True,
         )
 
@@ -99,12 +99,12 @@ def _check_tasks(job: LocalJob) -> None:
 @variable_option(
     "--min-workers",
     default=0,
-    help="Workers with which a ring goes on until lost ones are back; 0: a lost worker ends it.",
+    help="Workers that a ring needs to continue until lost ones are back; 0: a lost worker ends it.",
 )
 @variable_option(
     "--max-workers",
     default=0,
-    help="Workers that the job takes while it runs (`stratagem worker`); 0: as many as --workers.",
+    help="Most workers that the running job admits (`stratagem worker`); 0: as many as --workers.",
 )
 @click.option("--chiefs", "num_chiefs", default=1, help="2: a second chief stands by and takes over when one dies.")
 @click.option("--ps", "num_ps", default=0, help="Parameter servers.")
@@ -118,11 +118,11 @@ def _check_tasks(job: LocalJob) -> None:
     help="auto: ps when there are any, a ring of several workers, mirrored on several GPUs, else one.",
 )
 @variable_option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
-@click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring: as a whole).")
+@click.option("--max-restarts", default=3, help="Restarts of failed tasks, in total (a ring: as a whole).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
 @click.option("--log-dir", type=FOLDER, help="Where each task's output is kept as <type>-<index>.log.")
 @click.option("--summary", type=FILE, help="Write the result as JSON.")
-@click.option("--state-dir", type=FOLDER, help="Where the run's folder is made and kept (journal, checkpoints, logs).")
+@click.option("--state-dir", type=FOLDER, help="Where the run's folder is kept (journal, checkpoints, logs).")
 @variable_option(
     "--checkpoint-dir", type=FOLDER, help="Where checkpoints are committed; a folder of the run if not given."
 )
@@ -130,13 +130,13 @@ def _check_tasks(job: LocalJob) -> None:
     "--checkpoint-roots",
     default=current_folder,
     show_default="the current folder",
-    help="Folders (with : between them) below which SCRIPT may have ps write its own checkpoints.",
+    help="Folders, separated by ':', below which SCRIPT may have ps write its own checkpoints.",
 )
 @variable_option(
-    "--checkpoint-every-s", default=0.0, help="Seconds between checkpoints the chief takes by itself; 0: none."
+    "--checkpoint-every-s", default=0.0, help="Seconds between checkpoints that the chief takes by itself; 0: none."
 )
 @click.option(
-    "--shutdown-timeout", "shutdown_timeout_s", default=25.0, help="Seconds to end in before processes are killed."
+    "--shutdown-timeout", "shutdown_timeout_s", default=25.0, help="Seconds to shut down before processes are killed."
 )
 @variable_option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", help="Form of the tasks' log lines."
@@ -153,7 +153,7 @@ def _check_tasks(job: LocalJob) -> None:
     "--token-file",
     type=click.Path(dir_okay=False),
     default="",
-    help="File with a token that the tasks show each other.",
+    help="File with a token by which tasks authenticate each other.",
 )
 @click.option(
     "--web",
@@ -171,7 +171,7 @@ def _check_tasks(job: LocalJob) -> None:
     "--chaos",
     default="",
     metavar="FAULTS",
-    help='Let faults happen and say what they cost: "kill ps:1@step=200; pause worker:0@20s for=5s; slow worker:1 x4; '
+    help='Inject faults and report what they cost: "kill ps:1@step=200; pause worker:0@20s for=5s; slow worker:1 x4; '
     'cut worker:1-ps:0 for=10s; reset worker:0-chief for=1s; random every=8s seed=3".',
 )
 @click.option("--verbose", is_flag=True, help="Show the standard output of every worker, not only the lead's.")

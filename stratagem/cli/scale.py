@@ -23,14 +23,15 @@ def lacking(status: StatusView, num_workers: int, num_ps: int) -> str:
     live = {task.task for task in status.workers if task.state == "live"}
     late = [f"worker:{index}" for index in range(num_workers) if f"worker:{index}" not in live]
     over = [task for task in sorted(live) if num_workers and int(task.partition(":")[2]) >= num_workers]
-    parts = [f"{', '.join(late)} to come"] if late else []
-    parts += [f"{', '.join(over)} to end"] if over else []
+    parts = [f"waiting for {', '.join(late)} to join"] if late else []
+    parts += [f"waiting for {', '.join(over)} to end"] if over else []
     if num_ps and status.num_ps != num_ps:
-        parts.append(status.scaling or f"{status.num_ps} ps to become {num_ps}")
+        parts.append(status.scaling or f"going from {status.num_ps} to {num_ps} ps")
     wanted = {*late, *(f"ps:{index}" for index in range(num_ps))}
     states = {task.task: task.state for task in status.tasks if task.task in wanted and task.incarnation}
     if ended := [task for task, state in states.items() if state == ("done" if task.startswith("ps:") else "waiting")]:
-        parts.append(f"{', '.join(ended)} ended when not wanted: start it again (Kubernetes: delete its Job, apply it)")
+        way_out = "start it again (Kubernetes: delete its Job, apply it)"
+        parts.append(f"{', '.join(ended)} ended while not wanted: {way_out}")
     return "; ".join(parts)
 
 
@@ -38,29 +39,29 @@ def asked_since(status: StatusView, num_workers: int, num_ps: int) -> str:
     """Which other number the job is to have by a later request; empty: none. 0: it is not about them."""
     asked = ((status.wanted_workers, num_workers, "workers"), (status.wanted_ps, num_ps, "ps"))
     parts = [f"{wanted} {what}" for wanted, number, what in asked if number and wanted not in (0, number)]
-    return f"somebody has asked for {' and '.join(parts)}" if parts else ""
+    return f"someone has requested {' and '.join(parts)}" if parts else ""
 
 
 @click.command("scale")
 @asking_options
-@click.option("--workers", "num_workers", type=click.IntRange(1, 4096), help="Workers that there are to be.")
-@click.option("--ps", "num_ps", type=click.IntRange(1, 1024), help="Parameter servers that there are to be.")
+@click.option("--workers", "num_workers", type=click.IntRange(1, 4096), help="Target number of workers.")
+@click.option("--ps", "num_ps", type=click.IntRange(1, 1024), help="Target number of parameter servers.")
 @click.option(
     "--wait-s",
     type=Number(0),
     default=60.0,
     show_default=True,
-    help="Seconds to wait until it is so; 0: only ask for it.",
+    help="Seconds to wait until that number is reached; 0: only request it.",
 )
 def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, wait_s: float) -> None:
     """Give a running job another number of workers or parameter servers, without a restart of anything.
 
     `stratagem run` starts what is lacking; elsewhere somebody does (`stratagem worker`, `stratagem ps`). Workers with
-    the highest indices end after the batch they work at, parameter servers when others have what they held.
+    the highest indices end after the batch they work on, parameter servers when others have what they held.
     """
     workers, ps = num_workers or 0, num_ps or 0
     if not workers and not ps:
-        raise ConfigurationError("how many are there to be? Give --workers N, or --ps N, or both")
+        raise ConfigurationError("how many tasks are wanted? Give --workers N, or --ps N, or both")
     address, security = asking.address, asking.security
     ask_to_scale(address, workers, ps, asking.timeout_s, security)
     deadline = time.monotonic() + wait_s
@@ -78,8 +79,8 @@ def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, w
             break
         time.sleep(POLL_S)
     if left and wait_s and not status.stop_reason:
-        why = f"{later} since" if later else f"after {wait_s:.0f} s it is not so yet"
-        raise ClusterTimeoutError(f"asked for, and {why}: {left}")
+        why = f"{later} since" if later else f"not complete after {wait_s:.0f} s"
+        raise ClusterTimeoutError(f"requested, but {why}: {left}")
     live = sum(task.state == "live" for task in status.workers)
     if asking.as_json:
         click.echo(json.dumps({"workers": live, "ps": status.num_ps, "lacking": left, "ended": status.stop_reason}))

@@ -54,7 +54,7 @@ def summary_line(status: StatusView) -> str:
     parts.append(f"examples {status.examples}")
     parts.append(f"checkpoint {status.checkpoint or '-'}")
     if status.standby:
-        parts.append(f"standing by as chief: {status.standby}")
+        parts.append(f"standby chief: {status.standby}")
     if status.updates_lost:
         parts.append(f"updates lost {status.updates_lost}")
     return " | ".join(parts)
@@ -85,7 +85,7 @@ def _stacks(status: StatusView, timeout_s: float, security: Security) -> dict[st
 
 @click.command("status")
 @asking_options
-@click.option("--stacks", is_flag=True, help="Print where the threads of workers and ps stand, and what they did last.")
+@click.option("--stacks", is_flag=True, help="Print the threads' stacks of workers and ps, and what they did last.")
 def status_command(asking: Asking, stacks: bool) -> None:
     """Show every task of a running job: incarnation, step, version, and whom it waits for."""
     security = asking.security

@@ -47,18 +47,16 @@ def _refuse_module(_: click.Context, __: click.Parameter, module: str | None) ->
 @click.option("--base-image", "docker_base_image", help="Image with stratagem; `stratagem` if not given.")
 @click.option("--registry", "docker_image_bucket_name", help="Where the image is pushed to: host[:port]/path.")
 @click.option("--build-network", "docker_build_network", help="Network of the build's steps, for example host.")
-@click.option(
-    "--namespace", "kubernetes_namespace", help="Of the cluster; that of the kubeconfig's context if not given."
-)
-@click.option("--storage-class", "kubernetes_storage_class", help="Of the job's volume; else the cluster's default.")
+@click.option("--namespace", "kubernetes_namespace", help="Namespace; that of the kubeconfig's context if not given.")
+@click.option("--storage-class", "kubernetes_storage_class", help="Class of the volume; else the cluster's default.")
 @click.option(
     "--access-mode",
     "kubernetes_access_mode",
     type=click.Choice(ACCESS_MODES),
-    help="Of the volume; ReadWriteOnce where all pods are on one node (kind, minikube, k3s).",
+    help="Access mode of the volume; ReadWriteOnce if all pods are on one node (kind, minikube, k3s).",
 )
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label of the job; may be repeated.")
-@click.option("--stream-logs", is_flag=True, help="Show the log until the job ends; then its exit code is ours.")
+@click.option("--stream-logs", is_flag=True, help="Show the log until the job ends, then exit with its exit code.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
 @click.option("-m", "--module", hidden=True, expose_value=False, callback=_refuse_module)
 @click.argument("script", type=click.Path())

@@ -52,9 +52,9 @@ def trace_command(asking: Asking, steps: int, with_torch: bool, output: Path) ->
         click.echo(json.dumps({"output": str(output), "tasks": found}, indent=2))
         return
     for task, one in found.items():
-        dropped = f", {one['num_dropped']} more were too many" if one["num_dropped"] else ""
+        dropped = f", {one['num_dropped']} more dropped" if one["num_dropped"] else ""
         of = f" of {one['steps']} steps" if "steps" in one else ""
-        click.echo(f"{task}: {one['spans']} spans{of}{dropped}; its clock is right to {one['clock_error_us']:.0f} us")
+        click.echo(f"{task}: {one['spans']} spans{of}{dropped}; clock accurate to {one['clock_error_us']:.0f} us")
     if (fewest := min((one["steps"] for one in found.values() if "steps" in one), default=steps)) < steps:
         click.echo(f"a worker made {fewest} of {steps} steps in --timeout-s {asking.timeout_s:g}", err=True)
     click.echo(f"{output}: open it at https://ui.perfetto.dev")

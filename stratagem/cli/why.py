@@ -20,7 +20,7 @@ from stratagem.launch.summary import reading_of_summary
 @click.option(
     "--summary",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Read what a run has left (stratagem run --summary FILE), instead of asking a chief.",
+    help="Judge a finished run from its summary (stratagem run --summary FILE) instead of asking a chief.",
 )
 def why_command(asking: Asking, summary: Path | None) -> None:
     """Say what makes a job slow: one sentence, the evidence, what to do, how sure.
@@ -37,7 +37,7 @@ def why_command(asking: Asking, summary: Path | None) -> None:
             reading = reading_of(fetch_status(address, asking.timeout_s, security))
         except PeerUnavailableError as error:
             reading = Reading(
-                problem=f"the chief does not answer, and tasks end that wait for it longer than peer_timeout_s: {error}"
+                problem=f"the chief does not answer; tasks that wait for it longer than peer_timeout_s end: {error}"
             )
     verdict = judge(reading)
     click.echo(json.dumps(verdict.as_json(), indent=2) if asking.as_json else verdict.text())

@@ -82,7 +82,7 @@ async def test_there_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         await begun(running, worker, first)
         await ask(worker, 3)
         assert "There are to be 3 ps" in caplog.text, "nobody has told a number of workers"
-        await until(lambda: running.job.get_status().scaling == "ps:1, ps:2 to come")
+        await until(lambda: running.job.get_status().scaling == "waiting for ps:1, ps:2 to join")
         second = await stack.enter_async_context(ps(running.address, FakePs(1)))
         newcomer = second.session
         assert newcomer is not None

@@ -187,10 +187,10 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
             "a staleness of 2 needs parameter servers: add ps",
         ),
         (["run", "--ps", "1", "--checkpoint-dir", "", __file__], "'--checkpoint-dir': expected the name of a folder"),
-        (["certs", "init", "--dir", ""], "'--dir': expected the name of a folder, and it is empty"),
-        (["run", "--summary", "", "x.py"], "'--summary': expected the name of a file, and it is empty."),
-        (["status", "--cluster", ""], "'--cluster': expected the name of a file, and it is empty."),
-        (["trace", "--output", ""], "'--output': expected the name of a file, and it is empty."),
+        (["certs", "init", "--dir", ""], "'--dir': expected the name of a folder, but it is empty"),
+        (["run", "--summary", "", "x.py"], "'--summary': expected the name of a file, but it is empty."),
+        (["status", "--cluster", ""], "'--cluster': expected the name of a file, but it is empty."),
+        (["trace", "--output", ""], "'--output': expected the name of a file, but it is empty."),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
     ],
 )
@@ -246,7 +246,7 @@ def test_malformed_cluster_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     for text, words in [
         ("a: [", "is not YAML"),
-        ("cluster: {}\ndefaults: {}\ncluster: {}\n", "is not YAML: cluster comes twice"),
+        ("cluster: {}\ndefaults: {}\ncluster: {}\n", "is not YAML: cluster is given twice"),
         ("- 1", "expected sections"),
         ("clustre: {}", "did you mean 'cluster'"),
     ]:
@@ -507,7 +507,9 @@ def test_status_as_a_table(job: str) -> None:
 
 def test_scale_does_not_wait_for_what_a_later_request_has_replaced(job: str) -> None:
     code, _, err = invoke("scale", "--chief", job, "--workers", "4", "--wait-s", "inf")
-    assert code == 1 and "somebody has asked for 3 workers since: worker:1, worker:2, worker:3 to come" in err
+    assert (
+        code == 1 and "someone has requested 3 workers since: waiting for worker:1, worker:2, worker:3 to join" in err
+    )
 
 
 def test_scale_does_not_wait_for_a_chief_that_has_ended(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,7 +574,7 @@ def test_what_cannot_be_asked_or_written_is_said_at_once(
 
 def test_why_says_what_becomes_of_a_job_whose_chief_is_away() -> None:
     code, out, _ = invoke("why", "--chief", "127.0.0.1:1")
-    assert code == 0 and "tasks end that wait for it longer than peer_timeout_s" in out
+    assert code == 0 and "tasks that wait for it longer than peer_timeout_s end" in out
 
 
 def test_as_a_process() -> None:

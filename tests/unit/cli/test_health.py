@@ -80,7 +80,7 @@ def test_it_finds_the_task_as_the_task_does(server: RunningServer, tmp_path: Pat
     [
         ([], 2, "which task?"),
         (["--task", "ps:0"], 2, "a free port that a probe cannot know"),
-        (["--task", "evaluator:0", "--address", "127.0.0.1:1"], 2, "serves nothing that could be asked"),
+        (["--task", "evaluator:0", "--address", "127.0.0.1:1"], 2, "serves nothing that can be probed"),
         (["--task", "boss:0"], 2, "expected a task like 'worker:0'"),
         (["--task", "ps:0", "--address", "127.0.0.1:1"], 1, "ps:0 at 127.0.0.1:1 cannot be reached"),
         (["--task", "ps:0", "--address", "127.0.0.1:1", "--tls", "/nowhere"], 2, "no TLS for ps:0"),
