@@ -27,31 +27,31 @@ class RoleConfig(pydantic.BaseModel):
     task: str
     """Task id, for example "ps:0"."""
     bind: str = "127.0.0.1:0"
-    """host:port to listen on; port 0 takes a free one and prints it."""
+    """host:port to listen on; port 0 picks a free one and prints it."""
     chief: str = ""
-    """host:port of the chief. Of several, with "," between them, one serves and the others stand by; file:PATH names
+    """host:port of the chief. Of several, separated by ",", one serves and the others stand by; file:PATH names
     the file chief.address in the chief's state_dir. Empty only for the chief itself."""
     insecure: bool = False
-    """Listen beyond loopback without TLS, send the token in the clear, and let NCCL pass by TLS."""
+    """Listen beyond loopback without TLS, send the token unencrypted, and let NCCL bypass TLS."""
     tls: str = ""
     """Folder with ca.crt and this task's certificate and key (`stratagem certs` makes them); empty: no TLS."""
     token_file: str = ""
-    """File with a token that every task of the job shows its peers; empty: none."""
+    """File with a token by which the tasks of the job authenticate each other; empty: none."""
     num_threads: int = pydantic.Field(default=1, ge=1)
     """Intra-op threads of torch; 1 because several processes usually share a machine."""
     log_format: Literal["text", "json"] = "text"
-    """Form of the log lines on stderr."""
+    """Format of the log lines on stderr."""
     max_message_bytes: int = pydantic.Field(default=64 << 20, ge=1 << 16, le=MAX_COUNT)
     """Largest gRPC message accepted, in bytes. Payload travels in frames (a worker's frame_bytes)."""
     peer_timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """Seconds to wait for a peer that restarts before giving up with its name."""
+    """Seconds to wait for a peer that restarts, before giving up with an error that names it."""
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """Seconds to wait for the whole cluster to come up, once a task of it is there."""
+    """Seconds to wait for the whole cluster to come up, once one of its tasks is there."""
     checkpoint_dir: str = ""
     """Where the chief commits checkpoints and every ps reads and writes its part; a task that comes too late finds the
     end of the job there. Empty: only requests that name a directory."""
     run_id: str = ""
-    """What supervises this task calls its run, for example the uid of a Kubernetes Job. A task that has ended well in
+    """Name that the supervisor gives this run, for example the uid of a Kubernetes Job. A task that has ended well in
     one, and is started in it again (its pod was deleted while it ended), ends at once, which needs checkpoint_dir. A
     script that fails in one before anybody has made a step ends with 42: it is not to be tried again."""
 
@@ -66,7 +66,7 @@ class ServerConfig(RoleConfig):
     """A role that others call: under which address, and what it refuses to exceed."""
 
     advertise: str = ""
-    """host:port that others are told, where it is not what this task listens on: a container listens on 0.0.0.0, a
+    """host:port that others are told, if it differs from what this task listens on: a container listens on 0.0.0.0, a
     port may be mapped. Port 0 stands for the one really bound. Empty: the task's address in the cluster, without a
     cluster the one it listens on."""
     max_connections: int = pydantic.Field(default=4096, ge=1, le=MAX_COUNT)
@@ -88,7 +88,7 @@ class LaneConfig(ServerConfig):
     """A role that opens lanes for others."""
 
     max_lanes_per_peer: int = pydantic.Field(default=128, ge=1)
-    """Lanes of one task that are asked for and not open yet. A ring needs one for each stripe, and a few."""
+    """Lanes of one task that are requested and not open yet. A ring needs one per stripe, and a few more."""
 
 
 class ChiefConfig(ServerConfig):
@@ -97,19 +97,19 @@ class ChiefConfig(ServerConfig):
     task: str = "chief:0"
     """Task id."""
     num_workers: int = pydantic.Field(ge=1, le=MAX_TASKS)
-    """Workers in the cluster; the job starts when they are there."""
+    """Workers in the cluster; the job starts when all have joined."""
     max_workers: int = pydantic.Field(default=0, ge=0)
-    """Workers that may join in all, also while the job runs; 0: num_workers. For a ring with min_workers, and for
+    """Most workers that the job admits, while it runs too; 0: num_workers. For a ring with min_workers, and for
     parameter servers with a staleness above 0: steps of others are cut for num_workers, and refuse those who come in
     addition."""
     min_workers: int = pydantic.Field(default=0, ge=0)
-    """Workers of a ring with which it goes on while others are lost, and takes newcomers in; 0: a ring is as large as
+    """Workers that a ring needs to continue while others are lost, and to admit newcomers; 0: a ring is as large as
     it started. Not for parameter servers, whose workers come and go anyway."""
     num_ps: int = pydantic.Field(default=0, ge=0, le=MAX_TASKS)
     """Parameter servers in the cluster."""
     max_ps: int = pydantic.Field(default=0, ge=0, le=1024)
-    """Parameter servers up to which those that come while the job runs are taken in, and the last ones let go when they
-    are told to end; 0: their number is what `stratagem scale` says. For a staleness above 0."""
+    """Most parameter servers: newcomers are admitted while the job runs, and the last ones released on SIGTERM; 0:
+    their number is what `stratagem scale` says. For a staleness above 0."""
     ps_replicas: int = pydantic.Field(default=1, ge=1, le=2)
     """Copies of what each ps holds. 2: another ps has everything that a ps acknowledges, so that nothing is lost when a
     ps dies. For a staleness above 0, and two ps or more."""
@@ -117,7 +117,7 @@ class ChiefConfig(ServerConfig):
     """Directory of the journal; empty keeps none: then a restarted chief starts a new job. Its file chief.address says
     where the chief serves."""
     standby: bool = False
-    """Wait while another chief has the journal in state_dir, and go on with its job when that one is lost."""
+    """Wait while another chief holds the journal in state_dir, and take over its job when that one is lost."""
     checkpoint_every_s: float = pydantic.Field(default=0.0, ge=0)
     """Seconds between checkpoints that the chief takes by itself; 0: none beyond the first and those requested."""
     keep_checkpoints: int = pydantic.Field(default=3, ge=1)
@@ -129,8 +129,8 @@ class ChiefConfig(ServerConfig):
     session_timeout_s: float = pydantic.Field(default=6.0, gt=0)
     """Seconds of silence after which a session is lost."""
     session_grace_s: float = pydantic.Field(default=3.0, ge=0)
-    """Seconds in which a task whose connection to the chief broke off may come back as if nothing had been; less when
-    its address refuses connections or a new process joins in its place."""
+    """Seconds within which a task whose connection to the chief broke may reconnect as if nothing had happened; less
+    when its address refuses connections or a new process joins in its place."""
     worker_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """Seconds a lost task may stay away before the job is stopped."""
     seed: int = pydantic.Field(default=0, ge=0, lt=1 << 64)
@@ -155,11 +155,11 @@ class ChiefConfig(ServerConfig):
             )
         if self.ps_replicas > max(1, self.num_ps):
             raise ValueError(
-                f"ps_replicas {self.ps_replicas} needs as many ps: the copy of a ps lies on another, and num_ps is "
+                f"ps_replicas {self.ps_replicas} needs as many ps: the copy of a ps is kept on another, and num_ps is "
                 f"{self.num_ps}"
             )
         if self.standby and not self.state_dir:
-            raise ValueError("a chief that stands by takes over from a journal: give both chiefs the same state_dir")
+            raise ValueError("a standby chief takes over from a journal: give both chiefs the same state_dir")
         return self
 
 
@@ -200,11 +200,11 @@ class WorkerConfig(LaneConfig):
     stripes: int = pydantic.Field(default=1, ge=1)
     """Parallel connections to the next worker of a ring."""
     collective_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """Seconds a collective may stand still before the worker that holds it up is named."""
+    """Seconds a collective may stall before the worker that holds it up is named."""
     compression: str = ""
     """Compression of gradients in a ring: bf16, fp16, int8, powersgd or topk; empty: none."""
     max_inbox_bytes: int = pydantic.Field(default=4 << 30, ge=1 << 20)
-    """Bytes of frames in one lane that came before they were asked for."""
+    """Bytes of frames in one lane that arrived before they were requested."""
     staleness: float = pydantic.Field(default=float("inf"), ge=0)
     """Staleness bound for parameter servers: 0 synchronous, inf asynchronous."""
 

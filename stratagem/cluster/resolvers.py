@@ -41,7 +41,7 @@ class _Resolved(WithWaysOut):
     """A known cluster and a known place in it."""
 
     rpc_layer = "grpc"
-    """What tasks say to each other goes through it; gradients take faster lanes where there are."""
+    """Control messages between tasks use it; gradients take faster lanes where available."""
 
     def __init__(self, cluster: ClusterSpec | None, task: TaskId | None) -> None:
         self._cluster = cluster

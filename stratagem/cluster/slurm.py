@@ -32,7 +32,7 @@ def expand_nodes(text: str) -> list[str]:
             found = [name + ending for name in found for ending in endings]
         names += found
     if bad := [name for name in names if not name or re.search(r"[\[\]\s/:]", name)]:
-        raise _malformed(text, f"{bad[0]!r} is no name of a node")
+        raise _malformed(text, f"{bad[0]!r} is not a node name")
     return names
 
 
@@ -41,7 +41,7 @@ def _expand_brackets(text: str, whole: str) -> list[str]:
     for item in text.split(","):
         found = _RANGE.fullmatch(item)
         if found is None:
-            raise _malformed(whole, f"{item!r} is no range like 01-03")
+            raise _malformed(whole, f"{item!r} is not a range like 01-03")
         first, last = found[1], found[2] or found[1]
         if not int(first) <= int(last) < int(first) + MAX_NODES:
             raise _malformed(whole, f"{item!r} counts down, or too far")

@@ -42,7 +42,7 @@ class TracedSpan:
 
     def line(self, now_ns: int) -> str:
         ago = (now_ns - self.start_ns) / 1e9
-        took = f"took {(self.end_ns - self.start_ns) / 1e6:.1f} ms" if self.end_ns else "goes on"
+        took = f"took {(self.end_ns - self.start_ns) / 1e6:.1f} ms" if self.end_ns else "in progress"
         return f"{ago:.3f} s ago, {took}: {self.words}"
 
 

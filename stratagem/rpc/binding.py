@@ -37,7 +37,7 @@ def advertised_address(advertise: str, bound: str) -> str:
     host, _ = split_address(advertise or bound)
     if host in ANY_HOST:
         raise ConfigurationError(
-            f"this task listens on {bound}, and {host} is no address that others could call: name one with "
+            f"this task listens on {bound}, but others cannot connect to {host}: give an address with "
             "--advertise host:port, or in TF_CONFIG"
         )
     return told_address(advertise, bound)
@@ -96,14 +96,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     except OSError as error:
         words = "`ip link set lo up` and `ip addr add 127.0.0.1/8 dev lo` make it"
         way = words if is_loopback(host) else "STRATAGEM_BIND=ADDRESS:0 names another address"
-        raise ConfigurationError(f"no server can be reached at {host} here ({error.strerror}); {way}") from None
+        raise ConfigurationError(f"this machine cannot use the address {host} ({error.strerror}); {way}") from None
 
 
 def check_token_path(address: str, insecure: bool) -> None:
     """Raises ``ConfigurationError``, with the ways out, where the token would be sent beyond loopback in the clear."""
     if not insecure and not is_loopback(address.rpartition(":")[0]):
         raise ConfigurationError(
-            f"refusing to send the token to {address} in the clear: anybody on the way could read it. "
+            f"refusing to send the token to {address} unencrypted: anybody on the way could read it. "
             "Give --tls DIR, or --insecure if the network is yours alone."
         )
 
@@ -115,8 +115,8 @@ def warn_of_loopback(bind: str) -> None:
         addresses = [each[4][0] for each in _found(host, port)]
         if not is_loopback(host) and all(map(is_loopback, addresses)):
             logger.warning(
-                "%s is %s on this machine (/etc/hosts?), where no other machine reaches this task: if any of the job "
-                "is elsewhere, correct that, or name the address of this machine",
+                "%s resolves to %s on this machine (/etc/hosts?), where no other machine can reach this task: if any "
+                "task of the job is elsewhere, correct that, or give the address of this machine",
                 *(host, addresses[0]),
             )
 

@@ -69,7 +69,7 @@ def to_wire_dtype(dtype: torch.dtype) -> int:
     try:
         return _TO_WIRE[dtype]
     except KeyError:
-        raise FrameError(f"tensors of {dtype} cannot travel; these can: {', '.join(map(str, _TO_WIRE))}") from None
+        raise FrameError(f"tensors of {dtype} cannot be sent; these can: {', '.join(map(str, _TO_WIRE))}") from None
 
 
 def from_wire_dtype(wire: int) -> torch.dtype:

@@ -81,7 +81,7 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
         return errors.PeerUnavailableError(f"{peer} cannot be reached ({code.name}: {call.details()})")
     if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):  # to a probe: of a service it has not
         return errors.ConfigurationError(
-            f"what answers at the address of {peer} is something else ({call.details() or code.name}): check the "
+            f"something other than {peer} answers at its address ({call.details() or code.name}): check the "
             "addresses of the cluster (TF_CONFIG, --cluster, --chief, --address), each of which is for one task"
         )
     return errors.StratagemError(f"{peer} failed ({code.name}): {call.details()}")

@@ -37,7 +37,7 @@ def _try(address: str, peer: str, files: TlsFiles) -> str:
     except ssl.SSLCertVerificationError as error:
         owner = _owner(address, context)
         if owner and owner != peer:
-            return f"the server at {address} is {owner} by its certificate, and {peer} was expected there"
+            return f"the server at {address} is {owner} according to its certificate, but {peer} was expected there"
         return f"the certificate of {peer} at {address} was refused: {reason_of(error)}"
     except ssl.SSLError as error:
         if is_no_tls(error):
@@ -50,7 +50,7 @@ def _try(address: str, peer: str, files: TlsFiles) -> str:
     except ConfigurationError as error:  # it was good when this task started
         return f"{peer} at {address} refused this task's certificate: {error}"
     return (
-        f"{peer} at {address} refused this task's certificate ({refused}): it is likely of another certificate "
+        f"{peer} at {address} refused this task's certificate ({refused}): it likely comes from another certificate "
         "authority than the one in its ca.crt"
     )
 

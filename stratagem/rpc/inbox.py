@@ -99,6 +99,5 @@ def check_inbox(peer: str, num_bytes: int, max_bytes: int) -> None:
     """Raises ``LimitError``, which names the limit, where too much lies here that nobody has asked for."""
     if num_bytes > max_bytes:
         raise LimitError(
-            f"{num_bytes:,} bytes of frames from {peer} wait for somebody who asks for them, over max_inbox_bytes of "
-            f"{max_bytes:,}"
+            f"{num_bytes:,} bytes of frames from {peer} wait to be requested, over max_inbox_bytes of {max_bytes:,}"
         )

@@ -146,7 +146,7 @@ class AioInterceptor(_Gated, grpc.aio.ServerInterceptor):  # type: ignore[type-a
                 if call.counts:
                     raise
                 _this_task().uncancel()  # another has its place: the caller hears of it, and gRPC lets go of the call
-                raise LimitError("the request did not come, and its place was needed (max_calls)") from None
+                raise LimitError("the request did not arrive, and its slot was needed (max_calls)") from None
 
         async def answering(requests: AsyncIterator[Any], context: Any) -> Any:
             caught = Caught(method, lambda: not context.done())

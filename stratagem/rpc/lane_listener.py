@@ -139,7 +139,7 @@ class LaneListener:
         if num_lanes >= self._max_lanes_per_peer:
             raise LimitError(f"{task} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer")
         if len(self._tokens) >= _MAX_TOKENS:
-            raise LimitError(f"{len(self._tokens)} lanes are expected here, and no more can be")
+            raise LimitError(f"{len(self._tokens)} lanes are expected here, and no more can be added")
 
     def _listen(self, kind: Kind) -> socket.socket:
         try:

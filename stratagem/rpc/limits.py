@@ -93,9 +93,9 @@ class CallCounter:
         """Why a call of a peer cannot be; empty when it can."""
         num_calls = self._by_peer.get(peer, 0)
         if num_calls >= self._limits.max_calls_per_peer:
-            return f"{peer} has {num_calls} calls under way, which is max_calls_per_peer; let some end first"
+            return f"{peer} has {num_calls} calls in flight, which is max_calls_per_peer; let some end first"
         if self._num_calls >= self._limits.max_calls:
-            return f"{self._num_calls} calls are under way, which is max_calls; try again, or raise max_calls"
+            return f"{self._num_calls} calls are in flight, which is max_calls; try again, or raise max_calls"
         return ""
 
     def _leave(self, call: CountedCall) -> None:

@@ -75,7 +75,7 @@ def authorize(identity: str, method: str) -> None:
     the caller's role may not call it."""
     name = method.rpartition("/")[2]
     if not identity:
-        raise IdentityError(f"{name} needs a caller that says who it is, and this one did not: give --token-file")
+        raise IdentityError(f"{name} needs a caller that identifies itself, and this one did not: give --token-file")
     allowed = PERMISSIONS.get(method, frozenset())
     if role_of(identity) not in allowed:
         whom = f"it is for {', '.join(sorted(allowed))}" if allowed else "nobody may"

@@ -68,10 +68,10 @@ class PsLaneOpener:
                 logger.info("%s: no %s lane: %s", self.ps, kind, error)
                 better = better or f"no {kind} lane: {error}"
             else:
-                why = f"{transport} was asked for" if transport != "auto" else _WHY[kind]
+                why = f"{transport} was requested" if transport != "auto" else _WHY[kind]
                 logger.info("%s over %s, because %s", self.ps, kind, why)
                 if transport != "auto" and kind != "shm" and is_here:
-                    better = f"{kind} was asked for, and {self.ps} is on this host"
+                    better = f"{kind} was requested, and {self.ps} is on this host"
                 self.meter.chose(self.ps, kind, why, better)
                 return lane
         raise AssertionError("grpc is always tried last")
@@ -123,7 +123,7 @@ def _candidates(transport: Transport, same_place: bool, ps: str) -> list[Kind]:
         )
     if transport == "shm" and not same_place:
         raise ConfigurationError(
-            f"--transport shm needs {ps} on this host and in this network namespace, and it is elsewhere; take auto"
+            f"--transport shm needs {ps} on this host and in this network namespace, but it is elsewhere; use auto"
         )
     if transport != "auto":
         return [transport]

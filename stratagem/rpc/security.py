@@ -118,7 +118,7 @@ class Security:
             if not shown:
                 return ""
             if not self.token.matches(shown):
-                raise IdentityError("the token is not the one of this job; compare the files of --token-file")
+                raise IdentityError("the token is not that of this job; compare the files given as --token-file")
         if self.tls is not None:
             return identity_from_uris([uri.decode(errors="replace") for uri in proven.get("peer_uri", ())])
         try:

@@ -143,8 +143,8 @@ def _listen(
         port = 0
     if not port:
         raise ConfigurationError(
-            f"cannot listen on {bind}: the port is in use or the address is not of this machine. "
-            "Stop the other process, choose another port, or take port 0 for a free one."
+            f"cannot listen on {bind}: the port is in use or the address does not belong to this "
+            "machine. Stop the other process, choose another port, or use port 0 for a free one."
         )
     warn_of_loopback(bind)
     return f"{bind.rpartition(':')[0]}:{port}"

@@ -87,7 +87,7 @@ class SessionClient:
         self.membership = Membership()
         self.job_started = False
         self.ps_replicas = 1
-        self.waits_for = "worker:0 starts it if no task is one"
+        self.waits_for = "worker:0 starts it if no task is the chief"
         self._failure: StratagemError | str = "no answer yet"  # of the last attempt to reach the chief
         self._progress = progress
         self._measures = measures
@@ -141,7 +141,7 @@ class SessionClient:
                 )
         if is_loopback(self.address.rpartition(":")[0]) and not is_loopback(self._tried.rpartition(":")[0]):
             logger.warning(
-                "%s serves at %s, where other machines do not reach it, and its chief at %s: if any of the job is "
+                "%s serves at %s, where other machines cannot reach it, and its chief at %s: if any task of the job is "
                 "elsewhere, give --bind ADDRESS:0",
                 *(self.task, self.address, self._tried),
             )
@@ -188,7 +188,7 @@ class SessionClient:
         for ever for threads that a fork does not have."""
         if os.getpid() != self._process:
             raise ConfigurationError(
-                f"this process was forked by {self.task}, and is no task of the job: let it end with os._exit(), or "
+                f"this process was forked by {self.task} and is not a task of the job: let it end with os._exit(), or "
                 "use subprocess or multiprocessing"
             )
         if self.stopped is not None:
@@ -230,13 +230,13 @@ class SessionClient:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if exit_code == 0 and self._welcomed and self.stopped is None and self._thread.is_alive():
-                logger.info("Finished; the chief at %s is away and has to hear of it", self.chief_address)
+                logger.info("Finished; waiting to report it to the chief at %s, which is away", self.chief_address)
                 self._thread.join(min(self._chief_timeout_s, threading.TIMEOUT_MAX))
                 if self._thread.is_alive() or isinstance(self.stopped, PeerUnavailableError):
-                    logger.warning("The chief takes %s for lost: within peer_timeout_s it heard of no end", self.task)
+                    logger.warning("%s will count as lost: the chief did not reply within peer_timeout_s", self.task)
         if exit_code == 0 and isinstance(self.stopped, FencedError):
             logger.info(
-                "Finished; the chief at %s took %s for lost and has to hear of it", self.chief_address, self.task
+                "Finished; the chief at %s considered %s lost and has to be told", self.chief_address, self.task
             )
             self._insist()
         self.close()
@@ -345,7 +345,7 @@ class SessionClient:
         with self._changed:
             if kind == "welcome":
                 if self.incarnation and self.incarnation != event.welcome.incarnation:
-                    self.stopped = FencedError(f"{self.task} came back too late: the job goes on without this process")
+                    self.stopped = FencedError(f"{self.task} reconnected too late: the job continues without it")
                 self.incarnation = event.welcome.incarnation
                 self._heartbeat_interval_s = event.welcome.heartbeat_interval_s
                 self.job_started = event.welcome.job_started
@@ -389,7 +389,7 @@ class SessionClient:
                 self.stopped = error
             elif self._welcomed and lost_s > self._chief_timeout_s:
                 self.stopped = PeerUnavailableError(
-                    f"{self.task} lost the chief at {self.chief_address} {lost_s:.0f} s ago and it did not come back: "
+                    f"{self.task} lost the chief at {self.chief_address} {lost_s:.0f} s ago and could not reconnect: "
                     f"{error}"
                 )
             self._changed.notify_all()

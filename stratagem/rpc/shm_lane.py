@@ -292,7 +292,7 @@ class ShmSender(Corkable):
     def _let_go(self, number: int) -> None:
         slots = self._unread.get(number)
         if not slots:
-            raise ConnectionError(f"the peer let go of slot {number}, which it did not have")
+            raise ConnectionError(f"the peer released slot {number}, which it did not hold")
         slot = slots.pop()
         self._unread_bytes -= slot.size
         self._show(slot, -1)

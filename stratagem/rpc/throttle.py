@@ -37,7 +37,7 @@ class Throttle:
         """Writes a line, or counts it."""
         left_out = self.admit(f"{logger.name}:{kind}", time.monotonic())
         if left_out:
-            logger.log(level, "%d more lines of this kind (%s) were left out", left_out, kind)
+            logger.log(level, "%d more lines of this kind (%s) were suppressed", left_out, kind)
         if left_out is not None:
             logger.log(level, message, *arguments, **extra)
 

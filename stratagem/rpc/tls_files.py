@@ -26,7 +26,7 @@ _REFUSALS = {
     9: "the certificate is not valid yet; compare the clocks",
     10: "the certificate has expired",
     62: "it is the certificate of another task",
-    **dict.fromkeys((2, 18, 19, 20, 21, 7, 30), "the certificate is of another certificate authority"),
+    **dict.fromkeys((2, 18, 19, 20, 21, 7, 30), "the certificate was issued by another certificate authority"),
 }
 _REASONS = {
     "KEY_VALUES_MISMATCH": "key and certificate do not belong together",
@@ -36,13 +36,13 @@ _REASONS = {
     "BAD_PASSWORD_READ": "the key is encrypted; Stratagem takes keys without a password",
 }
 _ALERTS = {
-    "UNKNOWN_CA": "it is of another certificate authority",
+    "UNKNOWN_CA": "it was issued by another certificate authority",
     "CERTIFICATE_EXPIRED": "it has expired",
     "CERTIFICATE_REQUIRED": "there was none",
     "BAD_CERTIFICATE": "it is not valid",
     "CERTIFICATE_UNKNOWN": "it is not valid",
     "UNSUPPORTED_CERTIFICATE": "it is not valid",
-    "DECRYPT_ERROR": "it is of another certificate authority of the same name",
+    "DECRYPT_ERROR": "it was issued by another certificate authority of the same name",
 }
 
 
@@ -164,7 +164,7 @@ def check_authority(file: Path) -> None:
     if ends and all(ssl.cert_time_to_seconds(str(end)) < time.time() for end in ends):
         raise ConfigurationError(
             f"the certificate authority {file} has expired ({', '.join(map(str, ends))}): `stratagem certs init` makes "
-            "another one in a new folder, whose certificates all tasks need"
+            "a new one in a new folder, and all tasks need certificates from it"
         )
 
 

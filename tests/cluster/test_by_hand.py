@@ -159,7 +159,7 @@ def test_one_address_in_two_spellings_is_told_from_a_chief(tasks: list[subproces
     [address] = free_addresses(1)
     tasks.append(start({"worker": [address.replace("127.0.0.1", "localhost"), address]}, "worker", 1))
     error = tasks[0].communicate(timeout=120)[1]
-    assert "what answers at the address of chief is something else" in error and "check the addresses" in error
+    assert "something other than chief answers at its address" in error and "check the addresses" in error
 
 
 def test_the_chief_and_the_ps_of_an_estimator_know_where_it_saves(

@@ -134,12 +134,12 @@ def test_a_token_keeps_others_out_and_is_printed_nowhere(cluster: Start, tmp_pat
     (tmp_path / "wrong").write_text(secret[::-1])
     running = Running(cluster, tmp_path, "--token-file", tmp_path / "token")
     for flags, reason in (
-        ([], "needs a caller that says who it is"),
+        ([], "needs a caller that identifies itself"),
         (["--token-file", tmp_path / "wrong"], "compare"),
     ):
         refused = status(running.chief, *flags)
         assert refused.returncode == 1 and reason in refused.stderr
-    with pytest.raises(IdentityError, match="token is not the one of this job"):
+    with pytest.raises(IdentityError, match="token is not that of this job"):
         fence(running.ps, "ps:0", with_token("chief:0"))
     assert json.loads(status(running.chief, "--token-file", tmp_path / "token").stdout)["ready"]
     done = running.finish(with_token("operator", secret))

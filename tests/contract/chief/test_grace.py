@@ -85,7 +85,7 @@ async def test_a_loopback_address_says_nothing_to_a_chief_that_serves_other_mach
     ) as running:
         session = SessionClient(running.address, "worker:0", "127.0.0.1:1")
         await asyncio.to_thread(session.start)
-        assert "worker:0 serves at 127.0.0.1:1, where other machines do not reach it" in caplog.text
+        assert "worker:0 serves at 127.0.0.1:1, where other machines cannot reach it" in caplog.text
         await asyncio.to_thread(session.close)
         await until(lambda: not running.job.sessions.tasks["worker:0"].stream)
         await until(lambda: not running.job.streams._probes)
@@ -250,7 +250,7 @@ async def test_a_worker_that_was_fenced_when_it_finished_has_finished(
         await until(lambda: session.stopped)
         with caplog.at_level("INFO"):
             await asyncio.to_thread(session.goodbye, 0)
-        assert "took worker:0 for lost and has to hear of it" in caplog.text, "it may take peer_timeout_s"
+        assert "considered worker:0 lost and has to be told" in caplog.text, "it may take peer_timeout_s"
         assert await running.exit_code() == 0
         assert running.job.journal.history.done
 

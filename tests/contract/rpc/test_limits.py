@@ -161,7 +161,7 @@ def test_one_peer_has_so_many_calls_and_others_are_served_meanwhile(kind: Any) -
 
         assert status_of(ask) is grpc.StatusCode.RESOURCE_EXHAUSTED
         error = refusal(ask)
-        assert isinstance(error, LimitError) and "4 calls under way, which is max_calls_per_peer" in str(error)
+        assert isinstance(error, LimitError) and "4 calls in flight, which is max_calls_per_peer" in str(error)
         other.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)
         servicer.let_go.set()
         for call in calls:
@@ -194,7 +194,7 @@ def test_all_peers_together_have_so_many_calls(kind: Any) -> None:
         for _ in calls:
             assert servicer.began.acquire(timeout=30)
         error = refusal(lambda: two.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30))
-        assert isinstance(error, LimitError) and "6 calls are under way, which is max_calls;" in str(error)
+        assert isinstance(error, LimitError) and "6 calls are in flight, which is max_calls;" in str(error)
         servicer.let_go.set()
         for call in calls:
             call.result()

@@ -62,7 +62,10 @@ def test_live_is_not_ready(server: RunningServer) -> None:
     server.set_serving(True)
     assert health(*ask, "--ready") == (0, "chief:0: SERVING")
     code, words = health("--task", "ps:0", "--address", server.address, "--ready")
-    assert code == 2 and f"at the address of ps:0 at {server.address} is something else (NOT_FOUND): check" in words
+    assert (
+        code == 2
+        and f"something other than ps:0 at {server.address} answers at its address (NOT_FOUND): check" in words
+    )
 
 
 def test_it_finds_the_task_as_the_task_does(server: RunningServer, tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def test_with_tls_and_a_token(tmp_path: Path) -> None:
         assert health(*ask, **own) == (0, "chief:0: SERVING")
         assert health(*ask) == (1, f"chief:0 at {running.address} speaks TLS: give --tls DIR")
         code, words = health("--task", "ps:0", "--address", running.address, **own)
-        assert code == 1 and "is chief:0 by its certificate, and ps:0 was expected there" in words
+        assert code == 1 and "is chief:0 according to its certificate, but ps:0 was expected there" in words
     finally:
         running.stop(0)
 

@@ -204,7 +204,7 @@ def test_gather_refuses(
 
 
 def test_fields_that_do_not_go_together() -> None:
-    with pytest.raises(ConfigurationError, match=r"^a chief that stands by takes over from a journal"):
+    with pytest.raises(ConfigurationError, match=r"^a standby chief takes over from a journal"):
         gather("chief", {}, {"num_workers": 1, "standby": True})
     with pytest.raises(ConfigurationError, match=r"^heartbeat_interval_s 30 has to be less than session_timeout_s 6"):
         gather("chief", {}, {"num_workers": 1, "heartbeat_interval_s": 30.0})

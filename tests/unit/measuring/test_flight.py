@@ -22,7 +22,7 @@ def test_the_last_512_happenings_are_kept_and_what_goes_on_says_so() -> None:
         lines = recorder.lines()
     assert len(lines) == flight.NUM_KEPT == 512
     assert lines[0].endswith("push update 0 of unit 1/0/89") and "took" in lines[0]
-    assert "goes on: step 3, collective 9 (barrier)" in lines[-1]
+    assert "in progress: step 3, collective 9 (barrier)" in lines[-1]
     assert len(recorder.lines(8)) == 8
 
 

@@ -76,7 +76,7 @@ def test_a_machine_without_loopback_is_told_how_to_get_it(loopback: str, tmp_pat
     command = ["unshare", "--net", "sh", "-c", words, "sh", sys.executable, "-m", "stratagem.cli", "run", "train.py"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "stratagem: no server can be reached at 127.0.0.1 here" in done.stderr
+    assert done.returncode == 2 and "stratagem: this machine cannot use the address 127.0.0.1" in done.stderr
     assert "ip addr add" in done.stderr and "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
     with pytest.raises(ConfigurationError, match="STRATAGEM_BIND=ADDRESS:0"):
@@ -93,4 +93,4 @@ def test_a_name_of_this_machine_that_is_loopback_is_warned_of(
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
     warn_of_loopback("host-a:0")
-    assert "host-a is 127.0.1.1 on this machine" in caplog.text
+    assert "host-a resolves to 127.0.1.1 on this machine" in caplog.text

@@ -24,9 +24,9 @@ from stratagem.rpc.throttle import Throttle
 def test_calls_are_counted_by_peer_and_together() -> None:
     counter = CallCounter(PsConfig(task="ps:0", max_calls=3, max_calls_per_peer=2))
     with counter.counted("a", never), counter.counted("a", never):
-        with pytest.raises(LimitError, match="a has 2 calls under way, which is max_calls_per_peer"):
+        with pytest.raises(LimitError, match="a has 2 calls in flight, which is max_calls_per_peer"):
             counter.counted("a", never).__enter__()
-        with counter.counted("b", never), pytest.raises(LimitError, match="3 calls are under way, which is max_calls;"):
+        with counter.counted("b", never), pytest.raises(LimitError, match="3 calls are in flight, which is max_calls;"):
             counter.counted("c", never).__enter__()
     with counter.counted("a", never), counter.counted("a", never):  # neither those that ended nor those refused count
         pass
@@ -63,7 +63,7 @@ def test_who_has_too_many_calls_costs_no_other_one_any() -> None:
     counter = CallCounter(PsConfig(task="ps:0", max_calls=9, max_calls_per_peer=1), lambda: now)
     with counter.counted("a", never) as call, counter.waiting(call), counter.counted("b", never):
         now = 10.0
-        with pytest.raises(LimitError, match="b has 1 calls under way"):
+        with pytest.raises(LimitError, match="b has 1 calls in flight"):
             counter.counted("b", never).__enter__()
 
 
