@@ -67,11 +67,11 @@ async def serve(
                 held.callback(journal_lock.release)
                 has_waited = await _wait(journal_lock, config.standby)
             if has_waited is None:
-                logger.info("Told to end while it stood by")
+                logger.info("Shut down by a signal while standing by")
                 return EXIT_PREEMPTED
             code = exit_code_of(config.state_dir)
             if has_waited and config.standby and code is not None:
-                logger.info("The job that this chief stood by for is over, with exit code %d", code)
+                logger.info("The job that this standby chief watched is over, with exit code %d", code)
                 return code
             if code == 0 and (end := take_end(config.checkpoint_dir, config.task)) is not None:
                 logger.info("The job is over: %s", end)
@@ -96,8 +96,8 @@ def _kept_in(state_dir: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise JournalLostError(
-            f"the journal cannot be kept in {state_dir}: {error.strerror}. Give the chief a --state-dir that it can "
-            "write"
+            f"cannot keep the journal in {state_dir}: {error.strerror}. Give the chief a --state-dir that it can write "
+            "to"
         ) from None
 
 
@@ -140,7 +140,7 @@ async def _serve(
                 write_chief_address(config.state_dir, job.address)
             if split_address(job.address)[0] in ANY_HOST:
                 logger.warning(
-                    "%s in %s says %s, which is no address for another machine: if tasks there look for the chief by "
+                    "%s in %s says %s, which other machines cannot use: if tasks there find the chief by "
                     "that file, give --advertise host:port",
                     *(FILE_NAME, config.state_dir, job.address),
                 )

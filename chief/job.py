@@ -59,16 +59,16 @@ class ChiefJob(ChiefState):
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         history = self.journal.history
         if not self.is_new:
-            logger.info("chief epoch %d goes on from the journal in %s", self.epoch, config.state_dir)
+            logger.info("Chief epoch %d continues from the journal in %s", self.epoch, config.state_dir)
             if history.wanted_ps not in (0, history.num_ps):
-                logger.info("There are %d ps, and there are to be %d", history.num_ps, history.wanted_ps)
+                logger.info("There are %d ps, and the target is %d", history.num_ps, history.wanted_ps)
         if config.checkpoint_dir:
             remove_unfinished(pathlib.Path(config.checkpoint_dir))
             if not history.ending:
                 try:
                     forget_ends(config.checkpoint_dir)
                 except OSError as error:
-                    logger.warning("The end of another job stays in %s: %s", config.checkpoint_dir, error)
+                    logger.warning("The end of another job cannot be removed from %s: %s", config.checkpoint_dir, error)
 
     # Verbs of the service
 
@@ -129,7 +129,7 @@ class ChiefJob(ChiefState):
                 await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))
             return self.finished.result()
         except JournalLostError as error:
-            logger.error("%s: this chief leaves, and the job goes on with the next one", error)
+            logger.error("%s: this chief exits, and the job continues with the next one", error)
             return EXIT_PREEMPTED
         finally:
             self.streams.close()
@@ -144,7 +144,7 @@ class ChiefJob(ChiefState):
                 note_leaving(self.config.checkpoint_dir, self.config.task, self.sessions.stopping.reason)
                 self.journal.write("stopped", reason=self.sessions.stopping.reason)
         except JournalLostError as error:
-            logger.error("%s: the next chief finds out by itself that the job is over", error)
+            logger.error("%s: the next chief will find out by itself that the job is over", error)
         finally:
             self.journal.close()
 

@@ -40,12 +40,12 @@ class JobEnd(ChiefPart):
     async def save_to_leave(self, reason: str) -> None:
         """Before the chief leaves and the job stays: perhaps all are told to end, and then the ps lose their memory."""
         deadline = self._clock() + LEAVE_S
-        logger.warning("%s: it saves and leaves; the job goes on with the chief that is started in its place", reason)
+        logger.warning("%s: it saves and exits; the job continues with the chief that replaces it", reason)
         try:
             await asyncio.wait_for(self._maintenance.save_last(), LEAVE_S)
         except (StratagemError, TimeoutError) as error:
             why = str(error) or f"it was not written within {LEAVE_S:g} s"  # a TimeoutError says nothing
-            logger.warning("No checkpoint before the chief leaves: %s", why)
+            logger.warning("No checkpoint before the chief exits: %s", why)
         await self._until(lambda: not self._sessions.leaving, deadline)  # ps of the same node, say
 
     async def see_off(self, stop: StopJob) -> int:
@@ -78,11 +78,11 @@ class JobEnd(ChiefPart):
         self._say_end(stop, sessions.absent_servers + sessions.unfinished)
         if not (stop.exit_code in (EXIT_DONE, EXIT_PREEMPTED) and unsaved and self._config.checkpoints_stay):
             return stop.exit_code
-        what = "work is done" if is_good else "job was told to end"
+        what = "work is done" if is_good else "job was shut down"
         state_dir = self._config.state_dir
         how = f" with another journal than that in {state_dir}" if is_good and state_dir else ""
         newest = next(iter(checkpoints.newest(self._config.checkpoint_dir) or ["none"]))
-        words = "The %s and not saved: no last checkpoint (%s); the newest is %s. A job that is started%s goes on "
+        words = "The %s but not saved: no last checkpoint (%s); the newest is %s. A job that is started%s resumes "
         logger.error(words + "from that", what, unsaved, newest, how)
         return 1
 

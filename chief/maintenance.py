@@ -79,9 +79,9 @@ class Maintenance(ChiefPart):
                 return
             await asyncio.sleep(RETRY_S)
             if self._lacking:
-                raise StaleStoreError(f"{', '.join(self._lacking)} came back without values; attach to it again")
+                raise StaleStoreError(f"{', '.join(self._lacking)} restarted without values; attach to it again")
             if self._num_groups is not None and self._num_groups < num_groups:
-                raise StaleStoreError("a ps came back from before a model was prepared; attach to all again")
+                raise StaleStoreError("a ps restarted from a state before a model was prepared; attach to all again")
         if self._num_groups is None or self._num_groups < num_groups or self._lacking:
             await self._watch()  # as by heartbeats, and before any update of what was prepared since
 
@@ -119,7 +119,7 @@ class Maintenance(ChiefPart):
         except PeerUnavailableError as error:
             raise StaleStoreError(str(error)) from None
         except CheckpointError as error:
-            logger.warning("What was loaded is in no checkpoint before the next one: %s", error)
+            logger.warning("What was loaded is not in a checkpoint until the next one: %s", error)
             return None
 
     def _start(self, work: Work) -> None:

@@ -74,7 +74,7 @@ class PsReturn(ChiefPart):
         closed."""
         if self._lease_book.synchronous and not self.is_awaited:
             if self.lock.locked():
-                raise PeerUnavailableError("what a worker or ps has left is being put in order")
+                raise PeerUnavailableError("what a worker or ps left behind is being cleaned up")
             self.is_awaited = True
 
     async def bring_up_to_date(self, server: Server) -> None:
@@ -179,7 +179,7 @@ class PsReturn(ChiefPart):
         try:
             await self._ps_pool.insist(server, lambda each: each.restore_shards(checkpoint, num_ps, is_fresh=True))
         except CheckpointError as error:
-            logger.warning("%s cannot begin from what was just written: %s", server.incarnation.task, error)
+            logger.warning("%s cannot start from what was just written: %s", server.incarnation.task, error)
             return False
         return True
 
@@ -194,15 +194,15 @@ class PsReturn(ChiefPart):
         if restored is None and self._restoring.directory and not self._lease_book.has_leased:
             # The first checkpoint was not there yet, nor any unit leased: a worker gives it the initial values again.
             logger.warning(
-                "%s came back without its initial values; a worker gives them again", server.incarnation.task
+                "%s restarted without its initial values; a worker provides them again", server.incarnation.task
             )
             return
         if restored is None:
             self._is_lost(
                 server,
                 1,
-                f"{server.incarnation.task} came back without its variables, and there is no checkpoint to take them "
-                "from. Start the job with --checkpoint-dir to survive the loss of a ps.",
+                f"{server.incarnation.task} restarted without its variables, and there is no checkpoint to restore "
+                "them from. Start the job with --checkpoint-dir to survive the loss of a ps.",
             )
             return
         if server not in self._ps_pool.servers:
@@ -258,7 +258,7 @@ class PsReturn(ChiefPart):
 
         refusal = await self._ps_pool.insist(server, take_over)
         if refusal:
-            logger.warning("%s cannot go on from a copy: %s", task, refusal)
+            logger.warning("%s cannot resume from a copy: %s", task, refusal)
         if refusal != "":
             return refusal is None  # it is lost: there is nobody to put back
         self._in_doubt[server.incarnation] = self._in_doubt.get(last, {})
@@ -266,7 +266,7 @@ class PsReturn(ChiefPart):
             self._note_put_back(server)
         num_lost, step = await self._mark_lost(server, self._lease_book.positions())
         logger.warning(
-            "%s goes on from step %d, which %s had a copy of: %d updates lost", task, step, holder.task, num_lost
+            "%s resumes from step %d, of which %s had a copy: %d updates lost", task, step, holder.task, num_lost
         )
         return True
 
@@ -318,7 +318,7 @@ class PsReturn(ChiefPart):
             self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()))
         await self.close_lost()
         logger.warning(
-            "%s lost its memory: all ps went back to step %d (%s); %d units are computed again, %d updates lost",
+            "%s lost its memory: all ps rolled back to step %d (%s); %d units are recomputed, %d updates lost",
             cause,
             manifest.step,
             restored.path.name,

@@ -72,7 +72,7 @@ class Recovery(ChiefPart):
             back = await self.carry_out(lease_book.remove(units, committed))
             lease_book.forget(incarnation)
             if back:
-                logger.warning("%d units of %s go back: %s", len(back), incarnation, _listed(back))
+                logger.warning("%d units of %s are returned: %s", len(back), incarnation, _listed(back))
             self._changed.notify()
             return True
 
@@ -183,7 +183,7 @@ class Recovery(ChiefPart):
             removal.accepted += early
             await self.carry_out(removal)
         if missing:
-            logger.warning("%d units of %s are computed again: a restore undid them", len(missing), incarnation)
+            logger.warning("%d units of %s are recomputed: a restore undid them", len(missing), incarnation)
         gone = {unit.index for unit in missing}
         return [index for index in indices if index not in gone]
 
@@ -194,7 +194,7 @@ class Recovery(ChiefPart):
         alone = {server.incarnation for server in self._ps_pool.servers} & self.ps_return.restarted
         if alone and self._lease_book.synchronous and not self._state.is_open:
             tasks = ", ".join(sorted(incarnation.task for incarnation in alone))
-            raise PeerUnavailableError(f"{tasks} went back to a checkpoint, and the others are yet to go back with it")
+            raise PeerUnavailableError(f"{tasks} rolled back to a checkpoint, and the others have yet to follow")
         described = await self._ps_pool.describe() if self.ps_return.restarted else {}
         closed = plus(self._lease_book.positions(), *(each.closed for each in described.values()))
         await self.ps_return.lost_after_restarts(closed)
@@ -282,7 +282,7 @@ class Recovery(ChiefPart):
             self._lease_book.steps.next_number = max(self._lease_book.steps.next_number, manifest.next_step)
             self._journal.write("initialized", tasks=sorted({each.task for each in self.ps_return.put_back}))
             self._journal.write("restored", path=str(origin.path), undone=origin.num_undone)
-            logger.info("The job goes on from step %d (%s)", manifest.step, origin.path)
+            logger.info("The job resumes from step %d (%s)", manifest.step, origin.path)
         self.ps_return.restarted.clear()
         saved = plus(saved, _closed(holding))
         self._lease_book.roll_back(saved, reopen=True)

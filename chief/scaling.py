@@ -47,25 +47,25 @@ class Scaling(ChiefPart):
         """Why the job cannot have another number of workers, or of ps (0: as many as there are); empty: it can."""
         sessions = self._sessions
         if not sessions.ready:
-            return "the cluster is not complete yet: scale it once `stratagem status` says that it runs"
+            return "the cluster is not complete yet: scale it once `stratagem status` says that it is running"
         if not sessions.num_ps:
             return (
-                "a ring is scaled by starting it with --min-workers and --max-workers, and further workers by hand; "
+                "to scale a ring, start it with --min-workers and --max-workers, and further workers by hand; "
                 "`stratagem scale` is for jobs with parameter servers"
             )
         if self._lease_book.synchronous:
             return (
                 "at staleness 0 every batch is cut for the workers that the job started with, and all ps have parts of "
-                "it: start the job again with another number, it goes on from its newest checkpoint"
+                "it: start the job again with another number, and it resumes from its newest checkpoint"
             )
         if num_ps in (0, sessions.num_ps):
             return ""
         if num_ps > MAX_PS:
             return f"expected at most {MAX_PS:,} ps, got {num_ps:,}"
         if self._config.ps_replicas > 1:
-            return "the number of ps stays where another one has a copy of what each holds (--ps-replicas 2)"
+            return "the number of ps is fixed if each one has a copy on another (--ps-replicas 2)"
         if not self._config.checkpoint_dir:
-            return "another number of ps begins from a checkpoint: start the chief with --checkpoint-dir"
+            return "another number of ps starts from a checkpoint: start the chief with --checkpoint-dir"
         if not self._lease_book.plans:
             return (
                 "another number of ps needs to know which updates are applied, and the script has leased no data yet "
@@ -90,7 +90,7 @@ class Scaling(ChiefPart):
         workers, ps = num_workers or history.wanted_workers, num_ps or history.wanted_ps
         self._journal.write("wanted", workers=workers, ps=ps)
         told = f"{workers} workers and " if workers else ""  # else as many as come
-        logger.info("There are to be %s%d ps", told, ps or self._sessions.num_ps)
+        logger.info("The target is %s%d ps", told, ps or self._sessions.num_ps)
         self._failure, self._move_at = "", 0.0
         self._changed.notify()
 
@@ -198,7 +198,7 @@ class Scaling(ChiefPart):
             logger.log(
                 logging.WARNING if is_news else logging.DEBUG,  # it is tried again every second
                 "%s for now: %s",
-                f"{told} cannot end" if told else f"The number of ps stays {sessions.num_ps}",
+                f"{told} cannot end" if told else f"The number of ps remains {sessions.num_ps}",
                 error,
             )
         finally:
@@ -229,7 +229,7 @@ class Scaling(ChiefPart):
             await self._commit_hold.outlive_chief()
             await self._check_units(checkpoint)  # the hold may have run out, had this chief stood still
             if late := self._awaited(num_ps):
-                raise PeerUnavailableError(f"{', '.join(late)} went away meanwhile")
+                raise PeerUnavailableError(f"{', '.join(late)} were lost meanwhile")
             self._journal.write("routed", num_ps=num_ps)
             self._streams.perform(sessions.route(num_ps))
             moved = [session.incarnation for session in sessions.ps if session.open]

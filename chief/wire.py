@@ -41,7 +41,7 @@ def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:
 def _checked(plan: Plan) -> Plan:
     if plan.num_units > MAX_UNITS:
         raise LimitError(
-            f"{plan.num_units:,} units in an epoch, at most {MAX_UNITS:,} are possible: take larger batches"
+            f"{plan.num_units:,} units in an epoch, at most {MAX_UNITS:,} are possible: use larger batches"
         )
     return plan
 

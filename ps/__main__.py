@@ -141,11 +141,11 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
             server.set_serving(True)
             has_served.set()
         elif index >= membership.num_ps and has_served.is_set():
-            session.end(f"the others have what {config.task} held, there are {membership.num_ps} ps now")
+            session.end(f"the others have what {config.task} held; there are {membership.num_ps} ps now")
         elif index >= membership.num_ps:
             server.set_serving(True)  # whoever waits for all ps to be ready need not wait for this one
             logger.info(
-                "Waits to be taken in, by stratagem scale --ps %d: there are %d ps", index + 1, membership.num_ps
+                "Waiting to be admitted, by stratagem scale --ps %d: there are %d ps", index + 1, membership.num_ps
             )
         if state.backup is not None:
             state.backup.look(membership)
@@ -161,7 +161,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
             following = Following(store, session, security, config.transport)
         raise _end_of(session, leaving, index)
     except JobStoppedError as stopped:
-        logger.info("Ends: %s" if 0 < session.membership.num_ps <= index else "The job is over: %s", stopped)
+        logger.info("Exiting: %s" if 0 < session.membership.num_ps <= index else "The job is over: %s", stopped)
         if stopped.exit_code == 0 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a pod that is deleted now has ended well
         if session.incarnation:
@@ -189,7 +189,7 @@ def _end_of(session: SessionClient, leaving: threading.Event, index: int) -> Str
         while stopped is None:  # a signal that another thread is given wakes nobody: Python looks when this one runs
             stopped = session.wait_stopped(SIGNAL_S)
     except _Terminated:
-        logger.info("Told to end: it waits until what it holds is saved, at most %.0f s; again: at once", LEAVE_S)
+        logger.info("Shutting down once what it holds is saved, in at most %.0f s; a second signal: at once", LEAVE_S)
         leaving.set()
         stopped = session.wait_to_leave(LEAVE_S)
         if stopped is None:

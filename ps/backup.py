@@ -134,7 +134,7 @@ class Backup:
 
             self._wait(lambda: is_settled() or self._closed)
             if not is_settled():
-                raise PeerUnavailableError("this parameter server ends, and its backup has not all of it")
+                raise PeerUnavailableError("this parameter server is shutting down, and its backup lacks some of it")
         self._close_ended()
 
     def close(self) -> None:
@@ -216,4 +216,4 @@ class Backup:
         with self._changed:
             ended, self._ended = self._ended, []
         for lane in ended:
-            lane.close(PeerUnavailableError("nothing more is told here: follow again"))
+            lane.close(PeerUnavailableError("nothing more is sent here: follow again"))

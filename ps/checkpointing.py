@@ -113,7 +113,7 @@ class Checkpointing:
         with state.changed:
             if not state.gate.is_held(time.monotonic()):
                 raise CheckpointError(
-                    f"the hold on commits ran out while ps:{self._index} was writing; hold them longer"
+                    f"the hold on commits expired while ps:{self._index} was writing; hold them longer"
                 )
         return files, step
 
@@ -177,7 +177,7 @@ class Checkpointing:
         state.staging.clear()
         state.origin, state.is_told, state.elsewhere = None, True, ()
         state.senders.forget_windows()
-        state.close_lanes(StaleStoreError(f"ps:{self._index} holds other values now; say Hello again"))
+        state.close_lanes(StaleStoreError(f"ps:{self._index} holds other values now; send Hello again"))
         state.changed.notify_all()
 
     def _place(self, directory: str) -> pathlib.Path:

@@ -57,7 +57,7 @@ class CommitGate:
         """Raises ``ProtocolError`` unless the hold is on, under this token."""
         if not self.is_held(now) or self._hold is None or self._hold.token != token:
             came = self._hold.token if self._hold is not None else "none"
-            raise ProtocolError(f"expected a hold on commits under token {token}, found {came}; it may have run out")
+            raise ProtocolError(f"expected a hold on commits under token {token}, found {came}; it may have expired")
 
     def release(self, token: int) -> None:
         """Opens the gate, if it is this token that holds it."""

@@ -137,7 +137,7 @@ class StoreCopies:
             return
         copy = self.kept.get(whose)
         if copy is None or not copy.is_whole or copy.source != Sender(whose, incarnation):
-            raise CheckpointError(f"{self._task} has no whole copy of {Sender(whose, incarnation)}")
+            raise CheckpointError(f"{self._task} has no complete copy of {Sender(whose, incarnation)}")
         copy.give(lane, transfer, answer)
 
     def take(self, image: StoreImage) -> None:

@@ -52,7 +52,7 @@ class Following:
                 if self._kept_number <= member.copy_to_drop:
                     self._store.copies.kept.pop(task, None)
                     self.dropped = max(self.dropped, member.copy_to_drop)
-                    logger.warning("Drops the copy of %s, which has waited for this ps in vain", copy.source)
+                    logger.warning("Dropping the copy of %s, which has waited for this ps in vain", copy.source)
 
     def close(self) -> None:
         self._closed.set()
@@ -113,7 +113,7 @@ class Following:
             for change in peer.changes():
                 if change is None:
                     copy.is_whole, self._retry_s = True, RETRY_S
-                    logger.info("Keeps a copy of %s", copy.source)
+                    logger.info("Keeping a copy of %s", copy.source)
                     continue
                 copy.commit(*change)
                 told += 1

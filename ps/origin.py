@@ -64,7 +64,7 @@ class Origin:
         """What was applied before."""
         if num_torn:
             logger.warning(
-                "%s was made when its workers were dying: %d updates are in it in part, and count as applied",
+                "%s was made while its workers were dying: it contains %d updates in part, which count as applied",
                 *(directory, num_torn),
             )
 
@@ -122,7 +122,7 @@ class Origin:
         expected = group.spec.optimizer, group.spec.dtype, shard.shape
         if found != expected:
             raise of_another_model(
-                f"variable {shard.variable}: the checkpoint has it as {found}, and it is to be {expected}"
+                f"variable {shard.variable}: the checkpoint has it as {found}, but expected {expected}"
             )
 
         def copy(flat: torch.Tensor, file: Any, key: str) -> None:

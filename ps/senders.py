@@ -76,8 +76,8 @@ class Senders:
         window = self._windows.get(sender.key)
         if window is None:
             raise StaleStoreError(
-                f"{sender} is not known since this parameter server started or went back to a checkpoint; "
-                "say Hello first"
+                f"{sender} is not known since this parameter server started or rolled back to a checkpoint; "
+                "send Hello first"
             )
         return window
 

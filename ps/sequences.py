@@ -69,7 +69,7 @@ class SequenceWindow:
         if sequence >= self._mark + WINDOW:
             raise SequenceError(
                 f"expected request {self._mark} (or one of the {WINDOW} from there), got {sequence}; "
-                "say Hello to agree on the number"
+                "send Hello to agree on the number"
             )
         if sequence in self._running:
             return _RUNNING

@@ -221,7 +221,7 @@ class SocketLanes:
                 up.close()
                 raise
         except PeerUnavailableError as error:
-            text = "%s asked for a %s lane and did not come: %s"
+            text = "%s requested a %s lane and did not connect: %s"
             THROTTLE.log(logger, logging.INFO, "no show", text, sender, family, error)
             return
         finally:

@@ -75,7 +75,7 @@ class Store:
             lane = state.senders.lanes.get(sender.key)
             if lane is not None:
                 self.close_lane(sender, lane)
-                lane.close(PeerUnavailableError(f"{sender} introduced itself anew"))
+                lane.close(PeerUnavailableError(f"{sender} introduced itself again"))
             state.changed.notify_all()
             return Greeting(Sender(self.task, self.incarnation), state.store_epoch, expected, state.num_ps)
 

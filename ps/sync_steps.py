@@ -23,7 +23,7 @@ NUM_REMEMBERED = 256
 
 _SCALE_TOLERANCE = 1e-6
 
-GOES_ON = "A job that lost a worker, or a ps, goes on from its last checkpoint when it is started again"
+GOES_ON = "A job that lost a worker, or a ps, resumes from its last checkpoint when it is restarted"
 
 StepKey = tuple[int, int]
 """Step of the job and ordinal of the optimizer step within it."""
@@ -134,9 +134,9 @@ class SyncSteps:
             return None
         return ConfigurationError(
             f"step {key[0]}: {next(iter(came.values())).sender} makes update {key[1] + 1} of this batch, and "
-            f"{self._left[gone[0]][0]} went on without it: every worker must call optimizer.step() as often on its "
-            "slice of a batch. A slice that is to count for nothing does so with strategy.set_weight(0); for losses "
-            "that are not finite there is prepare(nan='skip'), which all skip together. " + GOES_ON
+            f"{self._left[gone[0]][0]} continued without it: every worker must call optimizer.step() equally often on "
+            "its slice of a batch. For a slice that should count for nothing, call strategy.set_weight(0); for losses "
+            "that are not finite, prepare(nan='skip') makes all skip together. " + GOES_ON
         )
 
     def _is_left_without(self, unit: Unit, ordinal: int) -> bool:
@@ -303,7 +303,7 @@ def _check_batches(earlier: StepKey, one: Contribution, later: StepKey, other: C
         raise ConfigurationError(
             f"{one.sender} makes a step after the batch of step {earlier[0]}, and {other.sender} accumulates over it "
             f"and makes one after that of step {later[0]}: every worker must step after the same batches. A batch "
-            "smaller than the number of workers is not seen by all of them: leave it out (drop_last=True). " + GOES_ON
+            "smaller than the number of workers does not reach all of them: leave it out (drop_last=True). " + GOES_ON
         )
 
 
@@ -317,8 +317,8 @@ def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> No
         setter, counter = (one, other) if one.slice.is_set else (other, one)
         raise ConfigurationError(
             f"step {key[0]}: {setter.sender} has called set_weight({setter.slice.weight:g}), and {counter.sender} "
-            f"weighs its slice by its {counter.slice.weight:g} examples: call it on every worker, or with 0 for what "
-            "is not to count"
+            f"weighs its slice by its {counter.slice.weight:g} examples: call it on every worker, or with 0 for "
+            "what should not count"
         )
     theirs = {commit.group: commit.hyper_parameters for commit in one.groups}
     for commit in other.groups:

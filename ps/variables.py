@@ -150,7 +150,7 @@ class Variables:
     def _check_num_ps(self, sender: Sender, num_ps: int) -> None:
         """With the store locked: the number of ps may change while a call is under way."""
         if num_ps and self._state.num_ps not in (0, num_ps):
-            raise StaleStoreError(f"this is one of {self._state.num_ps} ps, and {sender} shares out among {num_ps}")
+            raise StaleStoreError(f"this is one of {self._state.num_ps} ps, and {sender} divides them among {num_ps}")
 
     def _take_from_origin(self, sender: Sender, groups: Sequence[GroupSpec], num_ps: int) -> None:
         """Groups whose rows are in a checkpoint that another number of ps made."""

@@ -121,7 +121,7 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
     with draft:
         for file in manifest.files:
             if not _FILE.fullmatch(file.name):
-                raise CheckpointError(f"a ps reported a file of the name {file.name!r}, which is no plain name")
+                raise CheckpointError(f"a ps reported a file of the name {file.name!r}, which is not a plain name")
             written = draft.path / file.name
             if not written.is_file() or written.stat().st_size != file.num_bytes:
                 raise CheckpointError(f"expected {file.num_bytes} bytes in {written}, which a ps reported as written")

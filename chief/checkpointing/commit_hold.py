@@ -87,7 +87,7 @@ class CommitHold:
                 self._prolonging = asyncio.create_task(self._prolong())
             elif complete and not (self.is_complete or (or_as_sent and self._nobody_sends())):
                 raise PeerUnavailableError(
-                    f"{what} needs every update on all of its ps, and commits are held as they came. It is repeated"
+                    f"{what} needs every update on all of its ps, but commits are held as they came. It will be retried"
                 )
             else:
                 self.check_all(what)
@@ -124,8 +124,8 @@ class CommitHold:
         servers = self._ps_pool.ready
         if len(servers) < self._ps_pool.num_ps:
             raise PeerUnavailableError(
-                f"{what} needs all {self._ps_pool.num_ps} ps; {len(servers)} are here now. "
-                "It is repeated once the others are back."
+                f"{what} needs all {self._ps_pool.num_ps} ps; {len(servers)} are here now. It "
+                "will be retried once the others are back."
             )
         return servers
 
@@ -144,11 +144,11 @@ class CommitHold:
                     await self._release(servers)
             if is_held:
                 return not torn
-            logger.info("Attempt %d for %s: updates are still under way to %s", attempt, what, _names(torn))
+            logger.info("Attempt %d for %s: updates are still in flight to %s", attempt, what, _names(torn))
             await asyncio.sleep(PAUSE_S)
         raise PeerUnavailableError(
             f"no {what.removeprefix('a ').removeprefix('an ')} after {ATTEMPTS} attempts: expected every update on all "
-            f"of its ps, but {_names(torn)} still lack some. A worker stopped in the middle of a step; look at "
+            f"of its ps, but {_names(torn)} still lack some. A worker stopped in the middle of a step; see "
             "`stratagem status`."
         )
 
@@ -175,7 +175,7 @@ class CommitHold:
         answers = await asyncio.gather(*(server.release_commits(token) for server in servers), return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, StratagemError):
-                logger.info("%s did not hear the release; its hold ends by itself: %s", server.incarnation.task, answer)
+                logger.info("%s was not told to release commits; the hold expires: %s", server.incarnation.task, answer)
             elif isinstance(answer, BaseException):
                 raise answer
 

@@ -60,10 +60,10 @@ class Restoring:
                     try:
                         logger.warning("%s is now %s", damaged, set_aside(damaged))
                     except OSError as error:
-                        logger.warning("%s stays in the way: %s", damaged, error)
+                        logger.warning("%s could not be moved out of the way: %s", damaged, error)
                 logger.warning(
-                    "Going back to step %d (%s), which is whole on every ps: %d updates that newer checkpoints had are "
-                    "undone and computed again",
+                    "Rolling back to step %d (%s), which is complete on every ps: %d updates in newer checkpoints "
+                    "are undone and recomputed",
                     manifest.step,
                     path,
                     undone,
@@ -72,8 +72,8 @@ class Restoring:
         if left_out:
             newest, _, why = left_out[0]
             raise CheckpointError(
-                f"none of the {len(left_out)} checkpoints in {self.directory} is whole on every ps (the newest, "
-                f"{newest.name}: {why}). To begin anew, move them away or give another --checkpoint-dir"
+                f"none of the {len(left_out)} checkpoints in {self.directory} is complete on every ps (the newest, "
+                f"{newest.name}: {why}). To start from scratch, move them away or give another --checkpoint-dir"
             )
         return None
 

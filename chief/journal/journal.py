@@ -41,13 +41,13 @@ class Journal:
             try:
                 self._begin(self._path)
             except OSError as error:
-                self._lose(f"cannot be kept ({error.strerror}): give the chief a --state-dir that it can write")
+                self._lose(f"cannot be kept ({error.strerror}): give the chief a --state-dir that it can write to")
 
     def _begin(self, path: pathlib.Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.history = replay(path)
         if self.history.stopped is not None:
-            logger.info("The job in %s is over (%s); a new one begins", path.parent, self.history.stopped)
+            logger.info("The job in %s is over (%s); starting a new one", path.parent, self.history.stopped)
             newest = self.history.newest_incarnation
             self.history = JobHistory(self.history.chief_epoch, newest, earlier_incarnations=newest)
             self._replace(path)
@@ -74,7 +74,7 @@ class Journal:
             elif durable:
                 os.fsync(self._fd)
         except OSError as error:
-            self._lose(f"cannot be written ({error}): make room there, or give another --state-dir")
+            self._lose(f"cannot be written ({error}): free some space there, or give another --state-dir")
 
     def check(self) -> None:
         """Whether the file is the one that was opened, and all that is in it is ours. JournalLostError: another chief
@@ -134,11 +134,11 @@ def replay(path: pathlib.Path) -> JobHistory:
             if is_strange or offset + len(line) < len(data):
                 why = f"another version of Stratagem may have written it: {error!r}" if is_strange else error
                 raise ConfigurationError(
-                    f"line {number} of {path} cannot be read ({why}). Move the file away to start a new job "
-                    "(it then goes on from the newest checkpoint)."
+                    f"line {number} of {path} cannot be read ({why}). Move the file away to start a new "
+                    "job (it then resumes from the newest checkpoint)."
                 ) from None
             # The chief died in the middle of its last line: nobody has acted on it.
-            logger.warning("The last line of %s is torn and left out", path)
+            logger.warning("The last line of %s is torn and ignored", path)
             os.truncate(path, offset)
             break
         offset += len(line)

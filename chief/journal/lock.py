@@ -31,8 +31,8 @@ class JournalLock:
     """The lock of a journal's folder, the chief's state_dir, which is made. OSError: the file cannot be opened."""
 
     refusal = (
-        "the journal in {where} is that of a chief that runs: {holder}. End that one, give this one another "
-        "--state-dir, or start it with --standby, to go on with the job when that one is lost"
+        "the journal in {where} belongs to a running chief: {holder}. End that one, give this one another --state-dir, "
+        "or start it with --standby, to take over the job when that one is lost"
     )
 
     def __init__(self, directory: str, name: str = NAME) -> None:
@@ -83,7 +83,7 @@ class CheckpointsLock(JournalLock):
     """The same of a folder of checkpoints, that two jobs would go on from, and tidy up, as if they were one."""
 
     refusal = (
-        "the checkpoints in {where} are those of a job that runs: its chief is {holder}. Wait for its end, or give "
+        "the checkpoints in {where} belong to a running job, whose chief is {holder}. Wait until it ends, or give "
         "this job another --checkpoint-dir"
     )
 

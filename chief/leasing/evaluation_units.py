@@ -95,7 +95,7 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
         before = evaluation.record
         begins_anew = evaluation.pin(versions)
         if begins_anew:
-            logger.warning("The weights changed during %s: it begins anew", name)
+            logger.warning("The weights changed during %s: it starts over", name)
         if evaluation.record != before:
             record = evaluation.record.to_record()
             self._journal.write("evaluation", durable=False, name=[name.group, name.ordinal], pin=record)

@@ -83,8 +83,8 @@ class LeaseBook:
         if differences:
             raise ConfigurationError(
                 f"dataset {dataset} differs from what the job opened before: {'; '.join(differences)}. Every "
-                "worker must run the same script on the same data; to go on from a checkpoint, keep the dataset, the "
-                "batch size, --staleness and, if that is 0, the number of workers, or take another --checkpoint-dir."
+                "worker must run the same script on the same data; to resume from a checkpoint, keep the dataset, the "
+                "batch size, --staleness and, if that is 0, the number of workers, or use another --checkpoint-dir."
             )
         return known
 

@@ -130,12 +130,12 @@ class TrainingUnits(UnitLender[TrainingPass]):
             raise ConfigurationError(f"datasets are counted from 1, got {dataset}")
         if plan.staleness == 0 and (self._sessions.wanted_workers or self._sessions.was_added(incarnation.task)):
             raise ConfigurationError(
-                f"{incarnation.task} cannot be added at staleness 0, nor another go: every batch is cut for the "
+                f"{incarnation.task} cannot be added at staleness 0, nor another leave: every batch is cut for the "
                 f"{self._config.num_workers} workers that the job started with (num_workers)"
             )
         if plan.staleness == 0 and self._config.ps_replicas > 1:
             raise ConfigurationError(
-                "copies of what a ps holds (ps_replicas 2) are for a staleness above 0: at 0 all ps go back to a "
+                "copies of what a ps holds (ps_replicas 2) need a staleness above 0: at 0 all ps go back to a "
                 "checkpoint together when one dies. Start the job without --ps-replicas, or with --staleness 1"
             )
         if plan.staleness == 0 and incarnation not in self._lease_book.founders:
@@ -195,8 +195,8 @@ class TrainingUnits(UnitLender[TrainingPass]):
         num_parts = len(plan.units_of(plan.batch_of(units[0].index)))
         if len(units) < num_parts and not self._has_rest:
             logger.warning(
-                "Step %d has %d of the %d parts of its batch, as fewer workers take part than there were: the others "
-                "make an update of their own, also of batches to come, which one process would not",
+                "Step %d has %d of the %d parts of its batch, as fewer workers take part than before: the other "
+                "parts become an update of their own, in later batches too, unlike in a single process",
                 *(number, len(units), num_parts),
             )
         self._has_rest = len(units) < num_parts

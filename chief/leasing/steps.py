@@ -24,8 +24,8 @@ crashed, knows which numbers the ps may have seen."""
 def is_late(incarnation: Incarnation) -> ConfigurationError:
     """Of a worker that begins where others accumulate."""
     return ConfigurationError(
-        f"{incarnation.task} cannot go on at staleness 0: others are in the middle of an update of several batches, "
-        "and it has not had all of these: it or another worker was lost (start the job again, and it goes on from its "
+        f"{incarnation.task} cannot continue at staleness 0: others are in the middle of an update of several batches, "
+        "and it has not had all of these: it or another worker was lost (start the job again, and it resumes from its "
         "last checkpoint), or a batch has too few examples for all workers (give larger batches, with drop_last=True, "
         "or start fewer workers)"
     )

@@ -206,5 +206,5 @@ class Roster:
             units = "its units go to others; " if incarnation.task.startswith("worker:") else ""
             raise FencedError(
                 f"{incarnation} is not a live member of the cluster (the chief has: {newest}); {units}"
-                "end the process and start it again to rejoin."
+                "end the process and restart it to rejoin."
             )

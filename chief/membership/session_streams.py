@@ -110,7 +110,7 @@ class SessionStreams(ChiefPart):
     def _check_here(self) -> None:
         """What a chief hears that has left is in no journal."""
         if self._closed and self._told is None:
-            raise PeerUnavailableError("this chief has left; the one that follows is to hear it")
+            raise PeerUnavailableError("this chief has exited; tell the next one")
 
     async def _probe(self, incarnation: Incarnation, address: str) -> None:
         """A process that is gone has left its port: then nobody need wait for it to come back.
@@ -178,13 +178,13 @@ class SessionStreams(ChiefPart):
         own = own_version()
         if join.stratagem_version and join.stratagem_version.split(".")[:2] != own.split(".")[:2]:
             raise ConfigurationError(
-                f"{join.task} runs stratagem {join.stratagem_version} and its chief {own}: install the same one on "
-                "every machine (the first two numbers have to agree)"
+                f"{join.task} runs stratagem {join.stratagem_version} and its chief {own}: install the same version on "
+                "every machine (the first two numbers must agree)"
             )
         self._torch_versions.pop(join.task, None)
         for task, version in self._torch_versions.items():
             if join.torch_version and version != join.torch_version:
-                words = "%s has torch %s and %s torch %s: their numbers may differ, install the same on every machine"
+                words = "%s has torch %s and %s torch %s: their results may differ, install the same on every machine"
                 logger.warning(words, join.task, join.torch_version, task, version)
                 break
         if join.torch_version:
@@ -226,7 +226,7 @@ class SessionStreams(ChiefPart):
     def tick(self) -> None:
         now = self._clock()
         if (asleep_s := now - self._ticked_at - TICK_S) > 0:
-            logger.warning("This chief stood still for %.1f s, in which it heard nobody", asleep_s + TICK_S)
+            logger.warning("This chief was suspended for %.1f s and heard from no task meanwhile", asleep_s + TICK_S)
             self._sessions.excuse(asleep_s, now)
         self._ticked_at = now
         self.perform(self._sessions.tick(now))
@@ -255,7 +255,7 @@ class SessionStreams(ChiefPart):
         await self._admit(caller)
         for one in self._sessions.take_in(caller, newcomers):
             self._journal.write("taken_in", task=one.task, incarnation=one.number)
-            logger.info("%s is taken into the ring", one)
+            logger.info("%s is admitted to the ring", one)
         self.perform([Announce()])
 
     def broadcast(self, event: Event) -> None:
@@ -265,7 +265,7 @@ class SessionStreams(ChiefPart):
             if outbox.qsize() < MAX_UNREAD_EVENTS:
                 outbox.put_nowait(event)
             else:
-                logger.warning("A task lets %d events lie unread; its session ends", outbox.qsize())
+                logger.warning("A task left %d events unread; its session ends", outbox.qsize())
                 del self._outboxes[stream]
                 while not outbox.empty():
                     outbox.get_nowait()

@@ -82,13 +82,13 @@ class Sessions(Roster):
         session = self._session(task)
         if session is not None and self.is_dismissed(session) and not resume_incarnation:
             raise ConfigurationError(
-                f"{task} is not wanted: the job goes on with {self.wanted_workers} workers, until "
-                f"`stratagem scale --workers {session.task.index + 1}` asks for it"
+                f"{task} is not wanted: the job continues with {self.wanted_workers} workers, until "
+                f"`stratagem scale --workers {session.task.index + 1}` requests it"
             )
         if session is None:
             known = ", ".join(self.tasks)
             fixed = "" if "ps:0" in self.tasks else ". A ring is as large as it started"
-            fixed += " or as max_workers says" if self.min_workers else ": no worker is added to it" if fixed else ""
+            fixed += " or as max_workers says" if self.min_workers else ": it admits no further worker" if fixed else ""
             raise ConfigurationError(f"{task!r} is not a task of this cluster; expected one of {known}{fixed}")
         incarnation = Incarnation(task, resume_incarnation)
         actions: list[Action] = []
@@ -100,7 +100,7 @@ class Sessions(Roster):
         else:
             if not address and session.task.type == "worker" and session.open and session.stream:
                 raise ConfigurationError(  # of a script that never took part, such as a second one by mistake
-                    f"{task} runs already, in the process {session.pid} at {session.address}"
+                    f"{task} is already running, in process {session.pid} at {session.address}"
                 )
             if session.open or session.state is SessionState.AWAITED:
                 actions += self._lose(session, now, "a new process joined in its place")
@@ -132,7 +132,7 @@ class Sessions(Roster):
 
     def let_go(self, session: Session, now: float) -> list[Action]:
         """What a ps holds that was told to end is in a checkpoint, or is nothing: it may."""
-        return self._lose(session, now, "it was told to end, and has handed over what it held")
+        return self._lose(session, now, "it was shut down, and has handed over what it held")
 
     def route(self, num_ps: int) -> list[Action]:
         """From now on so many ps serve, each after it has been prepared anew; those beyond them are to end."""
@@ -206,7 +206,7 @@ class Sessions(Roster):
             self.first_failure = f"{task}: {message or why}"
         actions = self._lose(session, now, why)
         if exit_code in HOPELESS and not was_added:
-            actions += self.stop(exit_code, f"{task} failed and a restart would not help: {message or why}")
+            actions += self.stop(exit_code, f"{task} failed, and a restart would not help: {message or why}")
         return actions
 
     def finished(self, incarnation: Incarnation) -> list[Action]:
@@ -229,14 +229,14 @@ class Sessions(Roster):
         session.stream, session.broken_at = 0, now
         if self._config.session_grace_s and (self.stopping is None or session.task.type == "ps"):
             return []  # the last checkpoint needs what a ps has in memory
-        return self._lose(session, now, "its session broke off without a goodbye")
+        return self._lose(session, now, "its connection broke without a goodbye")
 
     def nobody_there(self, incarnation: Incarnation, now: float) -> list[Action]:
         """Its address refuses connections: the process is gone, unless the session has come back meanwhile."""
         if not self.is_away(incarnation):
             return []
         session = self.tasks[incarnation.task]
-        return self._lose(session, now, "its session broke off without a goodbye, and nothing listens at its address")
+        return self._lose(session, now, "its connection broke without a goodbye, and nothing listens at its address")
 
     def excuse(self, seconds: float, now: float) -> None:
         """The chief was away for that long: it is nobody's silence. No event was after ``now``."""
@@ -284,9 +284,9 @@ class Sessions(Roster):
             if not is_awaited:
                 patience_s = session.heartbeats.patience_s(config.session_timeout_s)
             if (session.open or is_awaited) and silent_s > patience_s:
-                actions += self._lose(session, now, f"nothing was heard from it for {silent_s:.1f} s")
+                actions += self._lose(session, now, f"it was silent for {silent_s:.1f} s")
             elif session.open and not session.stream and (broken_s := now - session.broken_at) > config.session_grace_s:
-                why = f"its session broke off without a goodbye {broken_s:.1f} s ago and did not come back"
+                why = f"its connection broke without a goodbye {broken_s:.1f} s ago and it did not reconnect"
                 actions += self._lose(session, now, why)
         return actions
 
@@ -296,7 +296,7 @@ class Sessions(Roster):
             return self.stop(0, f"every worker but {session.task} has finished the work")
         how_long = f"{now - session.lost_at:.0f} s ago"
         way_out = "worker_timeout_s; one that takes longer to start needs a larger STRATAGEM_WORKER_TIMEOUT_S"
-        reason = f"{session.task} was lost {how_long} and did not come back ({way_out})"
+        reason = f"{session.task} was lost {how_long} and did not return ({way_out})"
         return self.stop(1, reason + self.first_failure_words)
 
     @property

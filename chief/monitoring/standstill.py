@@ -51,9 +51,9 @@ class Standstill:
             return ""
         told = "; ".join(f"{one.task} waits for {what}" for one, what in sorted(stuck.items()))
         return (
-            f"workers wait for each other, and would without end: {told}. Every worker has to call barrier(), "
+            f"workers wait for each other, and would do so forever: {told}. Every worker has to call barrier(), "
             "load_once(), restore(), evaluate() and fit(), at staleness 0 also a further prepare(), and to go through "
-            "its datasets, at the same place of its script"
+            "its datasets, at the same point of its script"
         )
 
 

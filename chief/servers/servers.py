@@ -265,7 +265,7 @@ class PsPool:
             try:
                 return await call(server)
             except PeerUnavailableError as error:
-                logger.log(level, "%s did not answer, asking until it does: %s", server.incarnation.task, error)
+                logger.log(level, "%s did not answer; retrying until it does: %s", server.incarnation.task, error)
                 level = logging.DEBUG
                 await asyncio.sleep(RETRY_S)
         return None

@@ -79,7 +79,7 @@ class HttpServer:
             self._socket = listening(host, port)
         except OSError as error:
             raise ConfigurationError(
-                f"cannot serve {what} on {bind}: {error.strerror}. Choose another port, or take port 0 for a free one."
+                f"cannot serve {what} on {bind}: {error.strerror}. Choose another port, or use port 0 for a free one."
             ) from None
         self.address = f"{bind.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
         """host:port really bound."""

@@ -64,7 +64,7 @@ class JobStory:
         found = []
         if last is None:
             if now.chief_epoch > 1:
-                found.append(("note", f"the chief was started again: its epoch is {now.chief_epoch}"))
+                found.append(("note", f"the chief was restarted: its epoch is {now.chief_epoch}"))
             was_ready = now.ready and now.chief_epoch > 1
             last = StatusView(
                 ready=was_ready, epoch=now.epoch, checkpoint=now.checkpoint, updates_lost=now.updates_lost
@@ -85,13 +85,13 @@ class JobStory:
             found.append(("note", f"the job ends: {now.stop_reason}"))
         if self._watched.look(now, at):
             off = self._watched.told
-            found.append(("good", "nothing is off any more") if off is None else ("bad", off.sentence))
+            found.append(("good", "no problem remains") if off is None else ("bad", off.sentence))
         return found
 
 
 def _of_task(before: TaskState, now: TaskState) -> list[tuple[str, str]]:
     if now.incarnation > before.incarnation > 0:
-        return [("note", f"{now.task} was started again: incarnation {now.incarnation}")]
+        return [("note", f"{now.task} was restarted: incarnation {now.incarnation}")]
     if now.state == before.state:
         return []
     if now.state == "lost":

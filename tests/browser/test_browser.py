@@ -129,7 +129,7 @@ def test_it_shows_what_status_says_and_survives_its_chief(tmp_path: Path, monkey
                 page, f"{LOOKS} > {num_looks + 3} && document.querySelector('#state').textContent === 'running'"
             )
             text = "document.querySelector('#events').textContent"
-            await until(page, f"{text}.includes('the chief was started again: its epoch is 2')")
+            await until(page, f"{text}.includes('the chief was restarted: its epoch is 2')")
             await until(page, f"{text}.includes('the cluster is complete')")
             for task in tasks:
                 await task.die()

@@ -54,7 +54,7 @@ ROWS = (
     Row("reset worker:0-chief@step=40 for=1s"),
     Row("reset ps:1-chief@step=80 for=1s"),
     Row("kill worker:1@step=40", job="s = 0"),
-    Row("kill ps:1@step=40", "all go back to the last checkpoint and compute again", job="s = 0"),
+    Row("kill ps:1@step=40", "all roll back to the last checkpoint and recompute", job="s = 0"),
     Row("kill chief@step=40", job="s = 0"),
     Row("cut worker:0-ps:1@step=40 for=8s", job="s = 0"),
     Row("kill ps:1@step=160", job="copies"),
@@ -90,7 +90,7 @@ def run(row: Row, folder: Path) -> tuple[Finished, dict[str, Any], float]:
     if missing != done.summary["updates_lost"] or (missing and row.expected == NOTHING):
         raise click.ClickException(
             f"{row.chaos}: {row.expected}, but {missing} updates are missing and "
-            f"{done.summary['updates_lost']} were told to be lost\n{done.stderr}"
+            f"{done.summary['updates_lost']} were reported lost\n{done.stderr}"
         )
     return done, done.summary["chaos"][0], missing
 

@@ -145,10 +145,10 @@ def run(folder: Path, seed: int, form: Form) -> tuple[Finished, str]:
     least, most = min(told, 1) if "--table" in form.arguments else told, told * (2 if form.numbers else 1)
     missing = _missing(sg.load_checkpoint(checkpoints)) if form.staleness else 0
     if not least <= missing <= most:
-        return done, f"{missing:.0f} examples are missing in the last checkpoint, {told} were told to be lost"
+        return done, f"{missing:.0f} examples are missing in the last checkpoint, {told} were reported lost"
     missing = _missing(torch.load(out, weights_only=True))
     if not 0 <= missing <= most:
-        return done, f"{missing:.0f} examples are missing in {out.name}, {told} were told to be lost"
+        return done, f"{missing:.0f} examples are missing in {out.name}, {told} were reported lost"
     files = {name for name in shared_memory().keys() - before.keys() if not is_of_others(name)}
     if left or files:
         return done, f"left behind: processes {left}, shared memory {files}"

@@ -122,7 +122,7 @@ def test_under_a_supervisor_a_script_that_fails_before_the_first_step_is_not_to_
     assert ("the job has made no step yet" in logs.texts[0]) == (code == 42)
     if code == 42:
         logs = Logs(chief)
-        assert logs.finish() == [42] and "worker:0 failed and a restart would not help: NameError" in logs.texts[0]
+        assert logs.finish() == [42] and "worker:0 failed, and a restart would not help: NameError" in logs.texts[0]
     logs = Logs(start("worker", "--run-id", "uid", script))  # the script as the only process of a job
     assert logs.finish() == [code], logs
 

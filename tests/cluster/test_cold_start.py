@@ -54,8 +54,8 @@ def test_a_damaged_shard(
     assert again.code == 0, again.stderr
     lost = step_of(paths[-1]) - step_of(paths[-2])
     assert lost > 0
-    assert re.search(rf"The job goes on from step {step_of(paths[-2])} ", again.stderr), again.stderr
-    assert f"{lost} updates that newer checkpoints had are undone and computed again" in again.stderr
+    assert re.search(rf"The job resumes from step {step_of(paths[-2])} ", again.stderr), again.stderr
+    assert f"{lost} updates in newer checkpoints are undone and recomputed" in again.stderr
     assert f"{lost} update" in again.stderr.splitlines()[-1], again.stderr.splitlines()[-1]
     assert (again.summary["updates_lost"], again.summary["updates_undone"]) == (0, lost)
     assert again.summary["restored"] == str(paths[-2])

@@ -51,7 +51,7 @@ def test_a_ps_that_is_cut_off_for_eight_seconds_loses_nothing(cluster: Start, tm
 def test_a_chief_that_is_told_to_leave_comes_back_to_the_same_tasks(cluster: Start, tmp_path: Path) -> None:
     script = ("--examples", 1000, "--epochs", 1, "--pause-s", 0.05, "--out", tmp_path / "out.pt")
     done: Finished = cluster(2, 2, "count_examples.py", *script, flags=["--chaos", "stop chief@1s"]).finish()
-    assert done.code == 0 and "the job goes on with the chief that is started in its place" in done.stderr, done.stderr
+    assert done.code == 0 and "the job continues with the chief that replaces it" in done.stderr, done.stderr
     assert done.summary["tasks"]["chief:0"]["exit_codes"] == [143, 0], done.summary
     assert done.stderr.count(" resumed at ") == 4 and "Traceback" not in done.stderr, done.stderr
     assert (done.summary["restarts"], done.summary["updates_lost"]) == (1, 0), done.summary

@@ -102,7 +102,7 @@ def test_a_killed_ring_goes_on_in_its_data_and_then_on_parameter_servers(
     assert "Resuming from step 9" in second.stderr and steps_in(folder)[-1] == 16
     third = cluster(2, 2, "estimate.py", *arguments, "--max-steps", MAX_STEPS, flags=["--staleness", "0"]).finish()
     assert third.code == 0, third.stderr
-    assert "The job continues from step 16" in third.stderr
+    assert "The job resumes from step 16" in third.stderr
     check_alike(folder, alone)
 
 

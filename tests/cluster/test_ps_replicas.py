@@ -24,7 +24,7 @@ def are_copied(log: str, num_ps: int) -> bool:
     live: dict[str, str] = {}
     copied: set[str] = set()
     for task, number, holder, of, of_number in re.findall(
-        r"(ps:\d) \(incarnation (\d+)\) joined|\[(ps:\d)\].* Keeps a copy of (ps:\d) \(incarnation (\d+)\)", log
+        r"(ps:\d) \(incarnation (\d+)\) joined|\[(ps:\d)\].* Keeping a copy of (ps:\d) \(incarnation (\d+)\)", log
     ):
         if task:
             live[task] = number
@@ -42,7 +42,7 @@ def kill_in_turns(job: Any, num_kills: int, num_ps: int = 2) -> None:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         done = kill + 1
-        job.wait_for(lambda done=done: len(re.findall(r"goes on from step", job.stderr)) == done, f"{task} to go on")
+        job.wait_for(lambda done=done: len(re.findall(r"resumes from step", job.stderr)) == done, f"{task} to go on")
 
 
 SOAK = [pytest.mark.thorough, pytest.mark.timeout(60 + 20 * NUM_KILLS)]
@@ -73,7 +73,7 @@ def test_no_update_is_lost_when_a_ps_is_killed(
     done = job.finish()
     assert done.code == 0, done.stderr
     assert (done.summary["restarts"], done.summary["updates_lost"]) == (num_kills, 0), done.stderr
-    counted = re.findall(r"goes on from step \d+, which ps:\d had a copy of: 0 updates lost", done.stderr)
+    counted = re.findall(r"resumes from step \d+, of which ps:\d had a copy: 0 updates lost", done.stderr)
     assert len(counted) == num_kills
     # The last checkpoint, not the lead's copies: the other worker may begin one more epoch.
     state = sg.load_checkpoint(done.summary["checkpoint"])
@@ -89,9 +89,9 @@ def test_two_ps_that_cannot_reach_one_another_hold_nobody_up(cluster: Start, tmp
     arguments = ("--examples", 400, "--pause-s", 0.02, "--until", stop)
     chaos = ["--chaos", "cut ps:0-ps:1@step=150 for=14s"]
     job = cluster(2, 2, "count_examples.py", *arguments, flags=["--ps-replicas", "2", "--max-restarts", "0", *chaos])
-    job.wait_for(lambda: job.stderr.count("Drops the copy of") == 2, "both copies to be dropped")
-    copies = job.stderr.count("Keeps a copy of")
-    job.wait_for(lambda: job.stderr.count("Keeps a copy of") >= copies + 2, "copies after the cut")
+    job.wait_for(lambda: job.stderr.count("Dropping the copy of") == 2, "both copies to be dropped")
+    copies = job.stderr.count("Keeping a copy of")
+    job.wait_for(lambda: job.stderr.count("Keeping a copy of") >= copies + 2, "copies after the cut")
     stop.touch()
     done = job.finish()
     assert done.code == 0, done.stderr

@@ -136,7 +136,7 @@ def test_parameter_servers_come_and_go(cluster: Start, tmp_path: Path, arguments
     stalls = re.findall(r"commits were held for ([\d.]+) s", job.stderr)
     print(f"commits were held for {stalls} s")
     assert len(stalls) == 2
-    assert "Ends: the others have what ps:2 held, there are 2 ps now" in job.stderr
+    assert "Exiting: the others have what ps:2 held; there are 2 ps now" in job.stderr
 
 
 @pytest.mark.thorough
@@ -250,7 +250,7 @@ def test_a_ps_that_has_no_time_to_end_in_order_counts_what_is_lost(
     chief, ps = psutil.Process(job.pid_of("chief:0")), psutil.Process(job.pid_of("ps:1"))
     chief.suspend()  # nobody takes a checkpoint
     ps.send_signal(signal.SIGTERM)
-    job.wait_for(lambda: "Told to end" in job.stderr, "what it says")
+    job.wait_for(lambda: "Shutting down once" in job.stderr, "what it says")
     ps.send_signal(second)
     job.wait_for(lambda: "ps:1 ended" in job.stderr, "its end")
     chief.resume()

@@ -14,9 +14,9 @@ _HEAD = """\
 # Every strategy, one law
 
 Each row is a test of `tests/conformance`, run on every strategy that can satisfy it: ✔ is a run that passed, a number
-the reason why there is none, below; where a cell is empty, the row is about other strategies. `make conformance` runs
-them all and writes this page; the columns of the TPU strategy come from `make test-xla`, with torch_xla on the CPU, and
-a ? there is a run that is still to be made.
+refers to the reason below why there is none, and an empty cell means that the row is about other strategies. `make
+conformance` runs them all and writes this page; the columns of the TPU strategy come from `make test-xla`, with
+torch_xla on the CPU, and a ? there is a run that has yet to be made.
 
 {columns}
 """

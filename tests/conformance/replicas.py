@@ -9,12 +9,12 @@ from tests.conformance.strategies import PARAMETER_SERVERS, PS_SYNC, Column
 
 NO_COLLECTIVES = cannot(
     PS_SYNC,
-    "Workers meet on the parameter servers alone: collectives in a step are refused, and `reduce`, `gather` and "
+    "Workers meet only on the parameter servers: collectives in a step are refused, and `reduce`, `gather` and "
     "`reduce_mean` cover this worker.",
 )
 LOCAL_GRADIENTS = cannot(
     PARAMETER_SERVERS,
-    "The gradient of the global batch is on the parameter servers alone; `.grad` is the worker's own.",
+    "The gradient of the global batch exists only on the parameter servers; `.grad` is the worker's own.",
 )
 
 

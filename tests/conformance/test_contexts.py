@@ -17,7 +17,7 @@ from tests.conformance.strategies import COLUMNS, IN_ONE_PROCESS, PS_ASYNC, PS_S
 
 ONE_LOCAL = cannot(
     [column for column in COLUMNS if column not in SEVERAL_LOCAL],
-    "A worker has one replica, so there is nobody to miss: workers that part are told by their next collective, or by "
+    "A worker has one replica, so none can be missing: workers that diverge are told by their next collective, or by "
     "the chief.",
 )
 
@@ -57,7 +57,7 @@ def test_forgotten_prepare(column: Column, results: list[Any]) -> None:
             assert "no prepared model has" in found["optimizer"]["said"]
 
 
-@law("gradients that a script sets are refused where they would part the replicas", forgotten.own_gradients)
+@law("gradients that a script sets are refused where they would make the replicas diverge", forgotten.own_gradients)
 def test_own_gradients(column: Column, results: list[Any]) -> None:
     parts = column.num_replicas > 1 and not column.num_ps
     for found in results:
@@ -173,7 +173,7 @@ def test_different_merges(column: Column, results: list[Any]) -> None:
 @law(
     "replicas at different collectives: an error on every worker, no hang",
     contexts.different_collectives,
-    without=NO_COLLECTIVES | cannot((*IN_ONE_PROCESS, PS_ASYNC), "There is one replica in sync, which meets nobody."),
+    without=NO_COLLECTIVES | cannot((*IN_ONE_PROCESS, PS_ASYNC), "There is one replica in sync, so it meets no other."),
 )
 def test_different_collectives(column: Column, results: list[Any]) -> None:
     for found in results:

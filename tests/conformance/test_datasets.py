@@ -208,9 +208,7 @@ def test_prefetch(column: Column, results: list[dict[str, Any]]) -> None:
     assert flat(steps) == list(range(5 * 4 * column.num_replicas))
 
 
-@law(
-    "a position saved within an epoch is taken up where it was, shuffled or not", resplitting.resumed, without=ANY_STEP
-)
+@law("a position saved within an epoch is resumed where it was, shuffled or not", resplitting.resumed, without=ANY_STEP)
 def test_resumed(column: Column, results: list[dict[str, Any]]) -> None:
     for one in results:
         assert one["again"] == one["whole"][2:] and len(one["whole"]) == 10
@@ -225,7 +223,7 @@ def test_position(column: Column, results: list[dict[str, Any]]) -> None:
     assert flat(joined(column, [one["rest"] for one in results])) == list(range(8, 18))
 
 
-@law("after a loop that was left the next is the next epoch", resplitting.left_early, without=ANY_STEP)
+@law("after a loop that was left early, the next one is the next epoch", resplitting.left_early, without=ANY_STEP)
 def test_left_early(column: Column, results: list[list[Any]]) -> None:
     whole = {
         1: "0 1 2 3 ; 4 5 6 7",
@@ -240,7 +238,7 @@ def test_left_early(column: Column, results: list[list[Any]]) -> None:
     assert joined(column, [steps for _, _, steps, _ in results]) == expected
 
 
-@law("what cannot be shared out is refused, with what can be done", resplitting.refused)
+@law("what cannot be distributed is refused, with the way out", resplitting.refused)
 def test_refused(column: Column, results: list[dict[str, str]]) -> None:
     for said in results:
         assert "add batch_size=" in said["no batch size"]

@@ -50,7 +50,7 @@ FILES: Expected = TWELVE | {
 
 
 @law(
-    "workers with unequal files stop together; who has none left gets batches of size 0",
+    "workers with unequal files stop together; one with none left gets batches of size 0",
     sharding.by_unequal_files,
     without=LENT | ONE_WORKER,
 )
@@ -111,7 +111,7 @@ def test_auto(column: Column, results: list[dict[str, Steps]]) -> None:
 
 
 @law(
-    "iterables that are not the same on all workers are found out at the first batch",
+    "iterables that are not the same on all workers are detected at the first batch",
     sharding.other_batches,
     without=LENT | ONE_WORKER,
 )
@@ -136,7 +136,7 @@ def test_from_function(column: Column, results: list[dict[str, Any]]) -> None:
 
 
 @law(
-    "functions that give unequally many batches: all stop together, batches of size 0 meanwhile",
+    "functions that give different numbers of batches: all stop together, batches of size 0 meanwhile",
     sharding.uneven_functions,
     without=NOT_LENT_IN_STEP | cannot([*IN_ONE_PROCESS, PS_ASYNC], reasons.ONE_IN_SYNC),
 )

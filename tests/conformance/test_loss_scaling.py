@@ -132,7 +132,7 @@ def test_reduce_mean_of_weights(column: Column, results: list[Any]) -> None:
 @law(
     "`reduce(MEAN)` stays TensorFlow's: the mean of the replicas' values",
     scaling.mean_of_examples,
-    without=NO_COLLECTIVES | cannot(PS_ASYNC, "A worker has one replica, so that there is no other mean."),
+    without=NO_COLLECTIVES | cannot(PS_ASYNC, "A worker has one replica, so there is no other mean."),
 )
 def test_plain_mean(column: Column, results: list[Any]) -> None:
     expected = {1: 3.0, 2: (2 + 4.5) / 2, 3: (1.5 + 3.5 + 5) / 3, 4: float("nan")}[column.num_replicas]

@@ -18,7 +18,7 @@ from tests.conformance.strategies import TPU, Column
 @law(
     "phases of a step: they add up to the loop's time; forward, backward and optimizer are told apart",
     phases.spent,
-    without=cannot(TPU, "XLA computes when a graph is sent off: what `backward()` takes is its tracing."),
+    without=cannot(TPU, "XLA computes when a graph is dispatched: the time of `backward()` is that of tracing."),
 )
 def test_phases(column: Column, results: list[dict[str, Any]]) -> None:
     for one in results:

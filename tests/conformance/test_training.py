@@ -115,7 +115,7 @@ def test_tied(column: Column, results: list[dict[str, Any]]) -> None:
 
 
 @law(
-    "unused parameters are left alone, also those that one replica alone uses in some steps",
+    "unused parameters are left alone, including those that only one replica uses in some steps",
     training.unused,
     without=OWN_PACE,
 )
@@ -210,7 +210,7 @@ def test_paced(column: Column, results: list[dict[str, Any]]) -> None:
 
 
 @law(
-    "workers that set other learning rates are refused before they use them",
+    "workers that set different learning rates are refused before they use them",
     training.other_rates,
     without=only([RING_2, RING_2X2]),
 )
@@ -225,7 +225,7 @@ def test_other_rates(column: Column, results: list[list[Any]]) -> None:
 
 
 @law(
-    "replicas that have other weights are refused in their next backward",
+    "replicas whose weights differ are refused in their next backward",
     training.other_weights,
     without=only([RING_2, RING_2X2, MIRRORED_2, MIRRORED_3]),
 )
@@ -299,7 +299,7 @@ def test_sparse_refused(column: Column, results: list[str]) -> None:
     "BatchNorm: as one process that runs the slices; buffers are averaged for evaluation",
     normalised.batch_norm,
     without=OWN_PACE
-    | cannot(TPU, "torch_xla takes the biased variance into `running_var`, where torch takes the unbiased one."),
+    | cannot(TPU, "torch_xla uses the biased variance for `running_var`, where torch uses the unbiased one."),
 )
 def test_batch_norm(column: Column, results: list[dict[str, Any]]) -> None:
     expected = run_slices(normalised.norm_workload(), column.num_replicas)
@@ -321,7 +321,7 @@ def test_own_statistics(column: Column, results: list[list[Any]]) -> None:
 @law(
     "`sync_batchnorm=True`: as one process on the joined batch, uneven and empty shares",
     normalised.sync_batch_norm,
-    without=cannot(PARAMETER_SERVERS, "Workers of parameter servers meet on the servers alone; `prepare` refuses it."),
+    without=cannot(PARAMETER_SERVERS, "Workers of parameter servers meet only on the servers; `prepare` refuses it."),
 )
 def test_sync_batch_norm(column: Column, results: list[dict[str, Any]]) -> None:
     check(column, results, alone(normalised.sync_workload()))
@@ -340,7 +340,7 @@ def test_channels_last(column: Column, results: list[dict[str, Any]]) -> None:
     "dropout: as one process that runs the slices with each replica's seed",
     normalised.dropout,
     without=OWN_PACE
-    | cannot(PS_SYNC, "A slice goes to the worker who asks first, so that no slice has a seed.")
+    | cannot(PS_SYNC, "A slice goes to the worker that asks first, so no slice has a seed.")
     | cannot(TPU, "XLA draws other random numbers than torch on the CPU, from the same seed."),
 )
 def test_dropout(column: Column, results: list[dict[str, Any]]) -> None:
@@ -362,7 +362,7 @@ def test_empty_shares(column: Column, results: list[dict[str, Any]]) -> None:
 
 
 @law(
-    "an empty share: an error of the step says so, and what can be done",
+    "an empty share: an error of the step says so, with the way out",
     normalised.steps_without_size_0,
     without=cannot(PARAMETER_SERVERS, reasons.NO_SHARE) | ONE_REPLICA,
 )

@@ -303,7 +303,7 @@ class Invariants:
             reason = stopping.reason if stopping else "-"
             # The first checkpoint has to be written, and a ps without memory needs one that is whole.
             is_told = "No space left on device" in reason or (
-                "is whole on every ps" in reason and kept <= cluster.disk.flipped
+                "is complete on every ps" in reason and kept <= cluster.disk.flipped
             )
             is_told |= bool(cluster.disk.flipped) and "begins from cannot be read" in reason
             is_told |= self.ends_for_good(reason)

@@ -48,10 +48,11 @@ def exposed(reading: Reading) -> Iterator[Finding]:
         yield Finding(
             Cause.COMMUNICATION,
             "",
-            f"{worker.task} waits {percent(share)} of its time for communication: steps of {step_ms:.1f} ms are short",
-            "larger batches, several backward() a step" + ("" if reading.of("ps") else ", --wire-dtype bfloat16"),
+            f"{worker.task} spends {percent(share)} of its time waiting for communication: steps of {step_ms:.1f} ms "
+            "are short",
+            "larger batches, or several backward() per step" + ("" if reading.of("ps") else ", --wire-dtype bfloat16"),
             share,
-            (f"{1e3 * worker.own_s:.1f} ms of a step are its own",),
+            (f"{1e3 * worker.own_s:.1f} ms of a step are its own computing",),
         )
 
 
@@ -87,12 +88,12 @@ def _slow_link(reading: Reading, worker: TaskReading, share: float) -> Iterator[
     yield Finding(
         Cause.SLOW_LINK,
         one,
-        f"the link {one}–{other} makes {rate(speed)}{compare}: it is full {percent(busy)} of the time",
+        f"the link {one}–{other} carries {rate(speed)}{compare}: it is full {percent(busy)} of the time",
         f"a faster network, {'' if reading.of('ps') else '--wire-dtype bfloat16, --compression, '}or larger batches",
         share,
         (
             *(f"its round trip is {1e3 * trip:.2f} ms" for trip in trips if trip),
-            f"{worker.task} waits {percent(share)} of its time for communication",
+            f"{worker.task} spends {percent(share)} of its time waiting for communication",
         ),
     )
 
@@ -109,7 +110,7 @@ def _small_frames(reading: Reading, worker: TaskReading, share: float) -> Iterat
                 f"{per_step:.0f} of them every step",
                 "raise STRATAGEM_FRAME_BYTES" if reading.of("ps") else "raise --chunk-bytes",
                 share,
-                (f"{worker.task} waits {percent(share)} of its time for communication",),
+                (f"{worker.task} spends {percent(share)} of its time waiting for communication",),
             )
 
 
@@ -123,9 +124,9 @@ def _lane(reading: Reading, worker: TaskReading, share: float) -> Iterator[Findi
                     Cause.LANE,
                     one.task,
                     f"{one.task} talks to {peer} over a slower lane than it could: {taken.partition(',')[0]} ({why})",
-                    "let --transport be auto; give containers shared memory (--shm-size, an emptyDir of medium Memory)",
+                    "leave --transport auto; give containers shared memory (--shm-size, an emptyDir of medium Memory)",
                     share,
-                    (f"{worker.task} waits {percent(share)} of its time for communication", f"lane: {taken}"),
+                    (f"{worker.task} spends {percent(share)} of its time waiting for communication", f"lane: {taken}"),
                 )
 
 
@@ -199,28 +200,28 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
     late_s = slow.get(measures.GIL_WAIT) / max(1.0, slow.get(measures.GIL_PROBES))
     advice = "add a ps, or give it more --threads"
     if late_s >= STANDS_STILL_S:
-        wakes = f"{1e3 * late_s:.0f} ms when it would wake"
-        advice = f"it stands still now and then, {wakes}: is it stopped, or does it swap?"
+        wakes = f"{1e3 * late_s:.0f} ms at each wake-up"
+        advice = f"it stalls now and then, {wakes}: is it being suspended, or is it swapping?"
     elif cores < 0.5 * slow.busy:
-        advice = "its process waits most of that time: for a core (other load on its machine) or because it is stopped"
+        advice = "its process waits most of that time, for a core (other load on its machine) or as it is suspended"
     elif is_late:
         advice = (
-            "it answers late and works little: it is stopped now and then, or its machine is busy with other things"
+            "it answers late but works little: it is suspended now and then, or its machine is busy with other things"
         )
     if late_s < STANDS_STILL_S and _is_starved(reading, slow, servers):
         no_core = percent(slow.get(measures.STARVED) / slow.window_s)
         yield Finding(
             Cause.NO_CORE,
             slow.task,
-            f"{slow.task} is ready and gets no core {no_core} of the time, and "
-            f"{worker.task} waits {percent(share)} of its time for communication",
-            "move what else runs on its machine, raise its CPU limit, or take fewer processes or threads",
+            f"{slow.task} is ready but gets no core {no_core} of the time, and "
+            f"{worker.task} spends {percent(share)} of its time waiting for communication",
+            "move other load off its machine, raise its CPU limit, or use fewer processes or threads",
             share,
-            (f"it serves {percent(slow.busy)} of the time, on {cores:.1f} cores",),
+            (f"it is busy {percent(slow.busy)} of the time, on {cores:.1f} cores",),
         )
         return
     sentence = (
-        f"{slow.task} is slow: it serves {percent(slow.busy)} of the time, {1e3 * each[slow.task]:.1f} ms an update"
+        f"{slow.task} is slow: it is busy {percent(slow.busy)} of the time, {1e3 * each[slow.task]:.1f} ms per update"
     )
     if works_little:
         # What else is waited for, the other ps for example, is not by it.
@@ -228,8 +229,8 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
         if share < WORTH:
             return
         sentence = (
-            f"{slow.task} answers late: workers wait {percent(share)} of their time for it, and it works "
-            f"{percent(slow.busy)}"
+            f"{slow.task} answers late: workers spend {percent(share)} of their time waiting for it, but it is busy "
+            f"only {percent(slow.busy)}"
         )
     compared = f", {ratio:.1f} x as long as the others" if ratio >= 1.5 else ""
     steps = max(1.0, sum(one.steps for one in reading.working))
@@ -243,7 +244,7 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
         advice,
         share,
         (
-            f"workers wait for {slow.task} {1e3 * waits[slow.task] / steps:.1f} ms a step",
+            f"workers wait {1e3 * waits[slow.task] / steps:.1f} ms per step for {slow.task}",
             f"{rate(moved / slow.window_s)} on {cores:.1f} cores: "
             + ", ".join(
                 f"{words.get(part, part.removesuffix('_s'))} {percent(slow.get(part) / slow.window_s)}"

@@ -21,14 +21,14 @@ def silent(reading: Reading) -> Iterator[Finding]:
     for task in sorted(tasks, key=lambda one: -one.silent_s):  # what was lost first made the others go
         evidence = _waiting_for(reading, task)
         if task.state == "lost":
-            waits = ", and the job waits until it is started again" if task.task.startswith("ps:") else ""
+            waits = ", and the job waits until it is restarted" if task.task.startswith("ps:") else ""
             sentence = f"{task.task} is lost{waits}"
-            advice = "look at its log; `stratagem run` and Kubernetes start it again by themselves"
+            advice = "see its log; `stratagem run` and Kubernetes restart it by themselves"
         elif task.state == "live" and task.silent_s >= SILENT_S:
-            how_long = f"{task.task} is silent since {task.silent_s:.1f} s"
-            sentence = f"{how_long}: its process is stopped, or its machine is away"
-            advice = "look whether its process runs (state T in `ps`: kill -CONT it), swaps, or its network is down"
-            evidence = ("a live task says something twice a second", *evidence)
+            how_long = f"{task.task} has been silent for {task.silent_s:.1f} s"
+            sentence = f"{how_long}: its process is suspended, or its machine is unreachable"
+            advice = "check whether its process is suspended (state T in `ps`: kill -CONT it), swaps, or has no network"
+            evidence = ("a live task reports twice a second", *evidence)
         else:
             continue
         yield Finding(Cause.SILENT, task.task, sentence, advice, 1.0, evidence)
@@ -41,23 +41,23 @@ def stuck(reading: Reading) -> Iterator[Finding]:
         return
     busy = [worker for worker in workers if not worker.waiting_on and worker.window_s >= STUCK_S]
     waiting = [worker for worker in workers if worker.waiting_on and worker.waiting_s >= STUCK_S]
-    others = tuple(f"{one.task} waits for {one.waiting_on} since {one.waiting_s:.0f} s" for one in waiting)
+    others = tuple(f"{one.task} has waited {one.waiting_s:.0f} s for {one.waiting_on}" for one in waiting)
     for worker in busy:
         if worker.total_s > 0 and (waiting or len(workers) == 1):
             how_long = f"{worker.task} has not finished a step for {worker.window_s:.0f} s"
-            sentence = f"{how_long}, and waits for nobody: its script stands still or computes"
-            advice = "see where its threads stand: stratagem status --stacks"
+            sentence = f"{how_long}, and waits for no other task: its script is stalled or computing"
+            advice = "see what its threads are doing: stratagem status --stacks"
             yield Finding(Cause.STUCK, worker.task, sentence, advice, 1.0, others)
     if waiting and not busy:
         first = max(waiting, key=lambda one: one.waiting_s)
         sentence = f"no step has ended for {first.window_s:.0f} s: {first.task} waits for {first.waiting_on}"
-        advice = "see where the threads stand: stratagem status --stacks"
+        advice = "see what the threads are doing: stratagem status --stacks"
         yield Finding(Cause.STUCK, first.task, sentence, advice, 1.0, others)
 
 
 def _waiting_for(reading: Reading, task: TaskReading) -> tuple[str, ...]:
     return tuple(
-        f"{one.task} waits for {one.waiting_on} since {one.waiting_s:.1f} s"
+        f"{one.task} has waited {one.waiting_s:.1f} s for {one.waiting_on}"
         for one in reading.tasks
         if task.task in one.waiting_on
     )

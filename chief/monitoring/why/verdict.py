@@ -35,8 +35,8 @@ def judge(reading: Reading) -> JobVerdict:
             Cause.CHIEF_AWAY,
             "chief:0",
             reading.problem,
-            "look at the chief's log and machine, start it again (with --state-dir it goes on where it was), or read "
-            "what a run has left: stratagem why --summary FILE",
+            "check the chief's log and machine, restart it (with --state-dir it resumes where it was), or read the "
+            "summary of a finished run: stratagem why --summary FILE",
             1.0,
             "fairly sure",
         )
@@ -87,21 +87,21 @@ def _nothing(reading: Reading) -> JobVerdict:
     if not working:
         waiting = [f"{task.task} waits for {task.waiting_on}" for task in reading.tasks if task.waiting_on]
         missing = [task.task for task in reading.tasks if task.state == "waiting"]
-        why = f": {', '.join(missing)} have not come" if missing else ""
+        why = f": {', '.join(missing)} have not joined" if missing else ""
         window_s = max((worker.window_s for worker in reading.of("worker")), default=0.0)
         is_long = window_s >= stalls.STUCK_S and not missing  # before that they may have finished some
         return JobVerdict(
             Cause.UNKNOWN,
             "",
             f"no worker has finished a step {f'in the last {window_s:.0f} s' if is_long else 'yet'}{why}",
-            "see where the threads stand: stratagem status --stacks" if is_long else "ask again in a moment",
+            "see what the threads are doing: stratagem status --stacks" if is_long else "ask again in a moment",
             0.0,
             "sure",
             tuple(waiting),
         )
     computing = min(worker.share(*measures.COMPUTING) for worker in working)
     starved = max(worker.get(measures.STARVED_MAIN) / worker.total_s for worker in working)
-    no_core = f"its training threads are ready and get no core {percent(starved)} of the time: the machine is busy"
+    no_core = f"its training threads are ready but get no core {percent(starved)} of the time: the machine is busy"
     return JobVerdict(
         Cause.NOTHING,
         "",
@@ -137,5 +137,5 @@ def _table(reading: Reading) -> tuple[str, ...]:
         words = ", ".join(
             f"{phase.removesuffix('_s').replace('_', ' ')} {percent(share)}" for phase, share in parts if share >= 0.01
         )
-        lines.append(f"{worker.task}: {1e3 * worker.total_s / worker.steps:.1f} ms a step: {words}")
+        lines.append(f"{worker.task}: {1e3 * worker.total_s / worker.steps:.1f} ms per step: {words}")
     return tuple(lines)

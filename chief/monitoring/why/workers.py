@@ -40,7 +40,7 @@ def slow_data(reading: Reading) -> Iterator[Finding]:
         alike = bool(others) and min(others) >= 0.7 * share
         advice = "read in other processes: DataLoader(num_workers=2 or more, persistent_workers=True)"
         if loaders:
-            advice = "give the DataLoader more workers, cheaper transforms, or data that lies nearer"
+            advice = "give the DataLoader more workers, cheaper transforms, or faster storage"
         elif cpu < 0.5:
             advice += "; the reading itself waits (a disk, a network), so more of them help"
         per_step = worker.get(measures.DATA_WAIT) / worker.steps
@@ -48,13 +48,13 @@ def slow_data(reading: Reading) -> Iterator[Finding]:
         yield Finding(
             Cause.SLOW_DATA,
             "" if alike else worker.task,
-            f"{'every worker' if alike else worker.task} waits {percent(share)} of its time for its data{where}",
+            f"{'every worker' if alike else worker.task} spends {percent(share)} of its time waiting for data{where}",
             advice,
             share if reading.in_step or alike else share / len(workers) + share / 4,
             (
                 f"a batch takes {1e3 * per_step:.1f} ms, the rest of a step {1e3 * rest:.1f} ms",
-                f"{percent(cpu)} of that wait the training thread itself computes",
-                *(f"{one.task} waits {percent(one.share(measures.DATA_WAIT))} for its data" for one in workers),
+                f"the training thread itself computes for {percent(cpu)} of that wait",
+                *(f"{one.task} waits {percent(one.share(measures.DATA_WAIT))} of its time for data" for one in workers),
             ),
         )
 
@@ -82,22 +82,22 @@ def slow_worker(reading: Reading) -> Iterator[Finding]:
         waits = percent(statistics.mean(one.waits for one in others))
         after = f": the others wait {waits} of every step" if reading.in_step else ""
         how = (
-            f"its CPU time a step is {1e3 * cpu:.1f} ms, that of the others {1e3 * usual_cpu:.1f} ms",
-            f"its computing takes {1e3 * own:.1f} ms a step, that of the others {1e3 * usual:.1f} ms",
+            f"its CPU time per step is {1e3 * cpu:.1f} ms, that of the others {1e3 * usual_cpu:.1f} ms",
+            f"its computing takes {1e3 * own:.1f} ms per step, that of the others {1e3 * usual:.1f} ms",
             *_where(worker, others),
         )
         cause, sentence = Cause.SLOW_WORKER, f"{worker.task} computes {ratio:.1f} x slower than the others{after}"
         advice = "it has more to do, or a slower machine: compare its CPU, its clock, its share of the batch"
         if is_starved:
-            cause, advice = Cause.NO_CORE, "move what else runs on its machine, or raise its CPU limit"
+            cause, advice = Cause.NO_CORE, "move other load off its machine, or raise its CPU limit"
             sentence = (
-                f"{worker.task} gets no core for {percent(starved / own)} of its computing: that takes {ratio:.1f} x "
-                f"as long as that of the others{after}"
+                f"{worker.task} gets no core for {percent(starved / own)} of its computing, which takes {ratio:.1f} x "
+                f"as long as on the others{after}"
             )
         elif cpu < 0.5 * own:
             advice = (
-                "its thread does not run most of that time: look for input, locks, sleeps in its script, or a "
-                "process that is stopped (stratagem status --stacks)"
+                "its thread does not run most of that time: look for I/O, locks, sleeps in its script, or "
+                "a suspended process (stratagem status --stacks)"
             )
         yield Finding(cause, worker.task, sentence, advice, lost, how)
 
@@ -120,12 +120,12 @@ def interpreter(reading: Reading) -> Iterator[Finding]:
         yield Finding(
             Cause.INTERPRETER,
             worker.task,
-            f"Python threads of {worker.task} keep the interpreter's lock from its training: {busiest} runs "
+            f"Python threads of {worker.task} keep its training from the interpreter's lock: {busiest} runs "
             f"{percent(threads[busiest] / worker.window_s)} of the time",
             "do that work in processes: DataLoader(num_workers=…), multiprocessing",
             max(share, 0.2),
             (
-                f"a thread that wakes waits {1e3 * wait_s:.1f} ms for the lock",
+                f"a thread that wakes up waits {1e3 * wait_s:.1f} ms for the lock",
                 f"of {percent(computing / worker.total_s)} of its time in data and computing, the training thread runs "
                 f"{percent(cpu / max(1e-9, computing))}",
             ),
@@ -172,13 +172,13 @@ def gate(reading: Reading) -> Iterator[Finding]:
     why, advice = f"whose steps take {ratio:.1f} x as long", f"make {slowest.task} as fast as the others"
     if back:
         why, advice = (
-            f"which is there for {slowest.window_s:.0f} s only",
-            f"look in its log why {slowest.task} was away",
+            f"which has been there for only {slowest.window_s:.0f} s",
+            f"see in its log why {slowest.task} was away",
         )
     yield Finding(
         Cause.GATE,
         slowest.task,
-        f"{most.task} waits {percent(share)} of its time at the staleness bound, for {slowest.task}, {why}",
+        f"{most.task} spends {percent(share)} of its time waiting at the staleness bound for {slowest.task}, {why}",
         f"a larger --staleness, or {advice}",
         share,
         tuple(f"{one.task} waits {percent(one.share(measures.GATE_WAIT))} there" for one in workers),
@@ -196,7 +196,7 @@ def _where(worker: TaskReading, others: Sequence[TaskReading]) -> Iterator[str]:
     for phase, words in _PARTS.items():
         own, usual = worker.each_s(phase), statistics.median(one.each_s(phase) for one in others)
         more[phase] = own - usual
-        parts[phase] = f"{words}: {1e3 * own:.1f} ms a step, that of the others {1e3 * usual:.1f} ms"
+        parts[phase] = f"{words}: {1e3 * own:.1f} ms per step, that of the others {1e3 * usual:.1f} ms"
     most = max(more, key=lambda phase: more[phase])
     if more[most] >= 0.75 * sum(spent for spent in more.values() if spent > 0):
         yield f"what takes longer is {parts[most]}"

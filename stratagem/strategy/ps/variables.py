@@ -254,7 +254,7 @@ class VariableGroups:
                 if client.store_epoch != self._epochs[client.index]:
                     self._attach(client)
                 break
-            except (PeerUnavailableError, StaleStoreError):  # it went away meanwhile
+            except (PeerUnavailableError, StaleStoreError):  # it were lost meanwhile
                 if time.monotonic() > deadline:
                     raise
 

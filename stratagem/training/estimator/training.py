@@ -253,7 +253,7 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     strategy.prepare(start)
     job_step = int(start.get_buffer("step"))
     if path is not None:
-        logger.info("The job continues from step %d; the newest checkpoint is %s", job_step, path)
+        logger.info("The job resumes from step %d; the newest checkpoint is %s", job_step, path)
     return job_step
 
 

@@ -141,7 +141,7 @@ def test_one_step_everywhere_whatever_is_damaged(
     assert steps == [1, 1] and restored == "step-00000001"
     assert granted == [1, 2, 3]
     assert undone == 2
-    assert "2 updates that newer checkpoints had are undone and computed again" in caplog.text
+    assert "2 updates in newer checkpoints are undone and recomputed" in caplog.text
     assert name in caplog.text
     # The damaged one is out of the way, for this job's own checkpoint of that step and for the next start.
     assert not (directory / "step-00000003").exists() and len(list(directory.glob(".damaged-step-00000003-*"))) == 1
@@ -174,7 +174,7 @@ def test_when_none_is_whole_the_job_does_not_begin_anew_by_itself(
         flip(path)
     code, reason = refused(directory)
     assert code == 2
-    assert f"none of the 3 checkpoints in {directory} is whole on every ps (the newest, step-00000003: " in reason
+    assert f"none of the 3 checkpoints in {directory} is complete on every ps (the newest, step-00000003: " in reason
     assert "ps-1.safetensors was altered" in reason and "another --checkpoint-dir" in reason
     assert len(list(directory.glob("step-*"))) == 3, "nothing is moved when nothing was found"
 

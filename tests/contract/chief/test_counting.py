@@ -206,7 +206,7 @@ async def test_workers_that_wait_for_each_other_end_the_job_with_the_reason(monk
         assert stop is not None and stop.exit_code == 2
         assert "worker:0 waits for worker:1 to come to fit 1, ends/0; worker:1 waits for worker:0 to f" in stop.reason
         for call in (meets, ends):
-            assert "at the same place of its script" in str(await refused(call))
+            assert "at the same point of its script" in str(await refused(call))
 
 
 async def test_a_restarted_chief_knows_what_was_counted_and_decided(tmp_path: Path) -> None:

@@ -151,8 +151,8 @@ async def test_a_job_that_is_told_to_end_and_not_saved_is_not_preempted(
         await until(functools.partial(server.session.ended, "stop"))
         server.session.goodbye()
         assert await running.exit_code() == (1 if stays else 143)
-    assert ("told to end and not saved: no last checkpoint (ps:0 cannot write" in caplog.text) is stays
-    assert (f"the newest is {tmp_path}/step-00000000. A job that is started goes on from" in caplog.text) is stays
+    assert ("shut down but not saved: no last checkpoint (ps:0 cannot write" in caplog.text) is stays
+    assert (f"the newest is {tmp_path}/step-00000000. A job that is started resumes from" in caplog.text) is stays
 
 
 @pytest.mark.parametrize("stays", [True, False])

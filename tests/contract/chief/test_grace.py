@@ -73,7 +73,7 @@ async def test_a_worker_whose_port_is_closed_is_not_waited_for(
             await task.ready()
             await task.die()
             await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
-    assert "broke off without a goodbye, and nothing listens at its address" in caplog.text
+    assert "broke without a goodbye, and nothing listens at its address" in caplog.text
 
 
 async def test_a_loopback_address_says_nothing_to_a_chief_that_serves_other_machines(
@@ -127,7 +127,7 @@ async def test_a_chief_that_leaves_says_no_stop_and_the_next_one_goes_on(
         for worker in (back, other):
             worker.goodbye()
         assert await second.exit_code() == 0
-    assert "the job goes on with the chief that is started in its place" in caplog.text
+    assert "the job continues with the chief that replaces it" in caplog.text
 
 
 async def test_a_goodbye_that_a_chief_hears_when_it_has_left_is_for_the_one_that_follows(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ async def test_a_goodbye_that_a_chief_hears_when_it_has_left_is_for_the_one_that
         assert await first.exit_code() == 143
         worker.goodbye()
         error = await until(lambda: worker.error)
-        assert "the one that follows is to hear it" in error.details()
+        assert "tell the next one" in error.details()
         late = Task(first.address, "worker:0", resume=worker.incarnation)
-        assert "the one that follows" in (await until(lambda: late.error)).details()
+        assert "tell the next one" in (await until(lambda: late.error)).details()
         await first.kill()
     async with chief(**sizes) as second:
         again = Task(second.address, "worker:0", resume=worker.incarnation)
@@ -173,7 +173,7 @@ async def test_a_chief_that_leaves_without_a_checkpoint_in_time_says_so(
         monkeypatch.setattr(running.job._maintenance, "save_last", asyncio.Event().wait)
         running.job.leave(143, "the chief got SIGTERM")
         assert await running.exit_code() == 143
-    assert "No checkpoint before the chief leaves: it was not written within 0.05 s" in caplog.messages
+    assert "No checkpoint before the chief exits: it was not written within 0.05 s" in caplog.messages
 
 
 async def test_a_chief_that_is_told_twice_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

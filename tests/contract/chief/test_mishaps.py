@@ -69,7 +69,7 @@ async def test_a_ps_that_dies_between_the_initial_values_and_the_first_checkpoin
             await until(lambda: running.job.journal.history.checkpoint)
             assert worker.ended("stop") is None
         await worker.die()
-    assert "ps:0 came back without its initial values; a worker gives them again" in caplog.text
+    assert "ps:0 restarted without its initial values; a worker provides them again" in caplog.text
 
 
 async def test_no_unit_is_leased_while_a_ps_is_away_whose_initial_values_no_checkpoint_has(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ async def test_a_ps_that_holds_no_variables_is_not_waited_for_and_one_without_va
         await worker.open()
         servers[0].initialized = True
         error = await refused(worker.next())
-        assert isinstance(error, StaleStoreError) and "ps:1 came back without values" in str(error)
+        assert isinstance(error, StaleStoreError) and "ps:1 restarted without values" in str(error)
         assert not [*tmp_path.glob("step-*")]
         servers[1].complete = True
         assert indices(await worker.next()) == [0]
@@ -528,7 +528,7 @@ async def test_no_unit_is_leased_where_values_were_and_are_gone(tmp_path: Path) 
         assert isinstance(await refused(worker.next()), StaleStoreError)
         servers[0].initialized = False
         error = await refused(worker.next())
-        assert isinstance(error, StaleStoreError) and "ps:0, ps:1 came back without values" in str(error)
+        assert isinstance(error, StaleStoreError) and "ps:0, ps:1 restarted without values" in str(error)
 
 
 class WithoutValues(FakePs):

@@ -69,7 +69,7 @@ def test_a_state_dir_that_cannot_be_written_is_refused_in_words(tmp_path: Path) 
         with chief_process(num_workers=1, state_dir=str(state_dir)) as process:
             _, errors = process.communicate(timeout=DEADLINE_S)
             assert process.returncode == 1 and "Traceback" not in errors
-            assert f"chief: the journal cannot be kept in {state_dir}: {why}" in errors
+            assert f"chief: cannot keep the journal in {state_dir}: {why}" in errors
 
 
 def test_a_file_that_names_no_machine_is_warned_of(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_file_that_names_no_machine_is_warned_of(tmp_path: Path) -> None:
         address = address_of(process)
         process.terminate()
         _, errors = process.communicate(timeout=DEADLINE_S)
-        assert f"chief.address in {tmp_path} says {address}, which is no address for another machine" in errors
+        assert f"chief.address in {tmp_path} says {address}, which other machines cannot use" in errors
 
 
 def test_the_file_says_the_port_that_was_bound(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ async def test_who_needs_one_cut_does_not_share_the_hold_of_one_who_does_not(tmp
         servers[1].on_admit = lambda update: servers[1].apply(update.units[0])
         hold = running.job.commit_hold
         await hold.enter("a checkpoint", complete=False)
-        with pytest.raises(PeerUnavailableError, match="It is repeated"):
+        with pytest.raises(PeerUnavailableError, match="It will be retried"):
             await hold.enter("a checkpoint")
         await hold.enter("a checkpoint", complete=False)
         await hold.leave()
@@ -458,7 +458,7 @@ async def test_a_ps_that_dies_while_a_checkpoint_is_written_goes_back_to_that(tm
             assert reborn.restored_from == str(tmp_path / "step-00000001")
 
 
-@pytest.mark.parametrize("refusal", ["", "ps:1 has no whole copy of ps:0 (incarnation 1)"])
+@pytest.mark.parametrize("refusal", ["", "ps:1 has no complete copy of ps:0 (incarnation 1)"])
 def test_a_ps_that_comes_back_takes_the_copy_of_the_process_that_served_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, refusal: str
 ) -> None:
@@ -491,7 +491,7 @@ def test_a_ps_that_comes_back_takes_the_copy_of_the_process_that_served_last(
     pattern = (
         r"ps:0 restored step 0 from step-00000000: 1 updates lost"
         if refusal
-        else r"ps:0 goes on from step 0, which ps:1 had a copy of: 0 updates lost"
+        else r"ps:0 resumes from step 0, of which ps:1 had a copy: 0 updates lost"
     )
     with logged(caplog, pattern):
         run(scenario)
@@ -507,7 +507,7 @@ async def test_the_copy_of_a_ps_that_was_put_back_lacks_what_that_one_lacked(tmp
         await worker.next([0], held=[1], wait=False)
         await lose(running, servers[0])
         put_back, copied = FakePs(0), FakePs(0)
-        put_back.initialized, put_back.refusal = False, "ps:1 has no whole copy of ps:0"
+        put_back.initialized, put_back.refusal = False, "ps:1 has no complete copy of ps:0"
         async with ps(running.address, put_back):
             await until(lambda: len(running.job.sessions.live("ps")) == 2)
             assert put_back.restored_from and running.job.get_status().updates_lost == 1
@@ -520,7 +520,7 @@ async def test_the_copy_of_a_ps_that_was_put_back_lacks_what_that_one_lacked(tmp
             assert running.job.get_status().updates_lost == 2 and copied.closed == {(1, 0): UnitBitmap.of([0, 1])}
 
 
-@pytest.mark.parametrize("refusal", ["", "ps:1 has no whole copy of ps:0"])
+@pytest.mark.parametrize("refusal", ["", "ps:1 has no complete copy of ps:0"])
 async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path, refusal: str) -> None:
     """Where there was none it was put back, and then took the copy of itself: what it had lost was not counted."""
     config: dict[str, Any] = {"num_workers": 1, "ps_replicas": 2, "state_dir": str(tmp_path / "state")}
@@ -580,7 +580,7 @@ async def test_a_ps_that_is_lost_as_it_is_asked_for_a_copy_says_nothing_of_its_n
             await stack.enter_async_context(ps(first.address, FakePs(1)))
             lost, there = Silent(0), Silent(0)
             for each in (lost, there):
-                each.refusal = "ps:1 has no whole copy of ps:0"
+                each.refusal = "ps:1 has no complete copy of ps:0"
                 each.restore_gate.clear()
             async with ps(first.address, lost):
                 await until(lambda: lost.taken_from)
@@ -596,7 +596,7 @@ async def test_a_ps_that_is_lost_as_it_is_asked_for_a_copy_says_nothing_of_its_n
 async def test_copies_are_refused_for_synchronous_steps() -> None:
     async with cluster(ps_replicas=2) as (_, workers, _):
         error = await refused(workers[0].open(staleness=0.0, num_slices=2))
-        assert isinstance(error, ConfigurationError) and "for a staleness above 0" in str(error)
+        assert isinstance(error, ConfigurationError) and "need a staleness above 0" in str(error)
 
 
 @pytest.mark.parametrize("plan", [{}, {"staleness": 0.0}], ids=["asynchronous", "staleness 0"])
@@ -710,7 +710,7 @@ async def test_a_ps_that_lost_everything_without_a_checkpoint_stops_the_job() ->
         reborn.initialized = False
         async with ps(running.address, reborn):
             stop = await until(lambda: workers[0].ended("stop"))
-            assert stop.exit_code == 1 and "came back without its variables" in stop.reason
+            assert stop.exit_code == 1 and "restarted without its variables" in stop.reason
 
 
 def serves(worker: Task, task: str) -> bool:

@@ -81,7 +81,7 @@ async def test_there_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
         await begun(running, worker, first)
         await ask(worker, 3)
-        assert "There are to be 3 ps" in caplog.text, "nobody has told a number of workers"
+        assert "The target is 3 ps" in caplog.text, "nobody has told a number of workers"
         await until(lambda: running.job.get_status().scaling == "waiting for ps:1, ps:2 to join")
         second = await stack.enter_async_context(ps(running.address, FakePs(1)))
         newcomer = second.session
@@ -185,7 +185,7 @@ async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(
         assert (worker.membership.num_ps, server.restored_from) == (1, "")
         assert running.job.journal.history.num_ps == 1
         await until(lambda: newcomer.num_refused > 2)
-        assert caplog.text.count("stays 1 for now") == 1, "every second is too often"
+        assert caplog.text.count("remains 1 for now") == 1, "every second is too often"
         newcomer.is_elsewhere = False
         await until(lambda: worker.membership.num_ps == 2)
 
@@ -339,7 +339,7 @@ class Told(FakePs):
 async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows(
     tmp_path: Path, num_taken: int, was_told: bool
 ) -> None:
-    """It came back before any worker had told it, and updates that had no part there were told to be lost; so it was
+    """It came back before any worker had told it, and updates that had no part there were reported lost; so it was
     with one that dies when workers had told its last process."""
     async with cluster(**folders(tmp_path)) as (running, [worker], [first]):
         job = running.job
@@ -480,7 +480,7 @@ async def test_what_ps_said_before_their_number_changed_says_nothing_of_what_the
 @pytest.mark.parametrize(
     ("config", "plan", "words"),
     [
-        ({"ps_replicas": 2, "num_ps": 2}, {}, "another one has a copy"),
+        ({"ps_replicas": 2, "num_ps": 2}, {}, "each one has a copy on another"),
         ({"checkpoint_dir": ""}, {}, "start the chief with --checkpoint-dir"),
         ({}, None, "has leased no data yet"),
         ({}, {"staleness": 0.0}, "at staleness 0"),

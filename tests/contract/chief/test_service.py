@@ -34,14 +34,14 @@ async def test_another_number_of_workers_is_told_to_all_and_refused_where_it_can
         workers[1].goodbye(0)
         await until(lambda: running.job.get_status().tasks[2].state == "done")
         error = await refused(workers[0].open(staleness=0.0))
-        assert "cannot be added at staleness 0, nor another go" in str(error)
+        assert "cannot be added at staleness 0, nor another leave" in str(error)
     async with cluster() as (_, workers, _):
         await workers[0].open(num_slices=2, staleness=0.0)
         error = await refused(workers[0].stub.Scale(chief_pb2.ScaleRequest(num_workers=1)))
         assert isinstance(error, ConfigurationError) and "at staleness 0 every batch is cut" in str(error)
     async with cluster(num_ps=0) as (_, workers, _):
         error = await refused(workers[0].stub.Scale(chief_pb2.ScaleRequest(num_workers=3)))
-        assert "a ring is scaled by" in str(error)
+        assert "to scale a ring, start it" in str(error)
     async with chief() as running:
         error = await refused(Task(running.address, "worker:0").stub.Scale(chief_pb2.ScaleRequest(num_workers=3)))
         assert "not complete yet" in str(error)
@@ -194,7 +194,9 @@ async def test_versions_are_compared_where_a_task_joins(caplog: pytest.LogCaptur
         assert (await anext(aiter(call))).HasField("welcome"), "another patch, and another torch"
         assert f"worker:1 has torch 1.13.1 and worker:0 torch {torch.__version__}" in caplog.text
         call = workers[1].stub.Session(iter(join(stratagem_version="0.99.0")))
-        ours = re.escape(f"worker:1 runs stratagem 0.99.0 and its chief {stratagem.__version__}: install the same one")
+        ours = re.escape(
+            f"worker:1 runs stratagem 0.99.0 and its chief {stratagem.__version__}: install the same version"
+        )
         with pytest.raises(grpc.aio.AioRpcError, match=ours):
             await anext(aiter(call))
         await asyncio.to_thread(session.close)

@@ -270,7 +270,7 @@ def test_a_copy_that_may_lack_something_is_given_to_nobody(
     heir = start(incarnation=9)
     there = connect(heir)
     refusal = take_over(there, heir, holder, 6 if why == "of an earlier process" else 5)
-    assert "ps:1 has no whole copy of ps:0 (incarnation" in refusal
+    assert "ps:1 has no complete copy of ps:0 (incarnation" in refusal
     assert not heir.store.state.initialized
 
 

@@ -441,7 +441,7 @@ def test_a_ps_that_came_back_at_its_address_is_greeted_first(start: Callable[...
     poll(lambda: not store.state.senders.lanes)
     store.state.senders.forget_windows()
     model, optimizers = build("SparseAdam", Remote())
-    with pytest.raises(StaleStoreError, match="say Hello first"):
+    with pytest.raises(StaleStoreError, match="send Hello first"):
         client.call("PullWeights", ps_pb2.PullWeightsRequest())
     job.prepare(model, *optimizers)
     client.call("PullWeights", ps_pb2.PullWeightsRequest())

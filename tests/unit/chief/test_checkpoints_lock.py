@@ -17,6 +17,6 @@ def test_checkpoints_of_a_job_that_runs_are_refused(tmp_path: Path, monkeypatch:
     held = lock.CheckpointsLock(str(tmp_path))
     assert held.acquire()
     config = ChiefConfig(num_workers=1, num_ps=1, checkpoint_dir=str(tmp_path), bind="127.0.0.1:0")
-    with pytest.raises(ConfigurationError, match=r"a job that runs: its chief is process \d"):
+    with pytest.raises(ConfigurationError, match=r"a running job, whose chief is process \d"):
         run(config)
     held.release()

@@ -434,7 +434,7 @@ def test_nobody_begins_where_another_accumulates() -> None:
     lease_book.give_back(lease_book.remove(lease_book.held(B), {}).returned)
     lease_book.forget(B)
     again = Incarnation("worker:1", 9)
-    with pytest.raises(ConfigurationError, match=r"worker:1 cannot go on at .* or a batch has too few examples"):
+    with pytest.raises(ConfigurationError, match=r"worker:1 cannot continue at .* or a batch has too few examples"):
         lease_book.ask(again, 1, 0, (), 1, [A, again])
 
 

@@ -33,4 +33,4 @@ def test_steps_are_those_since_the_look_before(looks: list[StatusView], steps: l
 def test_a_chief_that_is_started_again_does_not_say_that_all_are_there() -> None:
     story = JobStory()
     story.add(0.0, look(2, (1, 0)))
-    assert [one["text"] for one in story.since(0)] == ["the chief was started again: its epoch is 2"]
+    assert [one["text"] for one in story.since(0)] == ["the chief was restarted: its epoch is 2"]

@@ -109,13 +109,13 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         [worker(0, data_wait_s=6.4), worker(1, data_wait_s=6.0), ps(0)],
         Cause.SLOW_DATA,
         "",
-        "every worker waits 64 % of its time for its data: DataLoader(num_workers=0)",
+        "every worker spends 64 % of its time waiting for data: DataLoader(num_workers=0)",
     ),
     "data of one, in step": (
         in_step(worker(0, data_wait_s=0.1, wait_s=6.0), worker(1, data_wait_s=6.5)),
         Cause.SLOW_DATA,
         "worker:1",
-        "worker:1 waits 65 % of its time for its data",
+        "worker:1 spends 65 % of its time waiting for data",
     ),
     "the interpreter's lock": (
         [with_values(worker(0), thread_cpu_sBARpreparing=8.0, gil_wait_s=0.1, step_cpu_s=4.0), worker(1), ps(0)],
@@ -133,7 +133,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         [worker(0, steps=110, gate_wait_s=7.2), worker(1, steps=100), ps(0)],
         Cause.GATE,
         "worker:1",
-        "worker:0 waits 72 % of its time at the staleness bound, for worker:1",
+        "worker:0 spends 72 % of its time waiting at the staleness bound for worker:1",
     ),
     "checkpoints": (
         [
@@ -150,7 +150,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         [worker(0, wait_s=6), worker(1, wait_s=6.2), ps(0, apply_s=9.1, cpu_s=9.3)],
         Cause.SLOW_PS,
         "ps:0",
-        "ps:0 is slow: it serves 91 % of the time",
+        "ps:0 is slow: it is busy 91 % of the time",
     ),
     "a ps at work, on a busy machine": (
         [
@@ -159,13 +159,13 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         ],
         Cause.SLOW_PS,
         "ps:0",
-        "ps:0 is slow: it serves 45 % of the time",
+        "ps:0 is slow: it is busy 45 % of the time",
     ),
     "a ps without a core": (
         [lanes(worker(0, wait_s=4), peer_wait_s={"ps:0": 4}), ps(0, apply_s=0.4, cpu_s=0.3, starved_s=6.0)],
         Cause.NO_CORE,
         "ps:0",
-        "ps:0 is ready and gets no core 60 % of the time",
+        "ps:0 is ready but gets no core 60 % of the time",
     ),
     "a ps without a core that does as much as a worker": (
         [
@@ -177,7 +177,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         ],
         Cause.NO_CORE,
         "ps:0",
-        "ps:0 is ready and gets no core 80 % of the time",
+        "ps:0 is ready but gets no core 80 % of the time",
     ),
     "a ps that is stopped now and then, where all starve": (
         [
@@ -186,7 +186,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         ],
         Cause.SLOW_PS,
         "ps:0",
-        "ps:0 answers late: workers wait 40 % of their time for it",
+        "ps:0 answers late: workers spend 40 % of their time waiting for it",
     ),
     "two ps that answer late, neither of them much": (
         [
@@ -206,7 +206,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         ],
         Cause.GATE,
         "worker:1",
-        "worker:0 waits 64 % of its time at the staleness bound, for worker:1, which is there for 4 s only",
+        "worker:0 spends 64 % of its time waiting at the staleness bound for worker:1, which has been there for only",
     ),
     "one ps slower than the other": (
         [
@@ -271,7 +271,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         ),
         Cause.SLOW_LINK,
         "worker:1",
-        "the link worker:1–worker:2 makes 11 MB/s, the others",
+        "the link worker:1–worker:2 carries 11 MB/s, the others",
     ),
     "tcp within a host, of which one direction is slower": (
         in_step(
@@ -313,7 +313,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         [worker(0, steps=9000, wait_s=6), ps(0, apply_s=1.9, commits=9000)],
         Cause.COMMUNICATION,
         "",
-        "worker:0 waits 60 % of its time for communication: steps of 1.1 ms are short",
+        "worker:0 spends 60 % of its time waiting for communication: steps of 1.1 ms are short",
     ),
     "a silent one": (
         [
@@ -322,16 +322,16 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         ],
         Cause.SILENT,
         "worker:1",
-        "worker:1 is silent since 5.2 s",
+        "worker:1 has been silent for 5.2 s",
     ),
     "a lost one": ([worker(0), dataclasses.replace(ps(0), state="lost")], Cause.SILENT, "ps:0", "ps:0 is lost"),
     "a script that stands still": (
         [dataclasses.replace(worker(0, steps=0), waiting_on="worker:1 in barrier", waiting_s=60.0), worker(1, steps=0)],
         Cause.STUCK,
         "worker:1",
-        "worker:1 has not finished a step for 10 s, and waits for nobody",
+        "worker:1 has not finished a step for 10 s, and waits for no other task",
     ),
-    "nobody has begun": ([TaskReading("worker:0", state="waiting")], Cause.UNKNOWN, "", "worker:0 have not come"),
+    "nobody has begun": ([TaskReading("worker:0", state="waiting")], Cause.UNKNOWN, "", "worker:0 have not joined"),
 }
 
 
@@ -358,11 +358,11 @@ def test_starving_is_told_beside_a_job_that_does_what_it_can() -> None:
     [
         (
             {"forward_s": 8.0},
-            "what comes before backward(): 101.0 ms a step, that of the others 21.0",
+            "what comes before backward(): 101.0 ms per step, that of the others 21.0",
         ),
-        ({"backward_s": 8.0}, "its backward(): 122.0 ms a step, that of the others 42.0"),
-        ({"optimizer_s": 8.0}, "its optimizer: 85.6 ms a step"),
-        ({"script_s": 8.0}, "what comes after its optimizer's step: 81.4 ms a step"),
+        ({"backward_s": 8.0}, "its backward(): 122.0 ms per step, that of the others 42.0"),
+        ({"optimizer_s": 8.0}, "its optimizer: 85.6 ms per step"),
+        ({"script_s": 8.0}, "what comes after its optimizer's step: 81.4 ms per step"),
         ({"forward_s": 4.0, "backward_s": 4.0}, ""),
     ],
 )
@@ -383,7 +383,7 @@ def test_without_a_chief_it_says_so() -> None:
 def test_a_job_waits_for_a_lost_ps_alone() -> None:
     lost = [dataclasses.replace(task, state="lost") for task in (ps(0), worker(1), TaskReading("evaluator:0"))]
     ends = [judge(Reading((worker(0), task))).sentence.partition(task.task)[2] for task in lost]
-    assert ends[:2] == [" is lost, and the job waits until it is started again", " is lost"]
+    assert ends[:2] == [" is lost, and the job waits until it is restarted", " is lost"]
     silent = TaskReading("evaluator:0", state="live", silent_s=60.0)
     assert all(judge(Reading((worker(0), task))).cause is Cause.NOTHING for task in (lost[2], silent))
 

@@ -181,7 +181,7 @@ def test_what_is_off_is_told_once_when_it_stays() -> None:
     for now, tasks in [(0.0, silent), (3.0, silent), (6.0, silent), (12.0, silent), (18.0, silent[:1])]:
         display.update(_status(tasks=tasks), now)
     told = [line for line in err.getvalue().splitlines() if "stratagem why" in line]
-    assert len(told) == 1 and told[0].startswith("stratagem: worker:1 is silent since 9.0 s"), err.getvalue()
+    assert len(told) == 1 and told[0].startswith("stratagem: worker:1 has been silent for 9.0 s"), err.getvalue()
 
 
 class Terminal(io.StringIO):

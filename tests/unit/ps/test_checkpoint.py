@@ -259,9 +259,9 @@ def test_restore_sends_everybody_back_to_hello(tmp_path: pathlib.Path) -> None:
     with pytest.raises(StaleStoreError):
         waiting.result()
     assert isinstance(worker.lane.closed, StaleStoreError)
-    with pytest.raises(StaleStoreError, match="say Hello first"):
+    with pytest.raises(StaleStoreError, match="send Hello first"):
         worker.commit(torch.ones(11), unit(1))
-    with pytest.raises(StaleStoreError, match="say Hello first"):  # by a stream that was on its way since before
+    with pytest.raises(StaleStoreError, match="send Hello first"):  # by a stream that was on its way since before
         store.open_lane(worker.sender, worker.lane)
     worker.connect()
     assert worker.pull(first).versions[0].num_frames == 1  # same counter, another epoch: not "unchanged"

@@ -406,7 +406,7 @@ def test_fenced_sender_is_refused_everywhere_and_woken() -> None:
 def test_a_sender_must_introduce_itself() -> None:
     store, (worker,) = started()
     stranger = Sender("worker:5", 3, 1)
-    with pytest.raises(StaleStoreError, match="say Hello first"):
+    with pytest.raises(StaleStoreError, match="send Hello first"):
         store.commits.commit_update(
             worker.request(TransferRef(0, 0), []).__class__(
                 stranger, worker.request(TransferRef(0, 0), []).update, TransferRef(1, 1), (), 1

@@ -207,7 +207,7 @@ def test_a_worker_that_goes_on_without_an_update_is_waited_for_by_nobody(waits: 
     """Its script leaves out a step, for a loss that is NaN say: the others waited for ever."""
     store, (one, two) = started(2)
     units = units_of(1, 2)
-    part, said = part_of(1, units, 2), r"worker:0 .* makes update 1 of this batch, and worker:1 .* went on without it"
+    part, said = part_of(1, units, 2), r"worker:0 .* makes update 1 of this batch, and worker:1 .* continued without it"
     ref = one.stage(torch.ones(SIZE))
     if waits != "later":
         want_facts = waits == "for facts"
