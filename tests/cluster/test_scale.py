@@ -84,7 +84,7 @@ def test_workers_come_and_go(cluster: Start, tmp_path: Path) -> None:
     address = address_of(job)
     more = scale(address, "--workers", 3)
     assert (more.returncode, more.stdout) == (0, "3 workers, 1 ps\n"), more.stderr
-    assert "There are to be 3 workers and 1 ps" in job.stderr
+    assert "The target is 3 workers and 1 ps" in job.stderr
     newest = steps_of(job, address, "worker:2")
     job.wait_for(lambda: newest(5), "steps of worker:2")
     fewer = scale(address, "--workers", 2)
@@ -182,7 +182,7 @@ def kill_while_the_number_changes(cluster: Start, stop: Path, kills: Sequence[tu
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_the_chief_is_killed_while_the_number_changes(cluster: Start, tmp_path: Path) -> None:
-    moments = ("There are to be", "Checkpoint of step", "Begins from", "There are to be", "Begins from", "")
+    moments = ("The target is", "Checkpoint of step", "Begins from", "The target is", "Begins from", "")
     kills = [(num_ps, moment, "chief:0") for num_ps, moment in zip((3, 2, 3, 1, 2, 3), moments, strict=True)]
     check(kill_while_the_number_changes(cluster, tmp_path / "stop", kills), num_restarts=len(kills))
 
@@ -190,7 +190,7 @@ def test_the_chief_is_killed_while_the_number_changes(cluster: Start, tmp_path: 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_a_ps_is_killed_while_the_number_changes(cluster: Start, tmp_path: Path) -> None:
-    kills = [(3, "There are to be", "ps:0"), (2, "Checkpoint of step", "ps:1"), (3, "Begins from", "ps:0")]
+    kills = [(3, "The target is", "ps:0"), (2, "Checkpoint of step", "ps:1"), (3, "Begins from", "ps:0")]
     done = kill_while_the_number_changes(cluster, tmp_path / "stop", kills).finish()
     assert done.code == 0, done.stderr
     state = sg.load_checkpoint(done.summary["checkpoint"])
