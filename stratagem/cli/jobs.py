@@ -70,9 +70,11 @@ def logs_command(job_id: str, follow: bool) -> int:
 
 @jobs_command.command("cancel")
 @click.argument("job_id", metavar="ID")
-def cancel_command(job_id: str) -> None:
+def cancel_command(job_id: str) -> int:
     """Tell a job to save and end. Its logs and checkpoints stay; `jobs remove` deletes them."""
-    click.echo(f"stratagem: job {job_id} {_words(submission.cancel(job_id, JobStore()))}", err=True)
+    state = submission.cancel(job_id, JobStore())
+    click.echo(f"stratagem: job {job_id} {_words(state)}", err=True)
+    return int(state.phase == "unknown")
 
 
 @jobs_command.command("remove")

@@ -15,7 +15,7 @@ from stratagem.errors import ConfigurationError
 
 FILE = "job.json"
 Phase = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
-OVER = ("succeeded", "failed", "cancelled")
+OVER = ("succeeded", "failed", "cancelled", "unknown")
 _ID, _TARGET, _IMAGE, _DIR = "STRATAGEM_JOB_ID", "STRATAGEM_JOB_TARGET", "STRATAGEM_JOB_IMAGE", "STRATAGEM_JOB_DIR"
 _TASK_SIGNS = ("STRATAGEM_REPORT_FILE", "TF_CONFIG", "RANK")
 """A process that has one of them was started as a task, by `stratagem run`, torchrun or a cluster of one's own."""
@@ -61,7 +61,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether there is nothing to wait for: it has ended, or nobody knows how it did."""
         return self.phase in OVER
 
     @classmethod

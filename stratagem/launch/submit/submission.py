@@ -113,13 +113,13 @@ def follow(record: JobRecord, store: JobStore, show_line: Callable[[str], None])
     for line in logs_of(record, store, follow=True):
         show_line(line)
     deadline = time.monotonic() + SETTLE_S
-    while not (state := state_of(record, store)).is_over and time.monotonic() < deadline:
+    while not (state := state_of(store.load(record.id), store)).is_over and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return state
 
 
 def cancel(job_id: str, store: JobStore) -> JobState:
-    """Tells a job to save and end; one that is over stays as it is."""
+    """Tells a job to save and end; one that is over, or that nobody knows any more, stays as it is."""
     record = store.load(job_id)
     state = state_of(record, store)
     if state.is_over:
@@ -138,7 +138,7 @@ def remove(job_id: str, store: JobStore) -> None:
     except (SubmitError, ConfigurationError) as error:
         words = f"{error}\nIf that is gone for good, delete {store.folder(job_id)} to forget the job here"
         raise type(error)(words) from None
-    if not state.is_over and state.phase != "unknown":
+    if not state.is_over:
         raise ConfigurationError(f"the job {job_id} is {state.phase}: `stratagem jobs cancel {job_id}` first")
     target_of(record.target).remove(record, store.folder(job_id))
     store.remove(job_id)

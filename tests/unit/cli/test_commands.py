@@ -208,6 +208,9 @@ def test_a_job_is_listed_as_it_was_submitted(tmp_path: Path, monkeypatch: pytest
     store.save(JobRecord("digits-1", "local", "digits.py", "one", 0, 0, "2026-11-26", args=args, place=place))
     code, out, _ = invoke("jobs", "list")
     assert code == 0 and "digits.py [/bold] --names=[red]x :smile:" in out
+    code, _, err = invoke("jobs", "cancel", "digits-1")
+    assert code == 1 and "digits-1 unknown (it runs on elsewhere, ask there)" in err
+    assert not store.load("digits-1").cancelled
 
 
 def test_a_terminal_that_is_no_utf_8_is_shown_what_it_can_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

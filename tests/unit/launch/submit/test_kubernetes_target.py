@@ -242,6 +242,27 @@ def test_cancel_deletes_the_jobs_and_remove_the_rest(server: ApiServer, record: 
     assert server.names == set()
 
 
+def test_a_job_whose_jobs_are_gone_is_followed_to_its_end_and_not_called_cancelled(
+    server: ApiServer, cluster: Cluster, record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    store = JobStore()
+    folder = store.create(record.id)
+    store.save(record)
+    server.add_pod("digits-1-worker-0", "abc", "worker", "digits-1", ended(0))
+    server.set_log("abc", "the last line\n")
+    cluster.delete([each for each in OBJECTS if each["kind"] == "Job"])  # by somebody else
+    lines: list[str] = []
+    gone = JobState("unknown", None, "its Jobs are gone")
+    assert submission.follow(record, store, lines.append) == gone and lines == ["the last line"]
+    assert submission.cancel(record.id, store) == gone and store.load(record.id) == record
+    store.save(dataclasses.replace(record, cancelled=True))  # meanwhile, by another `stratagem jobs cancel`
+    assert submission.follow(record, store, lines.append).phase == "cancelled"
+    (folder / FILE).write_text(yaml.safe_dump_all(OBJECTS))
+    submission.remove(record.id, store)
+    assert not store.all()
+
+
 def test_a_job_whose_cluster_is_gone_for_good_can_be_forgotten(
     record: JobRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
