@@ -253,7 +253,9 @@ class Sessions(Roster):
         if not self.ready and now > self._start_deadline and self.anybody_waits:
             missing = ", ".join(self.waiting_for)
             actions += self.stop(
-                1, f"the cluster did not come up within {config.start_timeout_s:.0f} s; still missing: {missing}"
+                1,
+                f"the cluster did not come up within {config.start_timeout_s:.0f} s (start_timeout_s); still missing: "
+                f"{missing}",
             )
         is_start = self._starts_cold and now <= self._start_deadline  # all had left: they come as to a new job
         away_too_long = {

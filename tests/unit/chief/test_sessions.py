@@ -287,7 +287,7 @@ def test_a_cluster_that_does_not_come_up_names_who_is_missing() -> None:
     join(sessions, "worker:0", 1, 9.0)
     assert sessions.tick(10.0) == []
     [stop] = sessions.tick(10.1)
-    assert isinstance(stop, StopJob) and stop.reason.endswith("still missing: worker:1, ps:0")
+    assert isinstance(stop, StopJob) and stop.reason.endswith("10 s (start_timeout_s); still missing: worker:1, ps:0")
 
 
 def test_a_cluster_nobody_of_which_is_there_is_not_given_up() -> None:
