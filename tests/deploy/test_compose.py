@@ -30,6 +30,7 @@ def test_every_file_is_valid(overlays: tuple[str, ...]) -> None:
     assert done.stdout.count('STRATAGEM_PEER_TIMEOUT_S: "601"') >= 4
     assert "STRATAGEM_NUM_WORKERS" in done.stdout
     assert "STRATAGEM_ADVERTISE: chief:2222" in done.stdout
+    assert done.stdout.count("timeout: 1m0s") >= 3
     assert ("driver: nvidia" in done.stdout) == ("gpu" in overlays)
     assert ("/run/secrets/worker" in done.stdout) == ("tls" in overlays)
 
