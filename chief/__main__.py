@@ -1,4 +1,4 @@
-"""``python -m stratagem.chief --config-json '{"num_workers": 2}'``: the chief as a process of its own."""
+"""``python -m stratagem.chief --config-json '{"num_workers": 2}'``: the chief as its own process."""
 
 from __future__ import annotations
 

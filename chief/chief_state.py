@@ -1,4 +1,4 @@
-"""What the parts of the chief share: its books, the connections to the ps, work beside requests, who may speak, and who
+"""What the parts of the chief share: its books, the connections to the ps, background work, who may speak, and who
 waits for what."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Work = Callable[..., Coroutine[Any, Any, None]]
 
 
 class ChangeEvent:
-    """Wakes everybody who waits for the state of the chief to change. Without a lock: all run in one event loop."""
+    """Wakes all who wait for a change of the chief's state. Without a lock: all run in one event loop."""
 
     def __init__(self) -> None:
         self._happened = asyncio.Event()
@@ -48,8 +48,8 @@ class ChangeEvent:
 
 
 class Background:
-    """Tasks that nobody waits for. One that fails unexpectedly ends the job (``stop``): nothing may hang as the chief
-    stumbled."""
+    """Tasks that nobody waits for. One that fails unexpectedly ends the job (``stop``): an error of the chief must not
+    leave anything hanging."""
 
     def __init__(self, stop: Callable[[int, str], None]) -> None:
         self._stop = stop
@@ -80,7 +80,7 @@ SAME_S = 2.0
 
 
 class Waits:
-    """Notes of who waits for what, and since when, by a monotonic ``clock`` of seconds."""
+    """Records who waits for what, and since when, by a monotonic ``clock`` of seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -113,7 +113,7 @@ class Waits:
 
 
 class ChiefState(abc.ABC):
-    """The books of a job, as an earlier chief has left them; ``security``: of what connects to the ps."""
+    """The books of a job, as an earlier chief has left them; ``security``: of connections to the ps."""
 
     def __init__(self, config: ChiefConfig, security: Security = OPEN) -> None:
         self.config = config
@@ -169,7 +169,7 @@ class ChiefState(abc.ABC):
 
 
 class ChiefPart:
-    """Something that the chief does, with what all its parts share at hand."""
+    """One duty of the chief, with access to what all its parts share."""
 
     def __init__(self, state: ChiefState) -> None:
         self._state = state

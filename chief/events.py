@@ -1,4 +1,4 @@
-"""What travels over a session, in the chief's own words. Pure, no I/O."""
+"""The messages of a session, in the chief's own types. Pure, no I/O."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The job: one object in one event loop, one method for each verb of the service. State needs no locks.
 
-Requests change the state at once; what follows for the ps (fences, closed steps, restores) runs in the background of
+Requests change the state at once; the consequences for the ps (fences, closed steps, restores) run in the background of
 the same loop.
 """
 

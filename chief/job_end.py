@@ -1,4 +1,4 @@
-"""How a job ends: the last checkpoint, the word to all, and the wait for those that are late."""
+"""How a job ends: the last checkpoint, the message to all tasks, and the wait for late ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chief does by itself at every tick: open the books, watch for initial values, take checkpoints."""
+"""What the chief does on its own at every tick: open the books, watch for initial values, take checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RETRY_S = 0.25
 
 
 class Maintenance(ChiefPart):
-    """The chief's own initiative. It begins when ``recovery`` is concluded."""
+    """The chief's own initiative. It begins when ``recovery`` is complete."""
 
     def __init__(self, state: ChiefState, recovery: Recovery, saving: Saving) -> None:
         super().__init__(state)

@@ -1,11 +1,11 @@
-"""A ps that joins or comes back: what it must hear, and have, before any worker uses it.
+"""A ps that joins or comes back: what it must learn and load before any worker uses it.
 
-At staleness > 0 units that are accepted are never leased again, so no worker sends their updates any more: ``MarkLost``
-only counts them and keeps a late resend out, and it may come before or after the commits of others. At staleness 0 all
-ps go back together: commits that a surviving ps took meanwhile are undone by the restore, and a worker that reports
-such a unit later is not believed (``Recovery.believe``).
+At staleness > 0 accepted units are never leased again, so no worker sends their updates any more: ``MarkLost`` only
+counts them and keeps a late resend out, and it may come before or after the commits of others. At staleness 0 all ps
+roll back together: the restore undoes commits that a surviving ps took meanwhile, and a worker that reports such a unit
+later is not believed (``Recovery.believe``).
 
-A ps never chooses a checkpoint: where the job starts, all of them are put back to one before any worker hears of them.
+A ps never chooses a checkpoint: when the job starts, all of them load the same one before any worker hears of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class PsReturn(ChiefPart):
-    """Gives a ps its memory: from a checkpoint, or from another ps's copy. ``saving``: its lock keeps a restore and a
-    checkpoint apart; ``all_went_back``: called when all ps went back to a checkpoint together."""
+    """Restores the memory of a ps: from a checkpoint, or from another ps's copy. ``saving``: its lock keeps a restore
+    and a checkpoint apart; ``all_went_back``: called when all ps rolled back to a checkpoint together."""
 
     def __init__(self, state: ChiefState, saving: Saving, *, all_went_back: Callable[[], None]) -> None:
         super().__init__(state)

@@ -1,7 +1,8 @@
-"""Bringing workers, ps and chief back: what happens to units, and how a restarted chief rebuilds its books.
+"""Recovers from the death of workers, ps and the chief: what happens to units, and how a restarted chief rebuilds its
+books.
 
-Fences keep a dead worker's late commits out; a ps hears them before any worker learns its address. What else a ps that
-returns must hear, and when, is in ``ps_return.py``.
+Fences keep a dead worker's late commits out; a ps learns them before any worker learns its address. What else a
+returning ps must learn, and when, is in ``ps_return.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NOBODY = Incarnation("chief:0", 0)
 
 class Recovery(ChiefPart):
     """What happens to units when a worker, a ps or the chief died. ``saving``: its lock keeps a restore and a
-    checkpoint apart; ``begin_anew``: told that the workers start from the beginning of their script."""
+    checkpoint apart; ``begin_anew``: called when the workers restart their script from the beginning."""
 
     def __init__(self, state: ChiefState, saving: Saving, *, begin_anew: Callable[[], None]) -> None:
         super().__init__(state)

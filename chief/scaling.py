@@ -1,4 +1,4 @@
-"""Another number of workers or parameter servers while training runs, and a ps that is told to end
+"""Changing the number of workers or parameter servers while training runs, and a ps that receives SIGTERM
 (docs/design/scale.md)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETRY_S = 1.0
 
 
 class Scaling(ChiefPart):
-    """What was asked for, and how it becomes so."""
+    """The requested numbers, and how they take effect."""
 
     def __init__(
         self, state: ChiefState, streams: SessionStreams, recovery: Recovery, maintenance: Maintenance

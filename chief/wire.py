@@ -1,4 +1,4 @@
-"""Protobuf messages to the chief's own words and back. Nothing is decided here."""
+"""Converts protobuf messages to the chief's own types and back. No decisions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoint directories: begin, commit by one rename, find the newest, remove old ones.
 
 A checkpoint is ``<directory>/step-00000100/``: per ps ``ps-<i>.safetensors`` (tensors by variable) and ``ps-<i>.json``
-(rows, slots, units), and ``manifest.json``, which makes it complete. Nothing is ever written into one that is complete.
+(rows, slots, units), and ``manifest.json``, which makes it complete. Nothing is ever written into a complete one.
 ``latest`` is a text file for people; programs take the highest (step, chief epoch) among the manifests.
 """
 
@@ -29,7 +29,7 @@ _FILE = re.compile(r"\w[\w.-]*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServersManifest(Manifest):
-    """What the chief needs to know besides, to go on from a checkpoint."""
+    """What else the chief needs to know to resume from a checkpoint."""
 
     plans: Mapping[int, Plan]
     accepted: Mapping[tuple[int, int], UnitBitmap]

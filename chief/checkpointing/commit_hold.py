@@ -1,4 +1,4 @@
-"""Holds commits on every ps while somebody needs one consistent version of everything: a checkpoint, an evaluation.
+"""Holds commits on every ps while a checkpoint or an evaluation needs one consistent version of everything.
 
 The version is consistent because commits are held while every update is either on all of its ps or on none.
 """
@@ -41,7 +41,7 @@ def torn_updates(held: Mapping[Incarnation, ServerDescription]) -> dict[Incarnat
 
 
 class CommitHold:
-    """One hold on the commits of all ps, shared by everybody who needs it at the time."""
+    """One hold on the commits of all ps, shared by all who need it at the time."""
 
     def __init__(self, ps_pool: PsPool, *, chief_epoch: int, nobody_sends: Callable[[], bool]) -> None:
         self._ps_pool = ps_pool

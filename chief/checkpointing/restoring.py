@@ -1,4 +1,4 @@
-"""Which checkpoint the ps go back to: the newest that is whole on every one of them, and what is lost by that."""
+"""Which checkpoint the ps roll back to: the newest that is whole on every one of them; and what is lost by that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RestoredServers:
-    """The checkpoint that ps were put back to."""
+    """The checkpoint that ps were rolled back to."""
 
     path: pathlib.Path
     manifest: ServersManifest
@@ -29,8 +29,8 @@ class RestoredServers:
 
 
 class Restoring:
-    """Puts ps back to checkpoints in ``directory``, if any. They check their own files; the chief compares what
-    they say."""
+    """Rolls ps back to checkpoints in ``directory``, if any. They check their own files; the chief compares what they
+    report."""
 
     def __init__(self, ps_pool: PsPool, directory: str) -> None:
         self.directory = directory

@@ -1,1 +1,1 @@
-"""What workers count and agree on together."""
+"""What workers count and agree on."""

@@ -1,7 +1,7 @@
-"""What workers have counted on units, kept once for each unit until somebody says what came of it. Pure, no I/O.
+"""What workers have counted on units, kept once for each unit until a worker reports the result. Pure, no I/O.
 
-The chief cannot read what was counted: workers merge it. A topic is *closed* once a worker has said which numbers came
-of it; those stand for everybody, and what was counted is forgotten.
+The chief cannot read the counts: workers merge them. A topic is *closed* once a worker has reported its result, which
+then stands for all; the counts are dropped.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from stratagem.cluster.units import Topic
 
 
 class Agreements:
-    """Numbers that all workers of a script say at the same place in it, and the largest, which they go by. No I/O.
+    """Numbers that all workers of a script report at the same place in it; the largest is the one they follow. No I/O.
 
-    ``decided``: what was decided so far, also by earlier incarnations of the chief; that never changes.
+    ``decided``: earlier decisions, also by earlier incarnations of the chief; they never change.
     """
 
     def __init__(self, decided: dict[Topic, int]) -> None:
@@ -66,7 +66,7 @@ class Agreements:
 
 
 class MetricStore(ChiefPart):
-    """The chief's part in histories and in what workers decide together; the journal's history has what was counted."""
+    """The chief's part in histories and in joint decisions of workers; the journal's history has the counts."""
 
     def __init__(self, state: ChiefState) -> None:
         super().__init__(state)

@@ -1,9 +1,9 @@
 """What a restarted chief must know: one JSON object a line, and the state that the lines add up to.
 
-Decisions that others rely on (incarnations, plans, losses, closed steps, checkpoints) are on the disk before they are
-acted on. Accepted units, what was counted on them and composed steps are handed to the operating system at once but not
-waited for: they survive a killed chief. What a crash of the machine takes of the units, the bitmaps of the ps bring
-back; what was counted on them is lost then, and with it exact numbers of an epoch's metrics, but of no evaluation.
+Decisions that others rely on (incarnations, plans, losses, closed steps, checkpoints) are on disk before they take
+effect. Accepted units, counts on them and composed steps are handed to the operating system at once without waiting:
+they survive a killed chief. If the machine crashes, the bitmaps of the ps restore the lost units; the counts on them
+are lost, and with them the exact numbers of an epoch's metrics, but of no evaluation.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COMPACT_BYTES = 8 << 20
 
 class Journal:
     """The journal of a job. Without a ``directory`` nothing is kept; a file of ``compact_bytes`` is replaced by one
-    line that says the same. ConfigurationError: a line in the middle cannot be read. JournalLostError: the file cannot
-    be read or written."""
+    equivalent line. ConfigurationError: a line in the middle cannot be read. JournalLostError: the file cannot be read
+    or written."""
 
     def __init__(self, directory: str, *, compact_bytes: int = COMPACT_BYTES) -> None:
         self.history = JobHistory()

@@ -1,6 +1,6 @@
-"""One chief at a time has a journal: a lock that the kernel, or an NFS server, takes from a process that dies.
+"""One chief at a time has a journal: a lock that the kernel, or an NFS server, releases when its process dies.
 
-A chief that stands still, or that nobody reaches, keeps it: then nobody takes over, and there never are two.
+A chief that is stalled or unreachable keeps it: then none takes over, and there are never two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREDECESSOR_S = 5.0
 
 
 class JournalLock:
-    """The lock of a journal's folder, the chief's state_dir, which is made. OSError: the file cannot be opened."""
+    """The lock of a journal's folder, the chief's state_dir, which is created. OSError: the file cannot be opened."""
 
     refusal = (
         "the journal in {where} belongs to a running chief: {holder}. End that one, give this one another --state-dir, "
@@ -80,7 +80,7 @@ class JournalLock:
 
 
 class CheckpointsLock(JournalLock):
-    """The same of a folder of checkpoints, that two jobs would go on from, and tidy up, as if they were one."""
+    """The same for a folder of checkpoints: two jobs would resume from it, and delete in it, as if they were one."""
 
     refusal = (
         "the checkpoints in {where} belong to a running job, whose chief is {holder}. Wait until it ends, or give "

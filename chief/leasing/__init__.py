@@ -1,1 +1,1 @@
-"""Which worker gets which unit, and when it may go on."""
+"""Which worker gets which unit, and when it may continue."""

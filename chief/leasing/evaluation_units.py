@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationUnits(UnitLender[EvaluationPass]):
-    """Leases units of evaluation data, accepted when what was counted on them is here; ``write`` keeps that."""
+    """Leases units of evaluation data, accepted once their counts have arrived; ``write`` keeps those."""
 
     def __init__(self, state: ChiefState, write: Callable[[MetricState], None]) -> None:
         super().__init__(state)

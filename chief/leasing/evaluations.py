@@ -1,7 +1,7 @@
 """The units of evaluations: leased and counted like those of an epoch, all on one version of the weights. Pure, no I/O.
 
-Nothing of them is on the ps: a unit is accepted when what was counted on it is here. When the weights have changed
-before the last unit was, the evaluation begins anew under the next attempt.
+They leave no trace on the ps: a unit is accepted when its counts have arrived. If the weights have changed before the
+last unit, the evaluation starts over under the next attempt.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 At staleness > 0 a unit is a whole batch and any worker may get it. At staleness 0 units are slices and are leased as
 parts of steps (:mod:`stratagem.chief.leasing.steps`). A unit changes hands only through :meth:`LeaseBook.give_back`,
-which its owner calls after every live ps has refused the former holder (fence) and heard of the closed steps.
+which its owner calls after every live ps has refused the former holder (fence) and learned of the closed steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Leases:
 
 @dataclasses.dataclass(frozen=True)
 class RollBack:
-    """What follows when all ps go back to a checkpoint."""
+    """The consequences of rolling all ps back to a checkpoint."""
 
     revoked: int
     """Units that will be computed again."""
@@ -43,8 +43,8 @@ class RollBack:
 
 
 class LeaseBook:
-    """The units of the job. Synchronous steps from ``next_step`` on are in no journal; ``num_unsynced`` of them a chief
-    may have composed whose journal lost them."""
+    """The units of the job. Synchronous steps from ``next_step`` on are in no journal; an earlier chief may have
+    composed ``num_unsynced`` of them that its journal lost."""
 
     def __init__(self, next_step: int = 1, num_unsynced: int = 0) -> None:
         self.plans: dict[int, Plan] = {}

@@ -1,7 +1,7 @@
 """The units of one pass over a dataset: pending, leased, accepted. Pure, no I/O.
 
-Every unit is in exactly one of the three states, so no unit is ever leased twice; a unit that comes back
-becomes pending and goes out before the ones that were never leased.
+Every unit is in exactly one of the three states, so no unit is ever leased twice. A returned unit becomes pending and
+is leased before those that were never leased.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Holding:
 
 
 class EpochLeases:
-    """The units of one epoch; ``accepted``: before, by the journal or checkpoint that the job goes on from."""
+    """The units of one epoch; ``accepted``: earlier, by the journal or checkpoint that the job resumes from."""
 
     def __init__(self, plan: Plan, accepted: UnitBitmap | None = None) -> None:
         self.plan = plan

@@ -1,4 +1,4 @@
-"""Leasing units to workers: one path, whatever the units are of. What an acceptance carries is up to their source."""
+"""Leasing units to workers: one path for all kinds of units. Their source decides what an acceptance carries."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LeaseRequest(Generic[Pass]):
 
 
 class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
-    """Leases units of one kind by the verb NextUnits; what an acceptance carries is the matter of the kind."""
+    """Leases units of one kind by the verb NextUnits; the kind decides what an acceptance carries."""
 
     async def next_units(self, request: LeaseRequest[Pass]) -> Leases:
         """Takes in what is reported and leases what is wanted; with ``wait`` not before there is some, or the end."""

@@ -2,8 +2,8 @@
 
 A step is composed when a worker asks and none of the composed steps has a slice reserved for it. The slices of the
 other workers are *reserved* until they ask, then *granted*. A slice ends as *accepted* (its worker said so), *removed*
-(its worker died or left before it committed anywhere; the unit is leased again) or *absorbed* (its worker died after it
-had committed on some ps: it stays in the step, and its unit is accepted once the rest of the step is).
+(its worker died or left before it committed anywhere; the unit is leased again) or *absorbed* (its worker died after a
+commit on some ps: the slice stays in the step, and its unit is accepted once the rest of the step is).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class JobStep:
 
 @dataclasses.dataclass(frozen=True)
 class StepClosing:
-    """What every ps has to be told about a step that lost a slice."""
+    """What every ps must learn about a step that lost a slice."""
 
     step: int
     included: tuple[Unit, ...]
@@ -93,7 +93,7 @@ class StepClosing:
 
 @dataclasses.dataclass
 class Removal:
-    """What follows from the loss of slices."""
+    """The consequences of losing slices."""
 
     closings: list[StepClosing] = dataclasses.field(default_factory=list)
     returned: dict[Unit, Incarnation | None] = dataclasses.field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""Who is in the cluster, and the streams that say so."""
+"""The members of the cluster, and the session streams that tell each task about them."""

@@ -1,4 +1,4 @@
-"""Who is in the cluster: what can be said of the sessions as they are."""
+"""Who is in the cluster: questions about the sessions as they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_PS = 1024
 
 
 class Roster:
-    """The sessions of all tasks that may be in the cluster. What happens to them: ``Sessions``."""
+    """The sessions of all tasks that may be in the cluster. ``Sessions`` changes them."""
 
     def __init__(self, config: ChiefConfig, history: JobHistory) -> None:
         num_workers, num_ps, min_workers = config.num_workers, history.num_ps, config.min_workers

@@ -1,9 +1,9 @@
-"""One task of the cluster as the chief sees it, how regularly it is heard of, and what can follow from an event. Pure,
-no I/O.
+"""One task of the cluster as the chief sees it, how regular its heartbeats are, and the actions that an event can
+cause. Pure, no I/O.
 
-What its silence says is phi accrual, after Hayashibara, Defago, Yared, Katayama: The phi accrual failure detector (SRDS
-2004): the times between heartbeats are taken as normal, and phi is minus the decimal logarithm of the chance that one
-as late as the present comes yet.
+Silence is judged by phi accrual, after Hayashibara, Defago, Yared, Katayama: The phi accrual failure detector (SRDS
+2004): the times between heartbeats are assumed normal, and phi is minus the decimal logarithm of the chance that a
+heartbeat as late as the current one still comes.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Fence:
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """Every live ps refuses the incarnation: what it held may go to others."""
+    """Every live ps refuses the incarnation: its units may go to others."""
 
     incarnation: Incarnation
 

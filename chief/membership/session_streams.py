@@ -51,9 +51,9 @@ Carry = Callable[[Prepare | Fence | Release | StopJob], None]
 
 
 class SessionStreams(ChiefPart):
-    """Couples the state machine of the sessions to the streams. ``state``: of the job: incarnations and losses are in
-    its journal before anybody hears of them; ``carry``: carries out the actions that concern ps and job; ``recovery``:
-    takes what a resumed worker holds into the books, before anybody hears that it is back."""
+    """Couples the state machine of the sessions to the streams. ``state``: of the job: its journal has incarnations and
+    losses before any task hears of them; ``carry``: carries out the actions that concern ps and job; ``recovery``:
+    enters what a resumed worker holds into the books, before any task hears that it is back."""
 
     def __init__(self, state: ChiefState, recovery: Recovery, *, carry: Carry) -> None:
         super().__init__(state)

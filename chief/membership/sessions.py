@@ -6,9 +6,9 @@ Events go in through the methods, actions come out as their return value; the ow
                                                     |----> lost -> joined / live with a new incarnation
     awaited (it was live when the chief died; it may resume) -> joined / live / lost
 
-An incarnation that is over is *fenced*: every ps with an open session has to acknowledge that it refuses it, or be
-lost itself, before the units of that incarnation go to anybody else. A ps learns all earlier fences while it is
-``joined``, before any worker hears of its address.
+An incarnation that is over is *fenced*: every ps with an open session must acknowledge that it refuses it, or be lost
+itself, before the units of that incarnation go to another worker. A ps learns all earlier fences while it is
+``joined``, before any worker learns its address.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What the chief tells people and Prometheus."""
+"""What the chief reports to people and Prometheus."""

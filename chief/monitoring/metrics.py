@@ -1,7 +1,7 @@
 """The status page as Prometheus metrics. Pure: what the chief knows in, metric families out.
 
-How many time series there are is bounded by the tasks of the cluster: no label holds a number, an address or text that
-changes. Of the names that a script reports, the first :data:`MAX_REPORTED` of a task count.
+The number of tasks bounds the number of time series: no label holds a number, an address or changing text. Of the names
+that a script reports, the first :data:`MAX_REPORTED` of a task count.
 """
 
 from __future__ import annotations

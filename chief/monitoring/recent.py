@@ -1,4 +1,4 @@
-"""What the tasks measured and wrote into their logs lately, so that whoever asks sees what is going on now."""
+"""What the tasks recently measured and logged, for a view of the present."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Recent:
 
 
 class JobLog(logging.Handler):
-    """Lines of the chief, whose handler this is, and of those that tell it theirs. Thread-safe.
+    """Log lines of the chief, whose handler this is, and of the tasks that send theirs. Thread-safe.
 
-    Bounded: a task that writes much drops its own lines.
+    Bounded: a task that writes much drops only its own lines.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Workers that wait for each other, and would without end: their scripts do not meet at the same place."""
+"""Workers that wait for each other for ever, because their scripts do not meet at the same place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def late_for(state: ChiefState, streams: SessionStreams, task: str) -> tuple[str
 
 
 class Standstill:
-    """Looks for it, at every tick."""
+    """Looks for a standstill at every tick."""
 
     def __init__(self, state: ChiefState, streams: SessionStreams) -> None:
         self._state = state

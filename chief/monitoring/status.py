@@ -1,4 +1,4 @@
-"""What every task is doing: the status page, put together from the state."""
+"""What every task is doing: the status page, assembled from the state."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The ps, as the chief speaks with them."""
+"""The chief's clients of the ps."""

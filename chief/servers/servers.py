@@ -1,4 +1,4 @@
-"""The ps, as the chief calls them: domain values in and out, deadlines on every call. One of them, and all together."""
+"""The ps, as the chief calls them: domain values in and out, a deadline on every call; one of them, or all together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class CommittedSlice:
-    """Of a synchronous step: a slice that its worker has committed."""
+    """A slice of a synchronous step that its worker has committed."""
 
     step: int
     unit: Unit
@@ -116,7 +116,8 @@ class SavedShards:
 
 
 class Server:
-    """A ps at ``address``, as a process (``chief_epoch``) of ``chief`` calls it. Any call may be repeated without harm.
+    """A ps at ``address``, as called by a process (``chief_epoch``) of ``chief``. Any call may be repeated without
+    harm.
 
     All raise ``PeerUnavailableError`` when the ps does not answer in time.
     """

@@ -1,1 +1,1 @@
-"""What the chief serves over HTTP: the page of the job, and its metrics."""
+"""What the chief serves over HTTP: the job's page and its metrics."""

@@ -1,4 +1,4 @@
-"""HTTP beside the chief's gRPC: the same rule for where to listen, the same proofs of who asks, a thread of its own."""
+"""HTTP beside the chief's gRPC: the same rule for where to listen, the same proofs of identity, its own thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at the job for whoever watches the page: one look a second for all of them, one now and then for nobody."""
+"""Looks at the job for the viewers of its page: one look a second for all of them, an occasional one without any."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_VIEWERS = 32
 
 
 class PageWatch:
-    """What the page is told; ``look`` gives the status, with measures."""
+    """What the page receives; ``look`` gives the status, with measures."""
 
     def __init__(self, look: Callable[[], Awaitable[StatusView]], log: JobLog) -> None:
         self.look = look

@@ -1,4 +1,4 @@
-"""Serves metrics and page of a job that runs in the event loop of the caller."""
+"""Serves metrics and page of a job that runs in the caller's event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page tells of the past: curves, and what happened. Bounded, and pure: time is passed in."""
+"""What the page shows of the past: curves and events. Bounded, and pure: time is passed in."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Why a job is slow: what its tasks measured in, a verdict in one sentence out. Pure: no I/O, no clock."""
+"""Why a job is slow: from the measures of its tasks to a verdict in one sentence. Pure: no I/O, no clock."""

@@ -1,4 +1,4 @@
-"""What the rules find, and the verdict that is made of it."""
+"""What the rules find, and the verdict made from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORTH = 0.15
 
 
 class Cause(enum.Enum):
-    """What a job may be slow by."""
+    """A possible cause of a slow job."""
 
     NOTHING = "nothing"
     CHIEF_AWAY = "chief away"

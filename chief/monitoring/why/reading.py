@@ -1,4 +1,4 @@
-"""What a verdict is made of: numbers of every task over the same stretch of time."""
+"""The input of a verdict: numbers of every task over the same period."""
 
 from __future__ import annotations
 

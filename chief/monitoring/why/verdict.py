@@ -1,4 +1,4 @@
-"""The verdict: every rule is asked, and what costs most, or explains the rest, is the answer."""
+"""The verdict: every rule is asked; the answer is the costliest cause, or one that explains the others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def judge(reading: Reading) -> JobVerdict:
 
 
 class WatchedVerdict:
-    """The verdict on a job while it runs: told when something is off, and stays off."""
+    """The verdict on a job while it runs: reported when something is wrong, and stays wrong."""
 
     def __init__(self) -> None:
         self._looked_at = float("-inf")

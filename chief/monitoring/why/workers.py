@@ -1,4 +1,4 @@
-"""Rules about what a worker does by itself: data, computing, cores, threads."""
+"""Rules about a worker's own work: data, computing, cores, threads."""
 
 from __future__ import annotations
 
