@@ -1,4 +1,4 @@
-"""Applying an update: its gradient is there, its turn has come, then weights change in all groups or in none."""
+"""Applying an update: its gradient has arrived and its turn has come; then weights change in all groups or in none."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ class Applying:
 
 
 class Turn:
-    """Around a change of weights. Waits for the gate and for the same update under way elsewhere; then fences, holds
-    and restores wait for it. Entered, it says whether the update must still be applied."""
+    """Around a change of weights. Waits for the gate and for the same update in progress elsewhere; from then on
+    fences, holds and restores wait for it. Entering it tells whether the update must still be applied."""
 
     __slots__ = ("_call", "_pairs", "_sender", "_state", "_store_epoch", "_update")
 

@@ -1,9 +1,9 @@
-"""What this ps tells the one that keeps a copy of it, and what may be acknowledged to workers meanwhile.
+"""What this ps sends to the backup that keeps its copy, and what may be acknowledged to workers meanwhile.
 
-The backup is whole once it has confirmed everything told before: from then on a change is acknowledged when the backup
-has it. If it breaks off then, whoever waits goes on waiting until the backup has dropped its copy or is dead: a copy
-that lacks something acknowledged must not be there for anybody to take. Where the two cannot reach one another, this is
-said by way of the chief (:attr:`Backup.copy_to_drop`).
+The backup is whole once it has confirmed everything sent before: from then on a change is acknowledged when the backup
+has it. If it then disconnects, every acknowledgement waits until the backup has dropped its copy or is dead: no copy
+that lacks something acknowledged may be there to be taken over. If the two cannot reach one another, the chief carries
+the message (:attr:`Backup.copy_to_drop`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SILENCE_S = 5.0
 
 
 class Backup:
-    """The copy of this ps; a lock of its own is taken inside all others of the store. ``held_bytes``: of variables and
-    slots here."""
+    """The copy of this ps; its lock is taken inside all others of the store. ``held_bytes``: of variables and slots
+    here."""
 
     def __init__(self, held_bytes: Callable[[], int]) -> None:
         self._held_bytes = held_bytes

@@ -1,4 +1,4 @@
-"""The store's side of checkpoints: holding commits, describing what is applied, writing shards, going back to them."""
+"""The store's side of checkpoints: holding commits, describing what is applied, writing shards, rolling back."""
 
 from __future__ import annotations
 

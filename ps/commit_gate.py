@@ -1,4 +1,4 @@
-"""Holds commits back for a checkpoint. A state machine: the time comes in, nobody waits in here."""
+"""Holds commits for a checkpoint. A state machine: the time is passed in, nothing waits in here."""
 
 from __future__ import annotations
 

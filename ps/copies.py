@@ -1,4 +1,4 @@
-"""Whole stores that travel: what a backup is given to begin with, the copy that it keeps, and who may take it over."""
+"""Whole stores that travel: the initial image of a backup, the copy that it keeps, and who may take it over."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Answer = Callable[[StoreImage], None]
 
 
 class StoreCopy:
-    """The copy of another ps's store, in a ``state`` that is empty. LimitError: there is no room for it here."""
+    """The copy of another ps's store, in an empty ``state``. LimitError: there is no room for it here."""
 
     def __init__(self, image: StoreImage, state: StoreState) -> None:
         groups = image.content.groups

@@ -1,4 +1,4 @@
-"""Keeps the copy of another ps up to date: a thread that follows it for as long as the job lasts."""
+"""Keeps the copy of another ps up to date: a thread that follows it for the whole job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_RETRY_S = 30.0
 
 
 class Following:
-    """Follows the ps whose copy this one keeps, in ``store``; ``session`` says where that is, and who this one is."""
+    """Follows the ps whose copy this one keeps, in ``store``; ``session`` gives its address, and this ps's identity."""
 
     def __init__(self, store: Store, session: SessionClient, security: Security, transport: Transport) -> None:
         self._store = store

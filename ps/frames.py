@@ -1,4 +1,4 @@
-"""The kinds of frames, as the domain knows them."""
+"""The kinds of frames, in the domain's own types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes over one lane from a worker, served in the thread that reads it: frames are staged, requests answered."""
+"""Serves one lane from a worker in the thread that reads it: frames are staged, requests answered."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _REQUESTS: dict[int, tuple[str, Any, _Handler]] = {
 
 
 class LaneRequests:
-    """Serves one lane. What it waits for are the rules: staleness, a hold, a step that is not complete. ``sender``:
-    whose lane it is; nobody else is spoken for over it."""
+    """Serves one lane. It waits only for the rules: staleness, a hold, an incomplete step. ``sender``: the owner of the
+    lane; it may speak for no other."""
 
     def __init__(self, store: Store, sender: Sender, lane: ReplyLane) -> None:
         self._store = store

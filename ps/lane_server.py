@@ -1,4 +1,4 @@
-"""The ps's end of a lane: frames in go to staging, reply frames out are queued and never waited for."""
+"""The ps's end of a lane: incoming frames go to staging; reply frames are queued and never waited for."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def _message(replies: list[_Reply]) -> bytes:
 
 
 class QueueLane(Corkable):
-    """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.ReplyLane`. A
-    reader that lets more than ``max_pinned_bytes`` of messages wait is cut off; weights that change before they have
-    left are kept in ``memory``."""
+    """Queues reply messages for a grpc stream. Implements :class:`stratagem.ps.published.ReplyLane`. A reader that lets
+    more than ``max_pinned_bytes`` of messages wait is cut off; weights that change before they have left are kept in
+    ``memory``."""
 
     def __init__(
         self, max_pinned_bytes: Callable[[], int], memory: FrameMemory | None = None, stream: Call | None = None

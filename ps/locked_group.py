@@ -1,4 +1,4 @@
-"""One shard group with its lock and its published version: the place where updates and readers of one group meet."""
+"""One shard group with its lock and its published version: where updates and readers of one group meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges the slices of a synchronous step into one gradient, and says what is in a gradient. Pure tensor arithmetic."""
+"""Merges the slices of a synchronous step into one gradient, and computes facts about it. Pure tensor arithmetic."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """The optimizers that a parameter server can run: the eleven elementwise ones of ``torch.optim``, by class name.
 
-Elementwise means that a parameter cut anywhere gets the same values as the whole: that is what lets a ps keep many
-variables, or rows of them, in one flat tensor. The torch classes do the arithmetic; this module only knows
-which state each keeps.
+Elementwise means that a parameter cut anywhere gets the same values as the whole: so a ps can keep many variables, or
+rows of them, in one flat tensor. The torch classes do the arithmetic; this module only knows which state each keeps.
 
-Of tables an optimizer changes the rows that have a gradient and no other, as torch does with sparse gradients. A row
-that a batch does not use keeps its weights and slots; the number of updates is the table's. Momentum and weight decay
-would have to change every row in every update: they are refused.
+In a table, an optimizer changes only the rows that have a gradient, as torch does with sparse gradients. A row that a
+batch does not use keeps its weights and slots; the number of updates is the table's. Momentum and weight decay would
+have to change every row in every update: they are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint that another number of ps made: a ps takes from it the rows that it is told to hold."""
+"""A checkpoint made by another number of ps: a ps takes from it the rows that it is to hold."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Rows:
 
 
 class Origin:
-    """Where all rows are, until each is on some ps. The files stay open: a newer checkpoint may take their place.
+    """Where all rows are, until each is on some ps. The files stay open: a newer checkpoint may replace them.
     ``directory``: a committed checkpoint, whose files have been checked. CheckpointError: a file is missing or
     damaged."""
 

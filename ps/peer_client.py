@@ -1,4 +1,4 @@
-"""The store of another ps, seen from one that copies it: a lane, an image, and what changes after it."""
+"""The store of another ps, seen from the one that copies it: a lane, an image, and the changes after it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Change = tuple[CommitUpdate, Mapping[int, Parts]]
 
 class PeerStore:
     """A context: the lane is open inside. ``asker`` is this ps, ``task`` the other one, which serves at ``address``;
-    ``goes_on`` is asked now and then while a read waits: whether there is still a reason to. PeerUnavailableError: it
+    ``goes_on`` is asked now and then while a read waits whether there is still a reason to. PeerUnavailableError: it
     does not answer."""
 
     def __init__(

@@ -1,9 +1,9 @@
 """Immutable versions: the weights of one version, shown to all readers (docs/protocol.md 9).
 
-Nobody reads a version that is being written. Over shared memory its frames are copies of the weights, made once while
-the group's lock is held, in the memory that all readers map. Over sockets they are the weights themselves until these
-are about to change; what has not left by then is copied first. A lane that holds frames pins them; the memory goes when
-the last reader lets go.
+A version is never read while it is written. Over shared memory its frames are copies of the weights, made once under
+the group's lock, in the memory that all readers map. Over sockets they are the weights themselves until these are about
+to change; what has not left by then is copied first. A lane that holds frames pins them; the memory is freed when the
+last reader is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FRAME_BYTES = 4 << 20
 
 
 class HeldFrame(NamedTuple):
-    """A piece of a flat tensor that is ready to be sent."""
+    """A piece of a flat tensor, ready to be sent."""
 
     group: int
     offset: int

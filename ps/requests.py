@@ -1,4 +1,4 @@
-"""What the requests to a parameter server say, without the wire: frozen, decoded once by the servicer."""
+"""The requests to a parameter server, without the wire: frozen, decoded once by the servicer."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class CommitResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AssignValues:
-    """Assigns weights or slots whose frames went before."""
+    """Assigns weights or slots whose frames were sent before."""
 
     sender: Sender
     values: TransferRef
@@ -176,7 +176,7 @@ class PullWeights:
 
 @dataclasses.dataclass(frozen=True)
 class PullResult:
-    """What is on its way, and the optimizer's progress of the first group."""
+    """What is being sent, and the optimizer's progress of the first group."""
 
     versions: tuple[GroupVersion, ...]
     slots: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Which rows of a table get most of its updates: a sample, counted when somebody asks. Cheap where updates come."""
+"""Which rows of a table get most of its updates: a sample, counted on request. Cheap in the path of updates."""
 
 from __future__ import annotations
 

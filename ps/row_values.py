@@ -1,4 +1,4 @@
-"""Initial values of the rows of a table, from a seed: equal whoever holds a row, however the table is cut."""
+"""Initial values of a table's rows, from a seed: equal whichever ps holds a row and however the table is cut."""
 
 from __future__ import annotations
 

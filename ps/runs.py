@@ -1,4 +1,4 @@
-"""Cuts a gradient, as its pieces came, into the runs that one optimizer call can take each in one go. Pure."""
+"""Cuts a gradient, in its pieces as they arrived, into the runs that one optimizer call can each take at once. Pure."""
 
 from __future__ import annotations
 

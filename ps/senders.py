@@ -1,4 +1,4 @@
-"""Who talks to this ps: fences, sequence windows, reply lanes, init-once tokens. Pure; the state's lock guards it."""
+"""The senders to this ps: fences, sequence windows, reply lanes, init-once tokens. Pure; the state's lock guards it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_INCARNATIONS = 8
 
 
 class Senders:
-    """Everything kept for each incarnation of a sender; ``max_peers`` are remembered at once."""
+    """Everything kept for each incarnation of a sender; at most ``max_peers`` are remembered."""
 
     def __init__(self, max_peers: int = 4096) -> None:
         self._max_peers = max_peers

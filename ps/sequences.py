@@ -43,9 +43,9 @@ NEW, _RUNNING = SequenceDecision(Verdict.NEW), SequenceDecision(Verdict.RUNNING)
 class SequenceWindow:
     """The requests of one incarnation of one sender.
 
-    Requests may arrive out of order within the window. The mark is the smallest number not finished yet. Numbers below
-    the first one of the window (``next_sequence``) are from before a restore: what they did is gone, so they are new,
-    but for those ``done`` in the process whose store this one took over.
+    Requests may arrive out of order within the window. The mark is the smallest unfinished number. Numbers below the
+    first one of the window (``next_sequence``) are from before a restore. Their effect is gone, so they are new, except
+    for those ``done`` in the process whose store this one took over.
     """
 
     def __init__(self, next_sequence: int, done: Iterable[int] = ()) -> None:

@@ -19,7 +19,7 @@ Parts = Sequence[tuple[int, torch.Tensor]]
 
 @dataclasses.dataclass
 class _Plan:
-    """A torch optimizer over views of the flat tensors, for one way the pieces came."""
+    """A torch optimizer over views of the flat tensors, for one arrangement of the pieces."""
 
     key: tuple[Any, ...]
     runs: tuple[Run, ...]

@@ -1,8 +1,8 @@
 """A ps's part of a checkpoint on disk.
 
-Up to three files: ``ps-<i>.safetensors`` (weights; as PyTorch alone reads it, a plain state dict:
-a whole variable under its own name, a row shard under ``name@first_row``), ``ps-<i>.slots.safetensors`` (optimizer
-slots under ``slot/<slot>/<name>``, when there are any), ``ps-<i>.json`` (specs, step counts, scalars, units).
+Up to three files: ``ps-<i>.safetensors`` (weights; to PyTorch alone a plain state dict: a whole variable under its own
+name, a row shard under ``name@first_row``), ``ps-<i>.slots.safetensors`` (optimizer slots under ``slot/<slot>/<name>``,
+if there are any), ``ps-<i>.json`` (specs, step counts, scalars, units).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tcp and shm lanes of a ps: sockets that workers open with a token, each lane with a thread that stages."""
+"""The tcp and shm lanes of a ps: sockets that workers open with a token, each with a thread that stages frames."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONNECT_S = 10.0
 
 
 class _SocketReplies(Generic[S]):
-    """Over two sockets, which end together. Of a lane that is closed the worker comes back by itself, or is dead."""
+    """Over two sockets, which close together. When a lane closes, its worker reconnects by itself, or is dead."""
 
     def __init__(self, sender: S, receiver: SocketReceiver) -> None:
         self._sender = sender
@@ -69,7 +69,7 @@ class _SocketReplies(Generic[S]):
 
 
 class TcpReplies(_SocketReplies[TcpSender]):
-    """Implements :class:`stratagem.ps.published.ReplyLane`: sends from the weights themselves while they stay."""
+    """Implements :class:`stratagem.ps.published.ReplyLane`: sends from the weights themselves until they change."""
 
     def __init__(
         self, sender: TcpSender, receiver: SocketReceiver, max_unread_bytes: Callable[[], int], memory: FrameMemory
@@ -117,7 +117,7 @@ class TcpReplies(_SocketReplies[TcpSender]):
 
 
 class ShmReplies(_SocketReplies[ShmSender]):
-    """Implements :class:`stratagem.ps.published.ReplyLane`: workers on this host read copies where they lie."""
+    """Implements :class:`stratagem.ps.published.ReplyLane`: workers on this host read copies in place."""
 
     def __init__(self, sender: ShmSender, receiver: SocketReceiver, memory: FrameMemory) -> None:
         super().__init__(sender, receiver)
@@ -151,7 +151,7 @@ class ShmReplies(_SocketReplies[ShmSender]):
 
 
 class SocketLanes:
-    """Opens and serves them, at ``host``; ``store`` stages what comes and sends what is asked for."""
+    """Opens and serves the lanes, at ``host``; ``store`` stages incoming frames and sends what is requested."""
 
     def __init__(
         self, store: Store, host: str, security: Security = OPEN, max_lanes_per_peer: int = MAX_LANES_PER_PEER

@@ -1,4 +1,4 @@
-"""What a parameter server holds, and the limits under which it does. Pure; checked before any allocation."""
+"""What a parameter server holds, and within which limits. Pure; checked before any allocation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Frames that came and wait for the control message that uses them. Pure; bounded by the size of the groups.
+"""Frames that have arrived and wait for the control message that uses them. Pure; bounded by the size of the groups.
 
-A gradient that a newer transfer replaces is dropped: a worker never has two gradients of one group here.
+A newer transfer replaces an older gradient: a worker never has two gradients of one group here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parts of the store share: control state under one condition; groups with locks of their own."""
+"""What the parts of the store share: control state under one condition; groups with their own locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staleness 0: brings slices into their step, merges them, applies the step once, and lets everybody wait for it."""
+"""Staleness 0: collects the slices of a step, merges them, applies the step once, and has every worker wait for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Staleness 0: which slices of a step are here, when the step can be applied, what a dead worker leaves.
+"""Staleness 0: which slices of a step are here, when the step can be applied, what a dead worker leaves behind.
 
 A state machine. A slice is *prepared* (its gradient is here) and then *committed* (its worker knows that every ps has
-it). A step is ready when every slice that counts is committed. The chief may close a step:
-then only the included slices count.
+it). A step is ready when every slice that counts is committed. When the chief closes a step, only the included slices
+count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A table: a group whose gradients come by row, and whose updates change those rows alone."""
+"""A table: a group whose gradients come by row, and whose updates change only those rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which updates this ps has applied: ordinals of units in progress, a bitmap of closed ones.
 
-Pure; snapshotted with the weights.
+Pure; saved in checkpoints with the weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Variables on this ps: created once, attached to by everybody else, assigned, pulled."""
+"""Variables on this ps: created once, attached to by all other workers, assigned, pulled."""
 
 from __future__ import annotations
 

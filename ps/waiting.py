@@ -1,5 +1,6 @@
-"""What a request waits for in the store, and what ends the wait: a fence, a restore, a caller that is gone. And each
-state-changing request of a sender once: its place in the sequence, from its beginning to its result."""
+"""What a request waits for in the store, and what ends the wait: a fence, a restore, a caller that is gone. Also the
+place of each state-changing request in its sender's sequence, from its beginning to its result: each takes effect
+once."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ TICK_S = 0.5
 
 
 class Call(Protocol):
-    """The remote call that a method serves, as far as waiting needs to know it."""
+    """The remote call that a method serves, as far as waiting needs it."""
 
     def is_active(self) -> bool:
         """False once the caller is gone or its deadline passed."""
@@ -166,7 +167,7 @@ def noted(state: StoreState, sender: Sender, call: Call) -> Iterator[None]:
 
 class Running:
     """Around a request that :func:`begin` called new: it failed and changed nothing, unless :meth:`done` says that it
-    did what it was to do."""
+    took effect."""
 
     __slots__ = ("_is_done", "_sender", "_state")
 

@@ -1,4 +1,4 @@
-"""Writes that a script has begun and not waited for: one that fails when the script is over has failed the script."""
+"""Writes that a script has started without waiting: one that fails after the script's end fails the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping, and what a NaN or Inf does, before an optimizer of this process or of a ps takes gradients."""
+"""Clipping, and the handling of NaN and Inf, before an optimizer of this process or of a ps takes gradients."""
 
 from __future__ import annotations
 

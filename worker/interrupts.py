@@ -1,10 +1,11 @@
-"""SIGINT and SIGTERM: exceptions in the main thread at a safe moment, or, where somebody saves first, a request to end.
+"""SIGINT and SIGTERM: exceptions in the main thread at a safe moment or, if the script saves first, a request to end.
 
-An exception between two lines of gRPC (after a call was made and before its thread runs, say) leaves a call that nobody
-ends, and closing the channel then waits for it for ever. So a signal that arrives there is sent again a moment later.
+An exception between two lines of gRPC (after a call was made and before its thread runs, say) leaves a call that never
+ends, and closing the channel would then wait for it for ever. So a signal that arrives there is sent again a moment
+later.
 
-Ranks that run in step must stop after the same step. Each says in the small collective at the end of every backward
-whether it has been asked to end (:mod:`stratagem.worker.reduction.backward_status`), so all know it in the same step.
+Ranks in step must stop after the same step. In the small collective at the end of every backward each says whether it
+has been asked to end (:mod:`stratagem.worker.reduction.backward_status`), so all know it in the same step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Units leased to this worker, of training data or of an evaluation, and the report of what became of them.
+"""Units leased to this worker, of training data or of an evaluation, and the report of their outcome.
 
-A lease covers about a second of this worker's work, so that it speaks with the chief about once in that time: what was
-accepted meanwhile is reported with the next call.
+A lease covers about a second of this worker's work, so the worker calls the chief about once in that time; the next
+call reports what was accepted meanwhile.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Runs a user's training script in this process and turns its end, also by ``os._exit`` or by ``sys.exit``, of whose
-code Python tells nobody, into an exit code and words a person can use.
+"""Runs a user's training script in this process and turns its end into an exit code and readable words, even an end by
+``os._exit``, or by ``sys.exit``, whose code Python does not pass on.
 
 A script that makes no strategy takes no part in its job: it would train alone, in each task.
 """

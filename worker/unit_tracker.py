@@ -1,8 +1,8 @@
 """Which unit a step belongs to, and when a unit is complete. A state machine: no I/O.
 
 The script takes a batch, calls ``backward()`` any number of times, ``optimizer.step()`` any number of times, and takes
-the next batch. A unit left without a step but with gradients is *accumulating*: it joins the next update. A unit left
-with neither is *idle*: the script took batches ahead of time and comes back to it (:meth:`focus`), or skips it.
+the next batch. A unit left with gradients but without a step is *accumulating*: it joins the next update. A unit left
+with neither is *idle*: the script took batches ahead of time and returns to it (:meth:`focus`), or skips it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What of a worker talks to a ps: its client and lanes, gradients on their way, weights coming back, tables."""
+"""The worker's side of the ps: client and lanes, outgoing gradients, incoming weights, tables."""

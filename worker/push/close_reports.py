@@ -1,4 +1,4 @@
-"""Closed units on their way to the ps: they travel with the next commit, or alone at the end of an epoch."""
+"""Sends closed units to the ps: with the next commit, or alone at the end of an epoch."""
 
 from __future__ import annotations
 

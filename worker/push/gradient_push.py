@@ -1,7 +1,7 @@
 """``optimizer.step()`` under parameter servers: commit what was staged, take the new weights, exactly once.
 
-The optimizer keeps its object and its ``param_groups``. A pre-hook of its ``step`` commits, and torch's own step finds
-nothing to do (docs/protocol.md 7).
+The optimizer stays the same object with the same ``param_groups``. A pre-hook of its ``step`` commits, and torch's own
+step finds nothing to do (docs/protocol.md 7).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors of the model as flat host memory: where frames are read from and written to, on CPU and on CUDA."""
+"""Tensors of the model as flat host memory, the source and target of frames; CPU and CUDA."""
 
 from __future__ import annotations
 

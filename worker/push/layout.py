@@ -1,7 +1,7 @@
 """Where each row of each variable lives: shard groups, their flat tensors, and the frames they are cut into. Pure.
 
-A *group* holds the shards of one optimizer and one dtype. On each ps its shards lie one after the other in one
-flat tensor, in reverse order of registration: the order in which backward makes gradients ready.
+A *group* holds the shards of one optimizer and one dtype. On each ps its shards follow one another in one flat tensor,
+in reverse order of registration: the order in which backward makes gradients ready.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One parameter server, seen from a worker: control calls in sequence, the lane, and coming back after a loss."""
+"""One parameter server, seen from a worker: control calls in sequence, the lane, and reconnecting after a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table whose rows live on parameter servers: this worker asks for the rows of its batch, and holds no others."""
+"""A table whose rows are on parameter servers: this worker requests the rows of its batch, and holds no others."""
 
 from __future__ import annotations
 

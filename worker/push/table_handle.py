@@ -1,6 +1,6 @@
-"""What stands here for a table on parameter servers: a parameter without memory, and a gradient of rows by number.
+"""The local stand-in for a table on parameter servers: a parameter without memory, and a gradient of rows by number.
 
-The ``grad`` of the parameter that an optimizer holds is a mark of the same kind: whoever sets it to None or to zero
+The ``grad`` of the parameter that an optimizer holds is a mark of the same kind: setting it to None or to zero
 (``zero_grad()``) drops the rows with it.
 """
 

@@ -1,4 +1,4 @@
-"""The variables of one ``prepare``: created once in the job, attached to by everybody else, pulled and assigned, and
+"""The variables of one ``prepare``: created once in the job, attached to by all other workers, pulled and assigned; and
 whether a script has changed its copies of them."""
 
 from __future__ import annotations

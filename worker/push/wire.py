@@ -1,4 +1,4 @@
-"""What a worker asks of a ps: requests as messages, replies in the worker's words. Nothing is decided here."""
+"""What a worker asks of a ps: requests as messages, replies in the worker's own types. No decisions."""
 
 from __future__ import annotations
 

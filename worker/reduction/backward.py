@@ -1,4 +1,4 @@
-"""One ``backward()`` after the other: when one begins, what it brings, how it ends, whatever reduces the gradients."""
+"""Successive calls of ``backward()``: when one begins, what it yields, how it ends, whatever reduces the gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small collective at the end of a backward: what every rank has to know about all others before it merges."""
+"""The small collective at the end of a backward: what every rank must know about all others before it merges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressions of gradients: what one is, and those that there are by name."""
+"""Compression of gradients: the interface, and the implementations by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the gradients of a reducer lie: buckets, their memory, and the proof that all ranks have the same."""
+"""The layout of a reducer's gradients: buckets, their memory, and the check that all ranks have the same."""
 
 from __future__ import annotations
 

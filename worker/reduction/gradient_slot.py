@@ -1,4 +1,4 @@
-"""The gradient of one parameter through a backward: put aside, written, merged or put back."""
+"""The gradient of one parameter during a backward: stashed, written, merged or restored."""
 
 from __future__ import annotations
 

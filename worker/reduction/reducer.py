@@ -1,9 +1,9 @@
 """Gradients are reduced while backward runs; when ``backward()`` returns, ``p.grad`` is the global gradient.
 
-The recipe is docs/protocol.md 15. A hook on a parameter puts ``p.grad`` aside before autograd adds to it, so that the
+The recipe is docs/protocol.md 15. A hook on a parameter stashes ``p.grad`` before autograd adds to it, so the
 post-accumulate hook sees the gradient of this backward alone; weighted, it goes into its bucket. A bucket leaves when
-it is complete and all earlier ones have left. A callback of the engine, at the end of backward, sends what is left and
-one small vector that says who has a gradient for what, waits, and merges.
+it is complete and all earlier ones have left. At the end of backward a callback of the engine sends the rest and one
+small vector that says which gradients this rank has, waits, and merges.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The same everywhere: what is checked and copied before the first step, what can be checked after any, and JSON and
-tensors from one rank to others, as of a restored checkpoint."""
+"""Agreement among ranks: what is checked and copied before the first step, what can be checked after any, and JSON and
+tensors sent from one rank to others, such as a restored checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The group of a plan: its lanes opened, and tried once, and the size of its chunks, chosen by trying some."""
+"""Builds the group of a plan: opens its lanes, tries them once, and chooses the chunk size by trying some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a collective breaks: who is to blame, and how everybody learns of it."""
+"""When a collective breaks: which rank is to blame, and how all others learn of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group of ranks can do together. Implementations move bytes; names, order and errors in words are above them.
+"""What a group of ranks can do together. Implementations move bytes; names, order and readable errors are above them.
 
 Implementations: :mod:`stratagem.worker.ring.host_group` (shared memory), :mod:`stratagem.worker.ring.ring_group` (ring
 over lanes), :mod:`stratagem.worker.ring.two_level_group` (both), :mod:`stratagem.worker.ring.torch_group` (NCCL).

@@ -1,13 +1,13 @@
-"""How a ring goes on with other members: what is made again without a lost rank, who has which examples of which step,
-and who has yet to be given the state of the training.
+"""How a ring continues with other members: what is repeated without a lost rank, who has which examples of which step,
+and who still needs the state of the training.
 
-Collectives that count together are *atomic*: their effects show once the last of them is through. Each rank counts
-those that it has completed. The last one of each needs every rank, so after a loss no rank is more than one ahead, and
-what it has beyond the others is one small result, which it has kept (:data:`KEPT_BYTES`; behind a larger one all meet
-once more). So the ranks that are left, in their new group, first compare their counts: whoever is behind takes over the
-result of who is ahead, with the lost rank's part in it, and what nobody has completed all make again without it.
+Collectives that count together are *atomic*: their effects show after the last of them. Each rank counts those that it
+has completed. The last one of each needs every rank, so after a loss no rank is more than one ahead, and what it has
+beyond the others is one small result, which it has kept (:data:`KEPT_BYTES`; after a larger one all meet once more). So
+in their new group the remaining ranks first compare their counts. A rank that is behind copies the result of one that
+is ahead, with the lost rank's part in it; what no rank has completed, all repeat without the lost rank.
 
-A newcomer is alone until its script asks for its first batch. The others take it in between two steps: all form a group
+A newcomer is alone until its script asks for its first batch. The others admit it between two steps: all form a group
 with it, compare counts as after a loss, and make one more atomic collective, which gives it the state.
 """
 

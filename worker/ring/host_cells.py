@@ -1,13 +1,13 @@
 """Signals between the ranks of one host without a system call: words in shared memory.
 
 Every rank has three cache lines that the others read: two *cells*, used in turn, and a word that says for whom it
-*sleeps*. A cell holds a message, and before it the number of the exchange, written last: who sees the number sees the
-message and whatever its writer wrote to memory before. Two cells suffice for the reason that two slots do
+*sleeps*. A cell holds a message, and before it the number of the exchange, written last: a rank that sees the number
+sees the message and all that its writer wrote to memory before. Two cells suffice for the same reason as two slots
 (:mod:`stratagem.worker.ring.host_memory`).
 
-Who goes to sleep says so, looks once more, and sleeps; who signals writes its cell, looks who sleeps for it, and wakes
-those. Each has to see the other's word if the other did not see its own, so between its two steps each takes a lock: on
-x86 that is a full fence.
+Before it sleeps, a rank says so and looks once more; a rank that signals writes its cell, looks who sleeps for it, and
+wakes those. Each has to see the other's word if the other did not see its own, so each takes a lock between its two
+steps: on x86 that is a full fence.
 
 Only where the processor keeps the order of a rank's stores, and of another's loads (:data:`IS_ORDERED`): an aligned
 word of a memoryview is one store and one load of it, but Python has no fence for weaker machines.

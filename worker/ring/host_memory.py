@@ -1,6 +1,6 @@
-"""Memory that one host's ranks share: arenas, in which tensors are reduced where they lie, and scratch for all others.
+"""Memory shared by the ranks of one host: arenas, in which tensors are reduced in place, and scratch for all others.
 
-Others pass through two slots in every rank's scratch segment, used in turn. A *round* is: write into the own slot,
+The others pass through two slots in every rank's scratch segment, used in turn. A *round* is: write into the own slot,
 exchange signals, read the peers' slots. The next round uses the other slot. One exchange for each round is enough,
 across collectives too, as long as every rank goes through the same rounds:
 
@@ -8,7 +8,7 @@ across collectives too, as long as every rank goes through the same rounds:
     it had read round k, which was the last to use slot s. So nobody reads what is being overwritten.
 
 Exchanges that belong to no round (those of :mod:`stratagem.worker.ring.host_group` around memory of an arena) only add
-more order to it.
+more order.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Small messages between the ranks of one host: who stands where, who is ready, who is gone. No payload.
 
-One signal is 40 bytes: the tag of the collective, the round within it, and three numbers. An exchange gives one to
-every peer and waits for one from each. Once there is memory for them, signals lie in
-:mod:`stratagem.worker.ring.host_cells`, and the AF_UNIX sockets wake who sleeps; before, and where the processor
-reorders what memory sees, they travel on the sockets. Waiting is a blocking system call, after a short look where every
-rank has a core (:mod:`stratagem.rpc.spin`); every peer's end of life wakes it. Whoever breaks a collective says why to
-every peer before it shuts the sockets, so that all ranks name the same culprit.
+One signal is 40 bytes: the tag of the collective, the round within it, and three numbers. An exchange sends one to
+every peer and waits for one from each. Once there is memory for them, signals are in
+:mod:`stratagem.worker.ring.host_cells`, and the AF_UNIX sockets only wake sleepers; before that, and where the
+processor reorders memory accesses, signals travel on the sockets. A wait is a blocking system call, after a short spin
+if every rank has a core (:mod:`stratagem.rpc.spin`); the end of any peer wakes it. A rank that breaks a collective
+tells every peer why before it shuts the sockets, so that all ranks name the same culprit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which lanes a ring uses, from what its workers say about themselves. Pure: every rank decides the same alone."""
+"""Which lanes a ring uses, from what its workers report of themselves. Pure: every rank decides the same alone."""
 
 from __future__ import annotations
 

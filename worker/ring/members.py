@@ -1,4 +1,4 @@
-"""Who is in a generation."""
+"""The members of a generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the other ranks may ask of this worker: to meet, to open lanes, to break, to say where it stands."""
+"""What the other ranks may ask of this worker: to meet, to open lanes, to break, to report its position."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ PeerKey = tuple[str, int, int, str]
 
 
 class MeetingRoom(Generic[T]):
-    """The rendezvous at rank 0: nobody goes on before everybody of the generation has come, round by round. A call may
-    be repeated: what a rank said last counts until the round is complete."""
+    """The rendezvous at rank 0: in each round, no rank continues before all of the generation have come. A call may be
+    repeated: a rank's latest message counts until the round is complete."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -6,9 +6,9 @@ reduces it with its own elements, and it is complete when it reaches its owner. 
 starts at its owner and goes once around. Both take N-1 hops, and a rank sends (N-1)/N of the elements in each
 (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 
-Slices travel in chunks, and a chunk is sent on as soon as it has come, while the next one is still on its way. Each
-rank's schedule lists receives in the order in which its left neighbour's schedule lists the sends, so messages
-need no search and no sorting.
+Slices travel in chunks, and a chunk is forwarded as soon as it arrives, while the next one is still in flight. Each
+rank's schedule lists receives in the order in which its left neighbour's schedule lists the sends, so messages need no
+search and no sorting.
 """
 
 from __future__ import annotations

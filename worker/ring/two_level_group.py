@@ -1,4 +1,4 @@
-"""Several hosts: ranks of a host reduce in shared memory, one of them joins the ring of hosts, the result spreads."""
+"""Several hosts: ranks of a host reduce in shared memory, one of them joins the hosts' ring, the result spreads."""
 
 from __future__ import annotations
 
