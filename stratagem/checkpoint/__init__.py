@@ -1,1 +1,1 @@
-"""What every checkpoint on disk has in common, whoever writes or reads it: chief, ps or a training script."""
+"""What every checkpoint on disk has in common, whether a chief, a ps or a training script writes or reads it."""

@@ -1,4 +1,4 @@
-"""What the supervisor asks for, and how a process ended: words it shares with those who start, stop and report."""
+"""What the supervisor requests, and how a process ended: types shared by all that start, stop and report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Makes the certificate authority of a cluster, and the certificates of its tasks.
 
-Needs the package ``cryptography``; without it the import says how to install it, as a ``ConfigurationError``.
+Needs the package ``cryptography``; without it the import raises a ``ConfigurationError`` that says how to install it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """First thing in every child process: ask the kernel to kill it when the launcher dies, then become the command.
 
-Run as a file, not as a module, so that it starts in milliseconds and imports nothing of the package.
-``python child.py LAUNCHER_PID COMMAND ARGS…``. Linux only: PR_SET_PDEATHSIG survives exec.
+Run as a file, not as a module, so it starts in milliseconds and imports nothing of the package. ``python child.py
+LAUNCHER_PID COMMAND ARGS…``. Linux only: PR_SET_PDEATHSIG survives exec.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The processes of a run as the supervisor's hands and eyes: does its actions, brings it what happened."""
+"""The processes of a run: carries out the supervisor's actions, and reports events to it."""
 
 from __future__ import annotations
 

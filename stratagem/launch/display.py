@@ -1,4 +1,4 @@
-"""The screen of a run: a live table on a terminal, plain lines elsewhere; how fast the job goes, in words."""
+"""The screen of a run: a live table on a terminal, plain lines elsewhere; the speed of the job in words."""
 
 from __future__ import annotations
 

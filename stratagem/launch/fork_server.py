@@ -1,8 +1,8 @@
 """``python -m stratagem.launch.fork_server FD``: a process that has loaded torch, and forks into tasks.
 
-A Python that loads torch and its compiler works for three seconds or more; a fork of one that has is there after
-milliseconds. It loads neither grpc nor a module of the user's and starts no thread, so that a child is what a fresh
-process would be after the same imports. :mod:`stratagem.launch.preloaded` is the launcher's side of the socket FD.
+A Python that loads torch and its compiler works for three seconds or more; a fork of one that has is ready after
+milliseconds. The fork server loads neither grpc nor any user module and starts no thread, so a child is like a fresh
+process after the same imports. :mod:`stratagem.launch.preloaded` is the launcher's side of the socket FD.
 
 Messages are JSON, one a line. To here: ``{"command": […], "environ": {…}}`` with two descriptors, stdout and stderr,
 and ``{"reap": pid}``. From here: ``{"ready": 1}``, ``{"forked": pid}``, ``{"ended": pid, "code": code}``; a child that

@@ -1,4 +1,4 @@
-"""Machines that tasks ask for. Pure, no I/O."""
+"""The machines that tasks request. Pure, no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher's side of the fork server: tasks that start in milliseconds, because torch is loaded already."""
+"""The launcher's side of the fork server: tasks that start in milliseconds, because torch is already loaded."""
 
 from __future__ import annotations
 

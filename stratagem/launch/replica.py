@@ -1,7 +1,7 @@
 """Which replica of a docker-compose service this container is.
 
-Compose numbers the containers of a service, but says the number in the container's name alone. The name server of the
-container's network knows that name by the container's address.
+Compose numbers the containers of a service, but puts the number only into the container's name. The name server of the
+container's network has that name for the container's address.
 """
 
 from __future__ import annotations

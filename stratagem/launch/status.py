@@ -1,5 +1,5 @@
-"""Asks a chief, and the tasks of its job, what they do: once, or time and again without blocking; and, of a task that
-knows its chief alone, for the cluster."""
+"""Asks a chief and the tasks of its job what they do, once or repeatedly without blocking; also asks for the cluster,
+for a task that knows only its chief."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our standard streams, when their disk is full, or their reader or terminal is gone."""
+"""Our standard streams, if their disk is full, or their reader or terminal is gone."""
 
 from __future__ import annotations
 

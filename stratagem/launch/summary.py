@@ -1,4 +1,4 @@
-"""The result of a run as JSON, and what that says about its speed."""
+"""The result of a run as JSON, and what it says about the speed."""
 
 from __future__ import annotations
 

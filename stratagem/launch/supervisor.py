@@ -1,14 +1,14 @@
 """Which task to start, signal, kill or restart, and when the job is over. A state machine: events in, actions out.
 
-Rules: a task that dies is started again, at most ``max_restarts`` times in all. A ring takes no worker back: when one
-dies, the whole job is started again if its script goes on where it was (one restart), and else has failed; unless the
-ring goes on with those who are left (``min_workers``): then the one is started again, and joins them, or if it may not
-be, they go on without it. Exit codes 2 and 42 are never retried; exit code 1 only if the task had made a step in that
-life (else the script is simply broken), and of a script alone if it goes on where it was. When the workers are done, an
-evaluator takes as long as it needs for the last checkpoint, and ps and chief as long as that answers, which may be
-writing it, and ``shutdown_timeout_s`` more. The first failure ends the job, but for an evaluator's, which is told at
-the end. Of two chiefs one stands by: the job needs one of them. A ps is signalled only after the chief has ended, so
-that the chief can take a last checkpoint and stop it; the chief of a ring after its workers, which may be saving.
+Rules: a task that dies is restarted, at most ``max_restarts`` times in all. A ring does not readmit a worker: when one
+dies, the whole job restarts if its script resumes (one restart), and otherwise has failed. With ``min_workers`` the
+ring continues without the dead worker instead; that one restarts and joins the others if a restart is left. Exit codes
+2 and 42 are never retried; exit code 1 only if the task had made a step in that life (otherwise the script is simply
+broken), and for a script alone only if it resumes. When the workers are done, an evaluator takes as long as it needs
+for the last checkpoint; ps and chief take as long as the chief answers, which may be writing it, and
+``shutdown_timeout_s`` more. The first failure ends the job, except for an evaluator's, which is reported at the end. Of
+two chiefs one is on standby: the job needs one of them. A ps is signalled only after the chief has ended, so the chief
+can take a last checkpoint and stop it; the chief of a ring after its workers, which may be saving.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The status of a running job in a notebook: what the chief's page shows, in the output of a cell, kept up to date."""
+"""The status of a running job in a notebook: what the chief's page shows, live in the output of a cell."""
 
 from __future__ import annotations
 

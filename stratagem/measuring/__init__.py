@@ -1,1 +1,1 @@
-"""What is measured all the time: its names, and what counts it in a process."""
+"""What is always measured: its names, and the counters of a process."""

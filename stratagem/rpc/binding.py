@@ -1,4 +1,4 @@
-"""Where a server may listen, and where a secret may be sent: this machine alone, unless somebody said otherwise."""
+"""Where a server may listen, and where a secret may be sent: only on this machine, unless configured otherwise."""
 
 from __future__ import annotations
 

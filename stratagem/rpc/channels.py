@@ -1,4 +1,4 @@
-"""Client channels: one place for their arguments (measured: PERFORMANCE notes in ``docs/design/grpc.md``)."""
+"""Client channels: one place for their arguments (measurements: ``docs/design/grpc.md``)."""
 
 from __future__ import annotations
 

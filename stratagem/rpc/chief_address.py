@@ -1,4 +1,4 @@
-"""Where the chief serves, as a task was told: it may be somewhere else when it is back."""
+"""Where the chief serves, as configured: after a restart it may be elsewhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tensors on the wire: valid protobuf (``protos/frame.proto``), built and taken apart by hand.
+"""Tensors on the wire: valid protobuf (``protos/frame.proto``), encoded and decoded by hand.
 
-A protobuf ``bytes`` setter would copy the payload twice more. Here a send copies it once, into the
-message, and a receive not at all: the tensor is a view on the message. ``payload_offset`` is the first field, so a
-reader finds the payload without parsing, and is a multiple of 64, so that it is aligned for vector instructions.
+A protobuf ``bytes`` setter would copy the payload twice more. Here a send copies it once, into the message, and a
+receive not at all: the tensor is a view on the message. ``payload_offset`` is the first field, so a reader finds the
+payload without parsing; it is a multiple of 64, so the payload is aligned for vector instructions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Paths that come in requests: they stay inside of the folders that were given when this task was started."""
+"""Confines paths in requests to the folders that were given when this task started."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Domain errors on the wire: one interceptor turns them into status codes, one function turns them back.
 
-The reason travels as ``ErrorInfo`` (``grpcio-status``), so that a client sees the same class that the server raised.
+The reason travels as ``ErrorInfo`` (``grpcio-status``), so a client sees the same class that the server raised.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages and dataclasses whose fields have the same names: from one to the other."""
+"""Converts between messages and dataclasses whose fields have the same names."""
 
 from __future__ import annotations
 

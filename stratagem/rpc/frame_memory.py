@@ -1,4 +1,4 @@
-"""Memory of received frames, used again: what malloc gets back in the order of the network it gives out with holes."""
+"""Memory of received frames, reused: memory freed in the order of the network would fragment malloc's heap."""
 
 from __future__ import annotations
 

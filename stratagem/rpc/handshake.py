@@ -1,4 +1,4 @@
-"""Why a connection does not come about: gRPC reports a refused TLS handshake as a server that is not there."""
+"""Why a connection fails: gRPC reports a refused TLS handshake like an absent server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a process runs, as far as sharing memory goes."""
+"""On which host a process runs, as far as sharing memory is concerned."""
 
 from __future__ import annotations
 

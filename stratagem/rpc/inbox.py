@@ -1,4 +1,4 @@
-"""Frames that have come and wait for whoever asks for their transfer."""
+"""Received frames that wait for a request of their transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around every call of a server: who may call, how much at once, and errors that become statuses."""
+"""What surrounds every call of a server: who may call, how many at once, and errors that become statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What payload moves over. Logic knows only these interfaces (docs/protocol.md 34)."""
+"""The interfaces of lanes, which carry payload. Logic knows only these (docs/protocol.md 34)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where sockets of the tcp and shm lanes come in: negotiated over gRPC, opened by a token that works once.
+"""Accepts the sockets of the tcp and shm lanes: negotiated over gRPC, opened by a token that works once.
 
-A peer asks over gRPC for a ticket in and gets a token that is bound to it, to its incarnation and to one purpose. It
-connects and shows the token as the first bytes; whoever shows none, or a wrong one, is dropped.
+Over gRPC a peer requests admission and gets a token that is bound to it, to its incarnation and to one purpose. It
+connects and sends the token as the first bytes; a connection with no token, or a wrong one, is dropped.
 """
 
 from __future__ import annotations

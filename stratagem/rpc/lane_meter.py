@@ -1,4 +1,4 @@
-"""What went over the lanes of a process, lane by lane, and what the kernel knows of their links."""
+"""The traffic over the lanes of a process, lane by lane, and what the kernel knows of their links."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Slots that a receiver lends its senders, out of one pool: the memory of large frames, however many senders there are.
+"""Slots that a receiver lends its senders, from one pool: the memory of large frames, however many senders there are.
 
-A sender that wants one asks; the answer comes in the order of its frames, so whoever reads these slowly lends slowly. A
-slot is lent once: with the frame in it, it goes back.
+A sender requests one; the answer comes in the order of its frames, so a receiver that reads them slowly lends slowly. A
+slot is lent once: it returns with the frame in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a server refuses to exceed, and who has how many calls under way."""
+"""What a server refuses to exceed, and how many calls each peer has in flight."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Log lines of every role: stderr, text or JSON, always with the task's name.
 
-In a plain script nobody may have configured logging, and a person should see what is going on all the same.
+A plain script may not have configured logging; its user should see what is going on all the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The service Observer, of workers and ps: where threads stand, what happened last, and traces."""
+"""The service Observer, of workers and ps: stacks of threads, recent events, and traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which role may call which RPC: the one table. What is not in it nobody may call."""
+"""Which role may call which RPC: the one table. An RPC that is not in it is closed to all."""
 
 from __future__ import annotations
 

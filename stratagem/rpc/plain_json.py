@@ -1,4 +1,4 @@
-"""JSON that every parser reads."""
+"""JSON that every parser accepts."""
 
 from __future__ import annotations
 

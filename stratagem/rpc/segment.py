@@ -1,8 +1,8 @@
-"""Memory that processes of one host share: anonymous, handed over as a descriptor, gone with its last user.
+"""Memory shared by processes of one host: anonymous, passed as a descriptor, freed with its last user.
 
 A segment is a memfd. It has no name, so nothing is left in ``/dev/shm`` and a container's limit on that folder does not
-count; the kernel frees it when the last process that maps it ends, however it ends. Its pages are taken when it is
-made, not when they are first written: whoever gets a segment can use all of it.
+count; the kernel frees it when the last process that maps it ends, however it ends. Its pages are allocated when it is
+made, not when they are first written: a process that gets a segment can use all of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The session of a task with the chief, from the task's side: join, heartbeats, membership, the end.
 
-One background thread holds the stream and opens it again, with the same incarnation, when the chief comes back.
+One background thread holds the stream and reopens it, with the same incarnation, when the chief comes back.
 """
 
 from __future__ import annotations

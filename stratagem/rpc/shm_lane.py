@@ -1,8 +1,8 @@
-"""The shm lane: frames lie in shared memory, a Unix socket carries where, and small frames themselves.
+"""The shm lane: frames are in shared memory; a Unix socket carries their places, and small frames themselves.
 
 The sender copies a frame once into a slot of a segment that the receiver maps; the receiver's tensor is a view on that
-slot, and when the last view of it goes the slot returns to the sender by itself. Where the receiver lends slots
-(:mod:`stratagem.rpc.lent_slots`), large frames lie in these.
+slot, and the slot returns to the sender by itself when its last view is gone. If the receiver lends slots
+(:mod:`stratagem.rpc.lent_slots`), large frames use these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes through the Unix socket of a shm lane, in both directions."""
+"""The messages on the Unix socket of a shm lane, in both directions."""
 
 import struct
 

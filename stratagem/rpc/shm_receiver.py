@@ -1,4 +1,4 @@
-"""The reading half of a shm lane: frames are views on the memory they were sent in."""
+"""The reading half of a shm lane: frames are views on the memory in which they were sent."""
 
 from __future__ import annotations
 

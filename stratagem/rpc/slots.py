@@ -1,4 +1,4 @@
-"""Slots of shared memory: taken, shown to peers, and free again when nobody here or there holds them."""
+"""Slots of shared memory: taken, shown to peers, and free again when no process holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lanes over sockets share, tcp and shm: how one is read, and a lane of two of them."""
+"""What the socket lanes, tcp and shm, share: reading one socket, and a lane made of two."""
 
 from __future__ import annotations
 

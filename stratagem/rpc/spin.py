@@ -1,4 +1,4 @@
-"""Waiting for a moment without sleeping: an idle core, above all a virtual one, takes tens of microseconds to wake."""
+"""Waiting briefly without sleeping: an idle core, above all a virtual one, takes tens of microseconds to wake."""
 
 from __future__ import annotations
 

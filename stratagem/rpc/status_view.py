@@ -1,4 +1,4 @@
-"""What the chief says about the job, as plain data: for status, page, progress display and supervisor."""
+"""The chief's status of the job as plain data: for status, page, progress display and supervisor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The tcp lane: plain or TLS sockets that send and receive straight from tensor memory.
 
 A lane is one or two one-way sockets: a TLS connection must not be read and written by two threads at once. Sockets come
-from :mod:`stratagem.rpc.lane_listener`, which has checked who is at the other end.
+from :mod:`stratagem.rpc.lane_listener`, which has checked the peer.
 """
 
 from __future__ import annotations

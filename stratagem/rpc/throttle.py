@@ -1,4 +1,4 @@
-"""Log lines that somebody else can cause: a few of each kind in a while, the others are counted."""
+"""Log lines that a peer can cause: a few of each kind in a while, the others are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The certificates of one identity in a folder: read, tried before anybody relies on them, read again when renewed."""
+"""The certificates of one identity in a folder: read, tried before use, and reread when renewed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task says of itself when it joins: the versions that its numbers and messages depend on."""
+"""What a task reports when it joins: the versions that its numbers and messages depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every strategy is to a training script."""
+"""The interface of every strategy to a training script."""
 
 from __future__ import annotations
 

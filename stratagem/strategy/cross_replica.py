@@ -1,4 +1,4 @@
-"""What code outside of a step makes of the values of all replicas: one."""
+"""Combines the values of all replicas into one, for code outside of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategy is the current: that of the open scope, else the default of the process."""
+"""The current strategy: that of the open scope, else the default of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy outside of any scope: a pass-through, unless a script or a job says another."""
+"""The strategy outside of any scope: a pass-through, unless a script or a job sets another."""
 
 from __future__ import annotations
 

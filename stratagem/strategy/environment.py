@@ -1,4 +1,4 @@
-"""The strategy that ``stratagem run --strategy …`` and TF_CONFIG say."""
+"""The strategy that ``stratagem run --strategy …`` or TF_CONFIG names."""
 
 from __future__ import annotations
 

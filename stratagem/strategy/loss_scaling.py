@@ -1,5 +1,5 @@
-"""Losses of all replicas: divided by the global batch, by the names and rules of ``tf.nn`` (docs/semantics.md, "Loss
-scaling"), and that which an optimizer asks its closure for."""
+"""Losses of all replicas: divided by the global batch, with the names and rules of ``tf.nn`` (docs/semantics.md, "Loss
+scaling"), and the loss that an optimizer's closure returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas and workers have counted, as named tensors that travel and are merged."""
+"""The counts of replicas and workers, as named tensors that travel and are merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker comes into a ring that trains: what it is given, and when (docs/design/healing.md)."""
+"""How a worker joins a training ring: what state it gets, and when (docs/design/healing.md)."""
 
 from __future__ import annotations
 

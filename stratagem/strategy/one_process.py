@@ -1,4 +1,4 @@
-"""The strategies of one process: one device, or several in step, and the one in a cluster's evaluator."""
+"""The strategies of one process: one device, several in step, and the one in a cluster's evaluator."""
 
 from __future__ import annotations
 

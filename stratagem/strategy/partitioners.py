@@ -1,4 +1,4 @@
-"""Partitioners: into how many shards a variable is cut. Axis 0 only, contiguous rows, as in ``tf.distribute``."""
+"""Partitioners: how many shards a variable is cut into. Axis 0 only, contiguous rows, as in ``tf.distribute``."""
 
 from __future__ import annotations
 

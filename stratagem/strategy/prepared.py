@@ -1,4 +1,4 @@
-"""What a script asked of ``prepare`` and what it gave, and an error for what trains inside ``run`` without
+"""What a script passed to ``prepare`` and what it got, and an error for anything that trains inside ``run`` unprepared
 (docs/semantics.md, "Contexts and values")."""
 
 from __future__ import annotations

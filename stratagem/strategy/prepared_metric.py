@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: prepared ones, which each replica updates in its step and which are read for all of them.
+"""Prepared metrics of torchmetrics: each replica updates its own in the step, and they are read for all replicas.
 
 States of a metric are taken out of it and merged by its own reductions, wherever they are: wrappers and compositions
 have metrics inside.

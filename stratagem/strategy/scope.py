@@ -1,4 +1,4 @@
-"""Scopes of strategies: whose are open in a thread."""
+"""Scopes of strategies: which are open in a thread."""
 
 from __future__ import annotations
 

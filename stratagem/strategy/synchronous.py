@@ -1,4 +1,4 @@
-"""What the strategies have in common whose replicas run in step, each with the whole model."""
+"""The common part of strategies whose replicas run in step, each with the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The datasets of strategies whose replicas run in step, and what is done at their steps."""
+"""The datasets of strategies whose replicas run in step, and the work at their steps."""
 
 from __future__ import annotations
 

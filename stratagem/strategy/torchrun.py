@@ -1,4 +1,4 @@
-"""A cluster of the ranks that torchrun has started: they tell each other their addresses in the store of its agent."""
+"""A cluster of the ranks that torchrun started: they exchange addresses in the store of its agent."""
 
 from __future__ import annotations
 

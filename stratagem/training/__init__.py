@@ -1,4 +1,4 @@
-"""Training without a loop of your own: Model, callbacks, checkpoints, export."""
+"""Training without writing a loop: Model, callbacks, checkpoints, export."""
 
 import lazy_loader
 

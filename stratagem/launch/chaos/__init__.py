@@ -1,1 +1,1 @@
-"""Faults on request (``stratagem run --chaos``): tasks killed, stopped and slowed, connections cut and reset."""
+"""Injected faults (``stratagem run --chaos``): tasks killed, stopped and slowed, connections cut and reset."""

@@ -1,4 +1,4 @@
-"""Does what ``--chaos`` asks for to the processes of a run, and notes what each fault cost."""
+"""Applies the faults of ``--chaos`` to the processes of a run, and records the cost of each."""
 
 from __future__ import annotations
 

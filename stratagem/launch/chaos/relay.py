@@ -1,4 +1,4 @@
-"""A TCP relay in front of a task: the connections of its clients go silent or are reset, while the processes live."""
+"""A TCP relay in front of a task: its clients' connections go silent or are reset, while the processes live."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs where in containers, and the files that say so to docker-compose and Kubernetes."""
+"""What runs where in containers, and the files that describe it to docker-compose and Kubernetes."""

@@ -1,4 +1,4 @@
-"""`sg.run()`: this script, on more machines."""
+"""`sg.run()`: runs this script on more machines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""``python -m stratagem.launch.submit.background FOLDER``: a local job that outlives whoever submitted it.
+"""``python -m stratagem.launch.submit.background FOLDER``: a local job that outlives its submitter.
 
-The process forks at once and its parent ends, so that the job is nobody's child. It holds a lock on ``FOLDER/alive`` as
-long as it lives: the kernel lets go of it however the process ends, and a reused process id cannot deceive anybody.
-Its exit code goes to ``FOLDER/exit_code``, its output to ``FOLDER/output.log``.
+The process forks at once and its parent ends, so the job has no parent. It holds a lock on ``FOLDER/alive`` as long as
+it lives: the kernel releases it however the process ends, and a reused process id cannot deceive. Its exit code goes to
+``FOLDER/exit_code``, its output to ``FOLDER/output.log``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes into an image: the files of the project folder, without what ``.dockerignore`` names."""
+"""The content of an image: the files of the project folder, without those that ``.dockerignore`` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs as docker-compose projects on the engine that the docker command reaches; their files lie in their folders."""
+"""Jobs as docker-compose projects on the engine that the docker command reaches; their files are in their folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images by Docker's own command line: it knows the user's logins, contexts and builders; see docs/design/run.md."""
+"""Images by Docker's own command line, which has the user's logins, contexts and builders; see docs/design/run.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which script a job runs: a file, a notebook, or whoever calls `run()`."""
+"""Which script a job runs: a file, a notebook, or the caller of `run()`."""
 
 from __future__ import annotations
 

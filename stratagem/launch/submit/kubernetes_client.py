@@ -1,4 +1,4 @@
-"""The calls to a Kubernetes API server that a job needs, and what it says when it refuses them."""
+"""The calls to a Kubernetes API server that a job needs, and the server's reasons for refusing them."""
 
 from __future__ import annotations
 

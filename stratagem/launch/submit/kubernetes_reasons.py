@@ -1,4 +1,4 @@
-"""Why a job on Kubernetes does not go on: what the API server knows about volumes, Jobs and pods that wait."""
+"""Why a job on Kubernetes makes no progress: what the API server knows about waiting volumes, Jobs and pods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on a Kubernetes cluster: the objects that `stratagem render` shows, applied; a copy lies in the job's folder."""
+"""Jobs on a Kubernetes cluster: applies the objects that `stratagem render` shows; a copy is in the job's folder."""
 
 from __future__ import annotations
 

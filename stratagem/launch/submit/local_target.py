@@ -1,4 +1,4 @@
-"""Jobs as processes of this machine: a `stratagem run` in the background each, with all that it has in its folder."""
+"""Jobs as processes of this machine: each a `stratagem run` in the background, with all its files in its folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Lines of a notebook that are no Python: ``!command`` becomes subprocess, ``%magic`` is refused, but for those that
-serve whoever looks on. Pure, no I/O."""
+"""Notebook lines that are not Python: ``!command`` becomes subprocess; ``%magic`` is refused, except for magics that
+only serve the viewer. Pure, no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything about a job before anything happens: what `dry_run` shows is what is done."""
+"""Everything about a job before anything happens: `dry_run` shows exactly what is done."""
 
 from __future__ import annotations
 

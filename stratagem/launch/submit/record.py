@@ -1,4 +1,4 @@
-"""A submitted job: how its script knows it, what is kept about it, a folder with a JSON file, and how it stands."""
+"""A submitted job: how its script identifies it, its record (a folder with a JSON file), and its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run()` was asked for, checked: the one place that knows which requests make sense."""
+"""A checked request to `run()`: the one place that knows which requests make sense."""
 
 from __future__ import annotations
 

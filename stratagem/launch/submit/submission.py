@@ -1,4 +1,4 @@
-"""A job's way: shown or submitted, recorded, followed, ended."""
+"""The stages of a job: shown or submitted, recorded, followed, ended."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What :class:`ParameterServerStrategy` is made of."""
+"""The parts of :class:`ParameterServerStrategy`."""

@@ -1,6 +1,6 @@
-"""Prepared metrics under parameter servers: what is counted on a unit travels with its acceptance.
+"""Prepared metrics under parameter servers: the counts on a unit travel with its acceptance.
 
-The chief keeps it until a worker resets the metric; that worker then says what came of it, for those who ask later.
+The chief keeps them until a worker resets the metric; that worker then reports the result for later readers.
 """
 
 from __future__ import annotations

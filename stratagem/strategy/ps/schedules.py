@@ -1,4 +1,4 @@
-"""Schedulers under parameter servers whose workers go each at its own pace: they follow the updates of the job."""
+"""Schedulers under parameter servers whose workers run at their own pace: they follow the updates of the job."""
 
 from __future__ import annotations
 

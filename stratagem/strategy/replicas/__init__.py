@@ -1,1 +1,1 @@
-"""Several replicas in one process: threads that meet, copies of models, values of each."""
+"""Several replicas in one process: threads that meet, copies of models, a value for each replica."""

@@ -1,4 +1,4 @@
-"""What a step function can ask about its replica, and how it reaches the others from inside."""
+"""What a step function can ask about its replica, and how it reaches the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What cannot be copied for another replica, found before anything is changed.
+"""Finds what cannot be copied for another replica, before anything is changed.
 
-Each check raises ConfigurationError, which names what it found, and says what to do.
+Each check raises a ConfigurationError, which names what it found and says what to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the values of one process's devices become one value on each of them, by the names of ``tf.distribute``.
 
-Everything here is arithmetic and copies: the caller has brought the tensors of all replicas together. Replica i is
-whoever brought tensor i, whatever device the tensor says: torch has one CPU, so logical CPUs look the same to it.
+Everything here is arithmetic and copies: the caller has brought the tensors of all replicas together. Replica i is the
+one that brought tensor i, whatever device the tensor names: torch has one CPU, so it cannot tell logical CPUs apart.
 """
 
 from __future__ import annotations

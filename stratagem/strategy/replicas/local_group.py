@@ -1,4 +1,4 @@
-"""The replicas of one process as ranks of a group, alone or with those of other workers, and where they meet."""
+"""The replicas of one process as ranks of a group, alone or with those of other workers, and their meeting point."""
 
 from __future__ import annotations
 

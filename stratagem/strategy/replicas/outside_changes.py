@@ -1,4 +1,4 @@
-"""What code outside of replicas has changed in replica 0's objects, and how it reaches the other replicas."""
+"""Changes made outside of replicas to replica 0's objects, and how they reach the other replicas."""
 
 from __future__ import annotations
 

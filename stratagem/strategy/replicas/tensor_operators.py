@@ -1,4 +1,4 @@
-"""What lets an object that has a tensor stand where a tensor can."""
+"""Lets an object that has a tensor stand in wherever a tensor can."""
 
 from __future__ import annotations
 

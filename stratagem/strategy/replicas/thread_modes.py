@@ -1,4 +1,4 @@
-"""What torch keeps for each thread, carried from one thread into another."""
+"""The modes that torch keeps for each thread, carried from one thread to another."""
 
 from __future__ import annotations
 

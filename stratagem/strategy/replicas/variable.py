@@ -1,4 +1,4 @@
-"""A tensor with a value on every replica, and a rule for how the replicas change it and read it together."""
+"""A tensor with a value on every replica, and a rule for how the replicas change and read it together."""
 
 from __future__ import annotations
 

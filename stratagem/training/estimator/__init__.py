@@ -1,1 +1,1 @@
-"""Estimators: a training described by functions, run in every task of a cluster by one call."""
+"""Estimators: a training described by functions; one call runs it in every task of a cluster."""

@@ -1,1 +1,1 @@
-"""Trained models as programs that plain PyTorch runs."""
+"""Trained models as programs that run on plain PyTorch."""

@@ -1,1 +1,1 @@
-"""The loops of ``fit`` and ``evaluate``: their batches, their steps, what they count and what workers agree on."""
+"""The loops of ``fit`` and ``evaluate``: their batches and steps, what they count, what workers agree on."""

@@ -1,1 +1,1 @@
-"""Saving what a script has made: its objects and their states, who saves together, the newest that stay."""
+"""Saving a script's objects: their states, which tasks save together, how many of the newest are kept."""
