@@ -27,8 +27,8 @@ REPORT_WAIT_S = 1.0
 
 class ChiefClient:
     """The worker's side of the ``Chief`` service. What workers count and agree on has a topic: a group and a number in
-    it, the same on every worker. The session's channel carries the calls, its end ends them; ``timeout_s``: seconds the
-    chief may be away."""
+    it, the same on every worker. The session's channel carries the calls, and its end ends them; ``timeout_s``: seconds
+    the chief may be away."""
 
     def __init__(self, session: SessionClient, timeout_s: float) -> None:
         self._session = session

@@ -30,7 +30,7 @@ _before: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
 
 
 class PreemptionRequest:
-    """A request to end this process soon, which a training follows when it has saved."""
+    """A request to end this process soon; a training follows it once it has saved."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -109,7 +109,7 @@ preemption = PreemptionRequest()
 
 
 class Preempted(SystemExit):
-    """This process was asked to end and has saved what it needs to go on: exit code 143, "start me again"."""
+    """This process was asked to end and has saved what it needs to resume: exit code 143, "restart me"."""
 
     def __init__(self, message: str) -> None:
         super().__init__(EXIT_PREEMPTED)

@@ -28,7 +28,7 @@ REPORT_S = 0.5
 
 
 class Done(NamedTuple):
-    """What a script has done, as far as the chief has to know."""
+    """A script's progress, as far as the chief needs it."""
 
     num_groups: int = 0
     """Shard groups that it has prepared, counted on each ps."""

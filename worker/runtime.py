@@ -66,8 +66,8 @@ def told_otherwise(cluster: ClusterSpec, membership: Membership) -> str:
 class ChiefProcess:
     """The chief of a cluster that names none, as a child of worker 0, at worker 0's address (docs/protocol.md 13).
 
-    It ends when the job is done, when :meth:`wait` loses patience, or when this process dies: its standard input is
-    a pipe from here, and the end of that pipe is the end of the chief.
+    It ends when the job is done, when :meth:`wait` runs out of time, or when this process dies: its standard input is a
+    pipe from here, and the end of that pipe ends the chief.
     """
 
     def __init__(self, config: ChiefConfig) -> None:

@@ -159,7 +159,7 @@ def before_sudden_exit(work: Callable[[int, str], object]) -> None:
 
 
 class _Exit(SystemExit):
-    """Of ``sys.exit``. One that nobody has caught is let go by Python itself, when no function runs any more."""
+    """An exception of ``sys.exit``. If it is never caught, Python itself releases it once no function runs any more."""
 
     uncaught: ClassVar[list[object]] = []
     """The code of that one."""

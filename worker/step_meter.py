@@ -48,10 +48,10 @@ def timed_phase(phase: str) -> AbstractContextManager[None]:
 class StepMeter:
     """Counts steps and examples and the time of each phase. Thread-safe. The newest is the active one.
 
-    A step is data, then what the script computes: forward until a backward begins, and from the optimizer's step on the
-    rest. What else there is is marked where it happens, by :meth:`exposed` and :meth:`within`, and taken out of what it
-    interrupts. So the phases of a step add up to its time. A change of phase is noted with its time, without a lock,
-    and counted with others when there are many, or when somebody asks.
+    A step is data, then the script's own computing: forward until a backward begins, and the rest from the optimizer's
+    step on. Everything else is marked where it happens, by :meth:`exposed` and :meth:`within`, and subtracted from what
+    it interrupts. So the phases of a step add up to its time. A change of phase is noted with its time, without a lock,
+    and counted with others when there are many, or on request.
     """
 
     def __init__(self) -> None:

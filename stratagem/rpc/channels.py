@@ -101,7 +101,7 @@ def _prepared(address: str, peer: str, security: Security) -> tuple[list[_Option
 
 # The interceptors of gRPC are generic in the stubs only.
 class _Declaring(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[type-arg]
-    """Says with every call who makes it."""
+    """Declares the caller in every call."""
 
     def __init__(self, declaration: Declaration) -> None:
         self._declaration = declaration
@@ -113,7 +113,7 @@ class _Declaring(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterc
 
 
 class _AioDeclaring(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    """Unary calls of ``grpc.aio`` channels, which make no others: each kind would want an interceptor of its own."""
+    """Unary calls of ``grpc.aio`` channels, which make no others: each kind would need its own interceptor."""
 
     def __init__(self, declaration: Declaration) -> None:
         self._declaration = declaration

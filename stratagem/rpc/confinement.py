@@ -10,7 +10,7 @@ from stratagem.errors import ForbiddenError
 
 
 class AllowedFolders:
-    """Folders in which requests may name a place, and what is below them; empty words do not count."""
+    """Folders that requests may name, with everything below them; empty entries do not count."""
 
     def __init__(self, folders: Iterable[str]) -> None:
         self._folders = tuple(pathlib.Path(folder).resolve() for folder in folders if folder)

@@ -21,7 +21,7 @@ def fresh(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class FrameMemory:
-    """As much as was ever in use at once, in pieces of the sizes that came. Thread-safe."""
+    """The most memory that was ever in use at once, in pieces of the received sizes. Thread-safe."""
 
     def __init__(self) -> None:
         self._guard = threading.Condition()  # of an RLock: the garbage collector may give a piece back at any point

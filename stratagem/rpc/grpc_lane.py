@@ -29,12 +29,12 @@ class GrpcLane(Corkable):
     """Implements :class:`stratagem.rpc.lane.Lane` on the side that opened the stream.
 
     Args:
-        channel: a channel of its own, so that payload and control messages do not share a connection. The lane owns it.
+        channel: its own channel, so that payload and control messages do not share a connection. The lane owns it.
         method: full name of the streaming method.
-        max_inbox_bytes: frames that came before they were asked for may not take more.
-        on_wait: called now and then while a read waits; what it raises ends the wait.
-        together_bytes: of a message with frames sent inside :meth:`corked`, at most; 0: one each, as the other
-            end of a ring wants it.
+        max_inbox_bytes: limit of frames that arrived before they were requested.
+        on_wait: called now and then while a read waits; an exception from it ends the wait.
+        together_bytes: limit of a message with frames sent inside :meth:`corked`; 0: one frame each, as the other
+            end of a ring requires.
     """
 
     name = "grpc"
@@ -173,7 +173,7 @@ class GrpcLane(Corkable):
 class ServedGrpcLane:
     """Implements :class:`stratagem.rpc.lane.ReceivingLane` on the side that serves the stream.
 
-    The servicer's method runs :meth:`serve`; whoever wants the frames calls :meth:`receive` from another thread.
+    The servicer's method runs :meth:`serve`; the user of the frames calls :meth:`receive` from another thread.
     """
 
     name = "grpc"

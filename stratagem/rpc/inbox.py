@@ -19,9 +19,9 @@ POLL_S = 0.5
 
 
 class Inbox:
-    """Filled by a lane's reader thread, which waits while ``max_frames`` lie here (0: no bound), emptied by the caller
-    of ``receive``. More than ``max_bytes`` may not lie here. ``on_wait`` is called now and then while :meth:`take`
-    waits: what it raises ends the wait."""
+    """Filled by a lane's reader thread, which waits while it holds ``max_frames`` (0: no bound), emptied by the caller
+    of ``receive``. It holds at most ``max_bytes``. ``on_wait`` is called now and then while :meth:`take` waits: an
+    exception from it ends the wait."""
 
     def __init__(
         self,

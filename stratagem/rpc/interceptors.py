@@ -28,7 +28,7 @@ SENDER_KEY = "stratagem-task"
 
 @dataclasses.dataclass(frozen=True)
 class _Malformed:
-    """In the place of a request that cannot be parsed: gRPC itself would log a traceback for each."""
+    """Stands for a request that cannot be parsed: gRPC itself would log a traceback for each."""
 
     num_bytes: int
 
@@ -81,7 +81,7 @@ class _Gated:
 
 
 class Interceptor(_Gated, grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Of sync servers. Every method takes a stream here: so a call is counted before its request is read."""
+    """For sync servers. Every method takes a stream here, so a call is counted before its request is read."""
 
     def intercept_service(
         self,
@@ -118,7 +118,7 @@ class Interceptor(_Gated, grpc.ServerInterceptor):  # type: ignore[type-arg]  # 
 
 
 class AioInterceptor(_Gated, grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """The same of ``grpc.aio`` servers."""
+    """The same for ``grpc.aio`` servers."""
 
     async def intercept_service(
         self,

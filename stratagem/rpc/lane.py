@@ -22,10 +22,9 @@ def nothing() -> None:
 
 
 class LentPiece:
-    """A piece of a tensor that is sent from where it lies, although its owner may change it first: he says :meth:`keep`
-    before he does, and what has not left by then is copied. ``memory`` keeps count, and has room for copies;
-    ``from_malloc``: they take it from malloc, as what comes over this lane does: none lies idle beside that.
-    """
+    """A piece of a tensor that is sent from its own memory, although its owner may change it first: the owner calls
+    :meth:`keep` before that, and the unsent rest is copied. ``memory`` keeps count, and has room for copies;
+    ``from_malloc``: copies come from malloc, as the frames of this lane do, so no memory lies idle beside that."""
 
     def __init__(self, tensor: torch.Tensor, memory: FrameMemory, *, from_malloc: bool = False) -> None:
         self._memory = memory
@@ -57,7 +56,7 @@ class LentPiece:
 
 class LentPieces:
     """:data:`Pieces` of one frame, the elements of ``piece``; ``leaving`` is called when it begins to leave. A lane
-    that knows them reads them bit by bit, each time with the guard held."""
+    that supports them reads them bit by bit, each time with the guard held."""
 
     def __init__(self, piece: LentPiece, leaving: Callable[[], object] = nothing) -> None:
         piece.count(1)
@@ -80,7 +79,7 @@ Payload = Callable[[], Sequence[torch.Tensor | bytes]]
 
 
 class SendingLane(Protocol):
-    """An ordered way for tensor pieces to one task."""
+    """An ordered path for tensor pieces to one task."""
 
     name: str
     """"grpc", "tcp" or "shm"."""
@@ -102,7 +101,7 @@ class SendingLane(Protocol):
 
 
 class ReceivingLane(Protocol):
-    """An ordered way for tensor pieces from one task."""
+    """An ordered path for tensor pieces from one task."""
 
     name: str
 
@@ -126,7 +125,7 @@ class ReceivingLane(Protocol):
 
 
 class Corkable(Protocol):
-    """A lane that frames may wait in."""
+    """A lane in which frames may wait."""
 
     @abc.abstractmethod
     def cork(self) -> None:
@@ -158,7 +157,7 @@ class Corked:
 
 
 class Lane(SendingLane, ReceivingLane, Corkable, Protocol):
-    """Both directions, of what a worker and a ps say to each other: messages too."""
+    """Both directions between a worker and a ps: tensor pieces and messages."""
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
         """See :class:`SendingLane`."""

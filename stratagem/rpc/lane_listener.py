@@ -54,9 +54,9 @@ class LaneTicket:
 
 
 class LaneListener:
-    """Listens for one server, on TCP and on an abstract Unix socket, as soon as somebody asks for it. With certificates
-    in ``security``, TCP is encrypted. Unix sockets never are: the kernel tells who is at the other end.
-    ``max_lanes_per_peer``: how many lanes of one task may be expected, or have come and wait, at once."""
+    """Listens for one server, on TCP and on an abstract Unix socket, from the first request on. With certificates in
+    ``security``, TCP is encrypted. Unix sockets never are: the kernel identifies the peer. ``max_lanes_per_peer``: how
+    many lanes of one task may be expected, or have come and wait, at once."""
 
     def __init__(self, host: str, security: Security = OPEN, max_lanes_per_peer: int = MAX_LANES_PER_PEER) -> None:
         self._host = host

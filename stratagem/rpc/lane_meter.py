@@ -17,7 +17,7 @@ _ROUND_TRIP, _BUSY, _NO_ROOM = 15, 35, 36
 
 
 class LaneMeter:
-    """Counts what goes over the lanes to one task, of one kind. Each field is written by one thread at a time."""
+    """Counts the traffic over the lanes of one kind to one task. Each field is written by one thread at a time."""
 
     __slots__ = ("received_bytes", "received_frames", "sent_bytes", "sent_frames", "sockets")
 

@@ -23,8 +23,8 @@ Said = tuple[bytes, Segment | None]
 
 
 class Lender:
-    """Of one receiver. ``keeps``: whether a sender, rather than the pool, gets a slot when its frame is done with;
-    ``max_bytes``: that one sender may have; asked when it matters."""
+    """The lending side of one receiver. ``keeps``: whether a sender, rather than the pool, gets a slot when its frame
+    is done with; ``max_bytes``: limit of one sender; asked when it matters."""
 
     def __init__(self, pool: SlotPool, keeps: Callable[[], bool], max_bytes: Callable[[], int]) -> None:
         self._pool = pool
@@ -74,7 +74,7 @@ def _words(what: int, *lent: int) -> bytes:
 
 
 class Borrowed:
-    """What a receiver lends, at its sender."""
+    """The slots lent by a receiver, at its sender."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []

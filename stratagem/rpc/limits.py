@@ -32,9 +32,9 @@ class CountedCall:
 
 
 class CallCounter:
-    """Calls under way, by peer. Thread-safe.
+    """Calls in flight, by peer. Thread-safe.
 
-    Whoever begins a call and does not send its request is counted, and cancelled when another needs the place.
+    A caller that begins a call and does not send its request is counted, and cancelled when another needs the place.
     """
 
     def __init__(self, limits: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:

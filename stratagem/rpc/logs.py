@@ -50,7 +50,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _UntilConfigured(logging.Handler):
-    """Shows the package's lines on stderr until somebody configures logging; then it is as if it were not there."""
+    """Shows the package's lines on stderr until logging is configured; from then on it has no effect."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Shows the record, or hands it to whoever was configured to."""
@@ -74,7 +74,7 @@ def _chosen_level(name: str) -> int:
 
 
 class LogTail(logging.Handler):
-    """The package's newest lines, for whoever takes them: of INFO and above, cut at :data:`MAX_CHARACTERS`."""
+    """The package's newest lines, for one consumer: of INFO and above, cut at :data:`MAX_CHARACTERS`."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

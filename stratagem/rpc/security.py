@@ -29,8 +29,8 @@ MIN_CHARACTERS = 16
 
 
 class Token:
-    """Proves that a caller belongs to the job; which task it is, it can only say itself. A secret that can be shown and
-    compared, and is in no log line, ``repr`` or error."""
+    """Proves that a caller belongs to the job; which task it is, the caller can only declare. A secret that can be sent
+    and compared, and is in no log line, ``repr`` or error."""
 
     def __init__(self, value: str) -> None:
         self._value = value
@@ -65,7 +65,7 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Security:
-    """What a process has to prove its identity, and asks of others."""
+    """How a process proves its identity, and what it requires of others."""
 
     identity: str = ""
     """Its own name: a task id, or "operator"."""

@@ -30,7 +30,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 class Segment:
     """One piece of shared memory, mapped here as ``tensor``, flat uint8. The mapping lives as long as this tensor or
-    any view of it: a segment whose views are still held after :meth:`close` is unmapped when the last of them goes."""
+    any view of it: a segment whose views are still held after :meth:`close` is unmapped with the last of them."""
 
     def __init__(self, tensor: torch.Tensor, descriptor: int | None) -> None:
         self.tensor = tensor

@@ -42,12 +42,12 @@ class ShmSender(Corkable):
 
     Args:
         sock: a connected Unix socket; the lane owns it.
-        max_bytes: most bytes that may lie unread; asked when it matters.
+        max_bytes: limit of unread bytes; asked when it matters.
         pool: memory to send from, shared with other lanes; None: this lane's own.
-        patient: wait for the receiver when that much lies unread; False: break the lane (``LimitError``).
-        on_shown: told by how many bytes the memory that receivers look at grows or shrinks; of a shared pool.
-        on_wait: given, large frames lie in memory that the receiver lends, and this is called now and then while it
-            does not; what it raises ends the wait.
+        patient: wait for the receiver when that much is unread; False: break the lane (``LimitError``).
+        on_shown: gets the number of bytes by which the memory that receivers see grows or shrinks; of a shared pool.
+        on_wait: if given, large frames use memory that the receiver lends, and this is called now and then while it
+            lends none; an exception from it ends the wait.
 
     Raises:
         SegmentError: there is no shared memory here.
@@ -308,8 +308,7 @@ class ShmSender(Corkable):
 
 
 class _Breaking:
-    """Inside, an error of the socket or of the memory is the end of a lane. A class, because it is entered for every
-    frame."""
+    """Inside, an error of the socket or of the memory ends the lane. A class, because it is entered for every frame."""
 
     __slots__ = ("_lane",)
 

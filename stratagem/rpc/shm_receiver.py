@@ -23,8 +23,8 @@ from stratagem.rpc.socket_lane import SocketReceiver, wake_reads
 
 
 class ShmReceiver(SocketReceiver):
-    """Gives frames as views on the memory they were sent in, whatever ``into`` is, over a Unix socket. ``lender``:
-    lends the sender memory."""
+    """Returns frames as views on the memory in which they were sent, whatever ``into`` is, over a Unix socket.
+    ``lender``: lends the sender memory."""
 
     name = "shm"
 

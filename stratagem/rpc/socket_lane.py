@@ -71,7 +71,7 @@ def is_readable(sock: socket.socket) -> bool:
 
 
 class ReadAhead:
-    """The bytes of a stream, headers by their form and payloads where they belong: small frames that came together take
+    """The bytes of a stream: headers by their format, payloads into their place. Small frames that came together take
     one read. For one thread at a time."""
 
     def __init__(self, receive: Receive) -> None:
@@ -116,9 +116,9 @@ class ReadAhead:
 
 
 class SocketReceiver(abc.ABC):
-    """Implements :class:`stratagem.rpc.lane.ReceivingLane`; reads in the caller's thread. What a frame looks like is
-    left to :meth:`_next`. It owns the connected socket; ``on_wait`` is called now and then while a read waits: what it
-    raises ends the wait."""
+    """Implements :class:`stratagem.rpc.lane.ReceivingLane`; reads in the caller's thread. :meth:`_next` knows the
+    format of a frame. It owns the connected socket; ``on_wait`` is called now and then while a read waits: an exception
+    from it ends the wait."""
 
     name: str
     _spin: Spin | None = None

@@ -18,7 +18,7 @@ MAX_PAUSE = 63
 
 
 class Cores:
-    """Whether there is a core to spin on: no more threads want to run than there are cores for this process."""
+    """Whether there is a core to spin on: this process has at least as many cores as threads want to run."""
 
     def __init__(self, path: str = "/proc/loadavg") -> None:
         self._path = path

@@ -43,7 +43,7 @@ class StripedSender(_Striped[SendingLane]):
 
 
 class StripedReceiver(_Striped[ReceivingLane]):
-    """Implements :class:`stratagem.rpc.lane.ReceivingLane` for what a :class:`StripedSender` sends."""
+    """Implements :class:`stratagem.rpc.lane.ReceivingLane` for the frames of a :class:`StripedSender`."""
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
         return next(self._turns).receive(transfer, deadline, into)

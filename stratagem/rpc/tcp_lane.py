@@ -240,9 +240,9 @@ def _encode(item: _Unread) -> tuple[list[memoryview], int]:
 
 
 class TcpReceiver(SocketReceiver):
-    """Reads straight into ``into``. Frames that came before they were asked for may not take more than
-    ``max_inbox_bytes``; those that are received into nothing else lie in ``memory``, None: malloc's. ``spins``: looks
-    for a moment before a wait for a frame sleeps; see :mod:`stratagem.rpc.spin`."""
+    """Reads straight into ``into``. Frames that arrived before they were requested take at most ``max_inbox_bytes``;
+    those that are received into nothing else are in ``memory``, None: malloc's. ``spins``: spins briefly before a wait
+    for a frame sleeps; see :mod:`stratagem.rpc.spin`."""
 
     name = "tcp"
 

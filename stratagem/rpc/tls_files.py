@@ -48,7 +48,7 @@ _ALERTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Pems:
-    """The content of the files, as gRPC wants it."""
+    """The content of the files, as gRPC takes it."""
 
     authority: bytes
     certificate: bytes
@@ -56,7 +56,8 @@ class Pems:
 
 
 class TlsFiles:
-    """``ca.crt``, ``<task>.crt`` and ``<task>.key`` in a folder; ``identity`` is whose, for example "worker:1"."""
+    """``ca.crt``, ``<task>.crt`` and ``<task>.key`` in a folder; ``identity`` is their owner, for example
+    "worker:1"."""
 
     def __init__(self, folder: str | Path, identity: str) -> None:
         self.identity = identity

@@ -16,7 +16,7 @@ MAX_WAITING = 64  # a ps that takes part in no update is told at the latest afte
 
 @dataclasses.dataclass(eq=False, repr=False)
 class CloseReports:
-    """What each ps has yet to hear. Repeating a close is harmless, so a report is dropped only when acknowledged."""
+    """The closes that each ps has yet to receive. Repeating one is harmless, so only an acknowledged one is dropped."""
 
     _clients: Sequence[PsClient]
     _recover: Callable[[PsClient], None]

@@ -48,7 +48,7 @@ class StepSlice(NamedTuple):
 
 
 class RolledBack(Exception):
-    """All ps went back to a checkpoint (staleness 0): the update in hand belongs to a past that is gone."""
+    """All ps rolled back to a checkpoint (staleness 0): the current update belongs to a past that is gone."""
 
 
 NO_UNIT = (

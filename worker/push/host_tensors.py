@@ -129,7 +129,7 @@ class WeightTargets:
 
 
 class GradientSource:
-    """Gradients as pieces to send. CUDA gradients go to pinned memory on a side stream, while backward goes on."""
+    """Gradients as pieces to send. CUDA gradients go to pinned memory on a side stream, while backward continues."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)

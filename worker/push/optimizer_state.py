@@ -24,7 +24,7 @@ _TABLE_SLOTS = {torch.optim.Adagrad: ("sum",), torch.optim.SparseAdam: ("exp_avg
 
 
 class _OnServers(dict[str, Any]):
-    """What ``optimizer.state`` gives of a parameter."""
+    """What ``optimizer.state`` returns for a parameter."""
 
     def __missing__(self, name: str) -> Any:
         raise ConfigurationError(
@@ -40,7 +40,7 @@ _NOT_HERE = (
 
 
 class _Elsewhere(collections.defaultdict[Any, Any]):
-    """What stands for the state of an optimizer here."""
+    """The local stand-in for an optimizer's state."""
 
     def clear(self) -> None:
         raise ConfigurationError(_NOT_HERE)

@@ -45,11 +45,11 @@ Write = Callable[[Frame], None]
 
 
 class Rerouted(Exception):
-    """There is another number of ps: what lies on which is to be worked out anew."""
+    """The number of ps has changed: the placement has to be computed again."""
 
 
 class PendingCall:
-    """A request that went over the lane; its reply comes the same way, behind the frames that it announces."""
+    """A request sent over the lane; its reply comes the same way, behind the frames that it announces."""
 
     def __init__(self, client: PsClient, kind: int, reply: Any, transfer: int) -> None:
         self._client = client

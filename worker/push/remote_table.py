@@ -63,7 +63,7 @@ class TableLink:
 
 class RemoteTable:
     """A table, from the moment that a module is built; ``prepare`` links it to the ps. ``initial``: how the ps make the
-    rows, or all rows, ``(num_rows, width)``, which may lie in a mapped file: they are read a part at a time."""
+    rows, or all rows, ``(num_rows, width)``, perhaps in a mapped file: they are read in parts."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, initial: InitialRows | torch.Tensor) -> None:
         self.num_rows = num_rows

@@ -173,7 +173,7 @@ def rows_in(max_bytes: int, like: torch.Tensor) -> int:
 
 
 class PendingRows:
-    """What backward has given a table so far."""
+    """The rows that backward has given a table so far."""
 
     def __init__(self, handle: torch.nn.Parameter) -> None:
         self._handle = handle

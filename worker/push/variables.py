@@ -167,8 +167,8 @@ class RemoteVariables:
 
 
 class TrainedCopies:
-    """Copies of variables that an optimizer changes, or nobody. ``way_out``: what to do where they were changed, for
-    the error."""
+    """Copies of variables that only an optimizer may change, or nothing. ``way_out``: what to do if they were changed,
+    for the error."""
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], way_out: str = WAY_OUT) -> None:
         self._way_out = way_out

@@ -24,7 +24,7 @@ GroupSpec = ps_pb2.GroupSpec
 
 
 class Transfer(NamedTuple):
-    """Frames that were sent to one ps, and that a request names."""
+    """Frames sent to one ps and named by a request."""
 
     transfer: int
     num_frames: int
@@ -136,7 +136,7 @@ def prepare_update(
 
 
 class CommitMessage:
-    """The commits to one ps as one message, which keeps what is as it was in the step before."""
+    """The commits to one ps as one message, which keeps what has not changed since the step before."""
 
     def __init__(self) -> None:
         self._message = ps_pb2.CommitUpdateRequest()

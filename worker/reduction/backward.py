@@ -35,7 +35,7 @@ def _warn_of_graph() -> None:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class BackwardWatch:
-    """Tells a meter when each ``backward()`` begins and ends. Whoever hears of gradients calls it with each."""
+    """Tells a meter when each ``backward()`` begins and ends. The hooks of gradients call it with each."""
 
     _meter: StepMeter
     _newest: int = -1
@@ -68,11 +68,11 @@ B = TypeVar("B", bound=Backward)
 
 
 class BackwardReducer(Generic[B]):
-    """Hears of the gradients of parameters, and has those of each ``backward()`` reduced at its end.
+    """Receives the gradients of parameters, and has those of each ``backward()`` reduced at its end.
 
-    A hook on a parameter puts ``p.grad`` aside before autograd adds to it, so that the post-accumulate hook sees the
-    gradient of this backward alone. How much this rank counts is asked of ``weight`` once at the start of each
-    backward, in a thread of autograd; ``new_backward`` makes the record of one, of the engine's number of it.
+    A hook on a parameter stashes ``p.grad`` before autograd adds to it, so the post-accumulate hook sees the gradient
+    of this backward alone. ``weight`` says how much this rank counts; it is asked once at the start of each backward,
+    in a thread of autograd. ``new_backward`` makes the record of one, from the engine's number of it.
     """
 
     _slots: Sequence[ParameterGradient]
@@ -272,7 +272,7 @@ def follow(
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _EndOfBackward:
-    """The engine calls it when a backward is done, and drops it uncalled when it failed."""
+    """The engine calls it when a backward is done; if the backward fails, the engine drops it uncalled."""
 
     _reducer: BackwardReducer[Any]
     _backward: Backward

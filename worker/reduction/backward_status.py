@@ -17,7 +17,7 @@ _ROUNDING = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class BackwardStatus:
-    """One rank's end of a backward. Sums of these are exact, so they travel as float64 whatever the wire dtype is."""
+    """One rank's end of a backward. Its sums are exact, so they travel as float64 whatever the wire dtype is."""
 
     present: Sequence[bool]
     """By parameter: whether this rank has a gradient for it."""

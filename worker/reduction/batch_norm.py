@@ -34,7 +34,7 @@ def _warn_of_lost_gradient() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Sync:
-    """What a converted layer reduces with. Copies of the model share it."""
+    """The means by which a converted layer reduces. Copies of the model share it."""
 
     communicator: Communicator
     weight: Callable[[], Weight]
@@ -47,9 +47,9 @@ class _Sync:
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose statistics, in training, are those of all ranks' examples together.
 
-    Each forward and each backward is one small all-reduce, so every rank has to call the layer, also with an empty
-    share. :func:`convert_batch_norm` makes it out of a layer, whose parameters, buffers and state it keeps; out of
-    training it is that layer. It works on the CPU too, which torch's own does not.
+    Each forward and each backward is one small all-reduce, so every rank must call the layer, even with an empty share.
+    :func:`convert_batch_norm` makes it from a layer and keeps that layer's parameters, buffers and state; outside of
+    training it behaves like that layer. Unlike torch's own, it also works on the CPU.
     """
 
     sync: _Sync
@@ -88,15 +88,15 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
-    """Takes what ``nn.BatchNorm1d`` takes, and is one."""
+    """Takes the input of ``nn.BatchNorm1d``, and is one."""
 
 
 class _SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """Takes what ``nn.BatchNorm2d`` takes, and is one."""
+    """Takes the input of ``nn.BatchNorm2d``, and is one."""
 
 
 class _SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """Takes what ``nn.BatchNorm3d`` takes, and is one."""
+    """Takes the input of ``nn.BatchNorm3d``, and is one."""
 
 
 _CONVERTED: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
@@ -194,7 +194,7 @@ def _statistics(x: torch.Tensor, communicator: Communicator) -> tuple[int, torch
 
 
 class _Once(torch.autograd.Function):
-    """A gradient as it is, whose own gradient would need that of other ranks."""
+    """An unchanged gradient that cannot be differentiated again: that would need the gradients of other ranks."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, *of: torch.Tensor | None) -> torch.Tensor:

@@ -28,7 +28,7 @@ class BucketPart:
 
 @dataclasses.dataclass(frozen=True)
 class FullBucket:
-    """A bucket whose gradients have come."""
+    """A bucket whose gradients are all here."""
 
     index: int
     parts: Sequence[BucketPart]
@@ -65,7 +65,7 @@ class GradientCompression(abc.ABC):
 
 
 class ErrorFeedback(GradientCompression):
-    """Compression that owes: what it leaves out of one step (the residual, on this rank alone) it adds to the next.
+    """Compression with a debt: what it leaves out of one step (the residual, on this rank alone) it adds to the next.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019.
     """
@@ -261,9 +261,9 @@ _LEVELS = 127
 class Int8Compression(ErrorFeedback):
     """Quantises each chunk to 255 levels of its largest magnitude.
 
-    Each rank owns a slice: it gets that slice of everybody, sums in rank order, quantises the sum and gives it to all.
-    All decode the same bytes, so bits are identical. The sender owes what the first rounding lost, the owner what the
-    second did. ``chunk_elements``: elements that share a scale (4 bytes).
+    Each rank owns a slice: it gets that slice from all ranks, sums in rank order, quantises the sum and sends it to
+    all. All decode the same bytes, so bits are identical. The sender owes the loss of the first rounding, the owner
+    that of the second. ``chunk_elements``: elements that share a scale (4 bytes).
     """
 
     name = "int8"

@@ -17,7 +17,7 @@ from stratagem.worker.ring.group import Arena
 
 
 class Area:
-    """Memory of one bucket. All tensors are flat, of the bucket's dtype and equal in length. Of CPU parameters
+    """Memory of one bucket. All tensors are flat, of the bucket's dtype and equal in length. For CPU parameters
     everything happens in the arena, which belongs to the group: there is nothing to do."""
 
     source: torch.Tensor

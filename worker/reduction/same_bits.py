@@ -28,7 +28,7 @@ Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
 
 @dataclasses.dataclass(eq=False, repr=False)
 class SameBits:
-    """What one rank has, in short."""
+    """Checksums of one rank's weights and settings."""
 
     _parameters: Sequence[torch.nn.Parameter]
     """Those of the reducer, in the order of every rank."""

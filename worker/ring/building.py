@@ -156,7 +156,7 @@ class Opener:
 
 
 class Formed(NamedTuple):
-    """What came of a meeting of all ranks."""
+    """The result of a meeting of all ranks."""
 
     group: Group
     plan: LanePlan
@@ -165,7 +165,7 @@ class Formed(NamedTuple):
 
 
 class LaneFailedError(Exception):
-    """A kind of lane that cannot be had, or (``connection_broke``) could not this time."""
+    """A kind of lane that is unavailable, or (``connection_broke``) failed this time."""
 
     def __init__(self, lane: str, reason: Exception, connection_broke: bool) -> None:
         super().__init__(str(reason))

@@ -38,15 +38,15 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
 
 
 class OutOfStepError(CollectiveError):
-    """A rank stands still, or is in another collective: over other connections it would be so again."""
+    """A rank is stalled, or in another collective: other connections would not help."""
 
 
 class LateError(OutOfStepError):
-    """A rank that is reached over a network sent or took nothing within the time-out."""
+    """A rank that is reached over a network sent or took nothing within the timeout."""
 
 
 class Tag(NamedTuple):
-    """Which collective a message belongs to (docs/protocol.md 19). Ranks that are not at the same tag must not mix."""
+    """Which collective a message belongs to (docs/protocol.md 19). Ranks at different tags must not mix."""
 
     ordinal: int
     """Collectives of this generation so far; starts at 1 and grows by 1 with each."""
@@ -73,7 +73,7 @@ class Arena:
 
 
 class Breakable(abc.ABC):
-    """What an error ends for good. The first one counts."""
+    """Something that an error ends for good. The first error counts."""
 
     def __init__(self) -> None:
         self._error: CollectiveError | None = None

@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Who shares out the examples of steps."""
+    """Which ranks divide the examples of steps."""
 
     first_step: int
     """The first step that they share out."""
@@ -56,7 +56,7 @@ class Placement(NamedTuple):
 
 
 class LostMembers(NamedTuple):
-    """Members who were lost, and which of their examples with them."""
+    """Lost members, and which of their examples were lost with them."""
 
     members: frozenset[str]
     after_step: int
@@ -78,7 +78,7 @@ class _Told(NamedTuple):
 
 
 class Loop(Protocol):
-    """What goes round the data for a script, and keeps books of its own."""
+    """A loop over the data that keeps books of its own for a script."""
 
     def hand_over(self) -> dict[str, Any]:
         """What a newcomer needs to go on with the others, between two steps."""

@@ -33,8 +33,8 @@ _NUM_LOOKS = 16
 
 
 class Cells:
-    """Those of one rank, and those of its peers as it sees them. ``memory``: flat uint8 of :data:`NUM_BYTES`, all zero,
-    for each rank in rank order; begins at a cache line."""
+    """The cells of one rank, and those of its peers as it sees them. ``memory``: flat uint8 of :data:`NUM_BYTES`, all
+    zero, for each rank in rank order; begins at a cache line."""
 
     def __init__(self, rank: int, memory: Sequence[torch.Tensor], message_bytes: int) -> None:
         self._rank = rank

@@ -31,7 +31,7 @@ ArenaStep = tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
-    """What stands behind an arena."""
+    """The shared memory behind an arena."""
 
     segments: Sequence[torch.Tensor]
     """Every rank's, flat uint8: the source, and from ``result_start`` on the result; 0: it is the source."""

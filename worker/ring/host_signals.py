@@ -45,8 +45,8 @@ LONGEST_WAIT_S = 2_000_000.0
 
 
 class Signals:
-    """The sockets of one rank: ``links``, a connected AF_UNIX stream socket to every other rank, which belong to this
-    object from now on. ``timeout_s``: seconds to wait for one signal of a peer before it is said to stand still."""
+    """The sockets of one rank: ``links``, a connected AF_UNIX stream socket to every other rank, which this object owns
+    from now on. ``timeout_s``: seconds to wait for one signal of a peer before it counts as stalled."""
 
     def __init__(self, rank: int, links: Mapping[int, socket.socket], timeout_s: float) -> None:
         self.rank = rank

@@ -17,7 +17,7 @@ RingLane = Literal["grpc", "tcp"]
 
 @dataclasses.dataclass(frozen=True)
 class RankInfo:
-    """One rank, by its own words."""
+    """One rank, as it describes itself."""
 
     task: str
     place: str = ""
@@ -42,7 +42,7 @@ class RankInfo:
 
 @dataclasses.dataclass(frozen=True)
 class LanePlan:
-    """How the ranks of a generation talk."""
+    """How the ranks of a generation communicate."""
 
     hosts: tuple[tuple[int, ...], ...]
     """Ranks that share memory, in rank order; each group's first rank is its leader."""

@@ -13,8 +13,8 @@ from stratagem.rpc.security import Security
 
 
 class MembershipSource(Protocol):
-    """Who takes part, as a rank hears of it: from the chief (:class:`stratagem.rpc.session.SessionClient`), or from a
-    store (:class:`stratagem.distributed.store_members.StoreMembers`)."""
+    """Tells a rank who takes part: the chief (:class:`stratagem.rpc.session.SessionClient`), or a store
+    (:class:`stratagem.distributed.store_members.StoreMembers`)."""
 
     task: str
     incarnation: int

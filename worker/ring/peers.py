@@ -30,7 +30,7 @@ _Reply = TypeVar("_Reply")
 
 
 class MembersChangedError(Exception):
-    """The cluster is not the one that this generation was made of."""
+    """The cluster has changed since this generation was formed."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -64,7 +64,7 @@ def _somebody_waits(now: Membership) -> bool:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class RingMember:
-    """What a worker holds of the ring."""
+    """A worker's side of the ring."""
 
     ring_service: RingService
     """What the others ask of this worker."""

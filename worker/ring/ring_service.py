@@ -76,10 +76,10 @@ class MeetingRoom(Generic[T]):
 
 
 class RingService:
-    """The ring side of a worker's server; it stands before the ring exists and after it broke.
+    """The ring side of a worker's server; it exists before the ring does and after it broke.
 
     Args:
-        membership: what the chief says now.
+        membership: the chief's current one.
         max_lanes_per_peer: see ``WorkerConfig``.
         max_inbox_bytes: of a lane, see ``WorkerConfig``.
     """
