@@ -1,4 +1,4 @@
-"""Files and directories that are on the disk when the call returns, and what to do with those that are damaged."""
+"""Files and directories that are on disk when the call returns, and the handling of damaged ones."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The end of a job, written into its checkpoint folder for a task that comes too late to hear it from the chief.
 
-Only a task whose goodbye the chief did not get has one: it died at the end, and whoever supervises it starts it again.
-A task that dies between its goodbye and its exit has written one for itself. It looks only when no chief answers, and
-takes the file away with it, so that one end is taken once; the chief of the next job in the folder removes what nobody
-came for, and an old file says nothing.
+Only a task whose goodbye did not reach the chief has such a file: it died at the end, and its supervisor restarts it. A
+task that dies between its goodbye and its exit has written one for itself. A task looks only when no chief answers, and
+removes the file, so one end is taken once. The chief of the next job in the folder removes the remaining ones, and an
+old file is ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the first process of a container owes the others: signals that have an effect, and orphans that are reaped.
+"""What the first process of a container must do: give signals an effect, and reap orphans.
 
-The kernel spares process 1 the default action of every signal: a SIGTERM that comes before a role has a handler of its
-own would be ignored. And every orphan becomes a child of process 1, where it stays a zombie unless somebody waits for
-it. So process 1 does these two things and nothing else; its child does the work.
+The kernel spares process 1 the default action of every signal: a SIGTERM that comes before a role has its own handler
+would be ignored. And every orphan becomes a child of process 1, where it stays a zombie until it is reaped. So process
+1 does these two things and nothing else; its child does the work.
 """
 
 from __future__ import annotations

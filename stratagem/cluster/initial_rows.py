@@ -1,4 +1,4 @@
-"""How a table on parameter servers begins, as data: whoever holds a row makes its values. Pure, no I/O."""
+"""How a table on parameter servers begins, as data: the holder of a row makes its values. Pure, no I/O."""
 
 from __future__ import annotations
 

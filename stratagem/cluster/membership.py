@@ -1,5 +1,5 @@
-"""Who is in the cluster, as the chief tells it; which ps has the copy of which: a rule, so that nobody has to be told.
-Pure, no I/O."""
+"""The cluster's members, as the chief announces them; which ps has the copy of which: a rule, so it need not be
+announced. Pure, no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributed datasets: an ordinary iterable whose batches come from units leased."""
+"""Distributed datasets: an ordinary iterable whose batches come from leased units."""
 
 from __future__ import annotations
 

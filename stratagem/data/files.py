@@ -1,4 +1,4 @@
-"""Sources made of files, which can be given out to workers file by file."""
+"""Sources made of files, which can be assigned to workers file by file."""
 
 from __future__ import annotations
 

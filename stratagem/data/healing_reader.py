@@ -1,4 +1,4 @@
-"""The steps of a dataset on a ring that goes on without lost workers: dealt out anew, and no example left behind."""
+"""The steps of a dataset on a ring that continues without lost workers: divided again, with no example left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this process stands among those that read one dataset, and who hears of what it hands out."""
+"""This process's place among the readers of one dataset, and who learns of what it hands out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a script takes from a process group: kept, and in it the group copies less."""
+"""Memory that a script takes from a process group, in which the group copies less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between two ranks on their way in: those that came before they were asked for, and those asked for."""
+"""Incoming messages between two ranks: those that arrived before they were requested, and open requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process groups of this process that stand, at its end and in its forks."""
+"""The open process groups of this process, at its end and in its forks."""
 
 from __future__ import annotations
 

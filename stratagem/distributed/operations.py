@@ -1,4 +1,4 @@
-"""The collectives of ``torch.distributed``, told as steps of a group (:class:`stratagem.worker.ring.group.Group`)."""
+"""The collectives of ``torch.distributed`` as steps of a group (:class:`stratagem.worker.ring.group.Group`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.ReduceOp`` asks for, in the words of our groups: scale, reduce, scale."""
+"""The reductions of ``torch.distributed.ReduceOp`` in terms of our groups: scale, reduce, scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callbacks see of a model, of its training and of its weights."""
+"""A model, its training and its weights, as callbacks see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that is told to end (SIGTERM, SIGINT) saves after the step it is in, on all workers, and goes on later."""
+"""On SIGTERM or SIGINT a training saves after its current step, on all workers, and resumes later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How training is shown: one bar on the lead's terminal, plain lines where there is none."""
+"""Progress of training: a bar on the lead's terminal, plain lines without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goes on with a ``fit`` that was killed, or told to end."""
+"""Resumes a ``fit`` that was killed or received SIGTERM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a callback hears of, and from whom."""
+"""The interface of callbacks, and what they receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends training when a value gets no better, or the loss is no number any more."""
+"""Ends training when a value stops improving, or the loss is no longer a number."""
 
 from __future__ import annotations
 

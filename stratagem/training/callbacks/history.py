@@ -1,4 +1,4 @@
-"""What came of each epoch: kept for the caller of ``fit``, and as lines of a CSV file."""
+"""The results of each epoch: kept for the caller of ``fit``, and as lines of a CSV file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates that follow a schedule, or a value that gets no better."""
+"""Learning rates that follow a schedule, or a value that stops improving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints while training goes on."""
+"""Checkpoints during training."""
 
 from __future__ import annotations
 

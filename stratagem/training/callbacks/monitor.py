@@ -1,4 +1,4 @@
-"""Which of two values of a log is the better one."""
+"""Which of two logged values is better."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sg.train_and_evaluate``: one call that does in every task of a cluster what is that task's part."""
+"""``sg.train_and_evaluate``: one call that does each task's part in a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint that was evaluated: exports for those who use the model."""
+"""Exports of evaluated checkpoints, for the users of the model."""
 
 from __future__ import annotations
 

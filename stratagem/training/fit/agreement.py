@@ -1,4 +1,4 @@
-"""How the workers of one ``fit`` come to the same history and stop together."""
+"""How the workers of one ``fit`` reach the same history and stop together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far ``fit`` has come: what a checkpoint has to know for it to go on there."""
+"""The position of ``fit``: what a checkpoint needs to resume there."""
 
 from __future__ import annotations
 
