@@ -136,7 +136,7 @@ class Model(ModelState):
         with self._scope():
             prepared = self.strategy.prepare(*objects, **preparation)
         self.module, self.optimizer = (prepared, None) if made is None else prepared
-        self._is_prepared = True
+        self._is_prepared, self._known = True, [*self._original.parameters()]
         autocast = torch.bfloat16 if mixed_precision else None
         self.compiled = Compiled(chosen, metrics, autocast, accumulate_steps, preparation)
 

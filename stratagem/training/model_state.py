@@ -55,6 +55,8 @@ class ModelState(WithWaysOut):
         self.stop_training = False
         """Callbacks set it; see :class:`~stratagem.training.callbacks.base.Callback`."""
         self._original = module
+        self._known: list[nn.Parameter] = []
+        """The parameters that ``compile`` found."""
         self._example: Any = None
         self._position: FitPosition | None = None
         self._running: RunningMetrics | None = None
@@ -101,7 +103,7 @@ class ModelState(WithWaysOut):
 
     def check_attributes(self) -> None:
         """Refuses attributes that Keras understands, and that torch would silently accept as new attributes.
-        ConfigurationError: one of them was set."""
+        ConfigurationError: one of them was set. Warns once of a layer that was put in after ``compile``."""
         for name in _NEVER_CALLED.intersection(vars(self)):
             raise ConfigurationError(f"model.{name} was set, {_NOT_CALLED}")
         for name in ("lr", "learning_rate"):
@@ -113,6 +115,12 @@ class ModelState(WithWaysOut):
             raise ConfigurationError(
                 "trainable was set, which has no effect: call requires_grad_(False) on the module before compile"
             )
+        known = {*map(id, self._known)}
+        for name, parameter in self._original.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                logger.warning("%s was put into the module after compile, so it is not trained: compile again", name)
+                self._known = [*self._original.parameters()]  # said once
+                break
 
     @property
     def position(self) -> FitPosition:

@@ -52,6 +52,10 @@ class TensorBoard(Callback):
         if self._every:
             self.on_train_batch_end = self._write_batch  # type: ignore[method-assign]
 
+    def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
+        meter = active_meter()
+        self._measured = {} if meter is None else meter.values()
+
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         if not self.model.strategy.is_lead:
             return
@@ -72,7 +76,6 @@ class TensorBoard(Callback):
         for name, seconds in measures.since(values, self._measured).items():
             if name in measures.PHASES:
                 self._writer("train").add_scalar(f"phases/{name}", seconds, epoch)
-        self._measured = values
 
     def on_test_end(self, logs: LogsArgument = None) -> None:
         if self.model.is_fitting or not self.model.strategy.is_lead:

@@ -40,6 +40,7 @@ from stratagem.training.metrics import Mean
 from stratagem.training.model import Model
 from stratagem.worker import interrupts
 from stratagem.worker.interrupts import preemption
+from stratagem.worker.step_meter import active_meter
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
@@ -415,7 +416,8 @@ def test_csv_has_the_values_of_a_validation_that_comes_later(tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    history = fit(make_model(), [TensorBoard(tmp_path, update_freq=2)], validation_data=(X, Y))
+    model = make_model()
+    history = fit(model, [TensorBoard(tmp_path, update_freq=2)], validation_data=(X, Y))
 
     def scalars(part: str, tag: str) -> list[tuple[int, Any]]:
         accumulator = accumulators.EventAccumulator(str(tmp_path / part)).Reload()
@@ -428,6 +430,11 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     for part in ("forward", "backward", "optimizer", "script"):
         spent = scalars("train", f"phases/{part}_s")
         assert [epoch for epoch, _ in spent] == [0, 1, 2] and all(seconds > 0 for _, seconds in spent), part
+    fit(model, [TensorBoard(tmp_path / "second")], epochs=1)  # measures its own epoch, not those before it too
+    spent = [*scalars("train", "phases/optimizer_s"), *scalars("second/train", "phases/optimizer_s")]
+    meter = active_meter()
+    assert meter is not None
+    assert sum(seconds for _, seconds in spent) < meter.values()["optimizer_s"] * 1.0001  # of float32
 
 
 def test_checkpoints_of_epochs_are_loaded_by_another_model(tmp_path: Path) -> None:

@@ -311,3 +311,20 @@ def test_a_model_from_outside_of_a_scope_is_told_to_be_built_inside() -> None:
 def test_a_dataset_creator_has_a_way_out() -> None:
     with pytest.raises(AttributeError, match="instead of a DatasetCreator fit takes a DataLoader"):
         sg.keras.utils.experimental.DatasetCreator(lambda context: [])  # type: ignore[attr-defined]
+
+
+def test_a_layer_that_is_replaced_after_compile_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """torch goes on without a word, and so did fit: the new layer kept its first weights."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model = sg.Model(net)
+    for compiles in (True, False, True):
+        net[1] = torch.nn.Linear(4, 2)
+        if compiles:
+            model.compile("SGD", "cross_entropy")
+        for _ in range(2):
+            model.fit(torch.ones(4, 3), torch.tensor([0, 1, 0, 1]), verbose=0)
+        said = [record.getMessage() for record in caplog.records if "after compile" in record.getMessage()]
+        assert said == ["1.weight was put into the module after compile, so it is not trained: compile again"] * (
+            not compiles
+        )
+        caplog.clear()
