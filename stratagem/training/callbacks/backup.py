@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from stratagem.arguments import checked, whole_number
+from stratagem.checkpoint.catalog import newest
+from stratagem.checkpoint.manifest import Manifest
+from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
@@ -37,7 +40,8 @@ class BackupAndRestore(Callback):
 
     Args:
         backup_dir: folder of this backup alone: each ``fit`` of a script has its own, all but the last with
-            ``delete_checkpoint=False``. Workers that run in step on several hosts share rank 0's.
+            ``delete_checkpoint=False``. Workers that run in step on several hosts share rank 0's. Any strategy without
+            parameter servers can resume from it; under parameter servers ``fit`` refuses it (ConfigurationError).
         save_freq: "epoch", or a number of batches; a crash costs the work since the last backup.
         delete_checkpoint: False keeps the last backup; the next ``fit`` then has nothing left to do.
         save_before_preemption: False: signals end the process as if there were no such callback.
@@ -98,6 +102,14 @@ class BackupAndRestore(Callback):
 
     def _restore(self) -> None:
         if self.model.has_servers:
+            found = newest(self._folder, "step")
+            saved = None if found is None else Manifest.read(found)
+            if saved is not None and not saved.chief_epoch:
+                raise ConfigurationError(
+                    f"{found} is the backup of a training without parameter servers, and these go on from what their "
+                    "chief saves (--checkpoint-dir): end that training under its strategy, or begin anew, with "
+                    "another backup_dir (model.load_weights of the backup, before fit, keeps its weights)"
+                )
             logger.info(
                 "BackupAndRestore: the chief and the parameter servers resume this job by themselves; if the whole job "
                 "is restarted, the history, the callbacks and a learning rate that they set start over"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import io
@@ -610,3 +611,13 @@ def test_a_number_of_batches_may_be_one_of_numpy(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path / "{epoch}", "loss", save_freq=often)
     fit(make_model(), [saving, BackupAndRestore(tmp_path / "backup", save_freq=often)], epochs=1)
     assert saving.last_path == latest_checkpoint(tmp_path / "1")
+
+
+def test_a_backup_of_another_strategy_is_refused_under_parameter_servers(tmp_path: Path) -> None:
+    """The training began anew, without a word."""
+    fit(make_model(), [BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)], epochs=1)
+    for name, refused in (("backup", pytest.raises(ConfigurationError, match="of a training without")), ("x", None)):
+        callback = BackupAndRestore(tmp_path / name, save_before_preemption=False)
+        callback.set_model(SimpleNamespace(has_servers=True))  # type: ignore[arg-type]
+        with refused or contextlib.nullcontext():
+            callback.on_train_begin()
