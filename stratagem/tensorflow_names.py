@@ -219,8 +219,8 @@ _OF_DATASETS: Mapping[str, str] = {
 _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "stratagem": {
         **dict.fromkeys(("coordinator", "ClusterCoordinator"), _COORDINATOR),
-        "Server": "a ps serves inside the constructor of the strategy, and then ends: start the same script in every "
-        "task",
+        "Server": "a ps serves inside the constructor of the strategy: start the same script in every task",
+        "SidecarEvaluator": "an evaluator's script loops over sg.new_checkpoints()",
         "InputOptions": "its name is DistributeOptions",
         "CollectiveHints": "its name is CommunicationOptions",
         "RunOptions": "leave it out: they are of TPUs",
@@ -258,7 +258,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "data": "a DataLoader of torch, or an iterable of batches, is what distribute_dataset takes",
         "models": "leave it out: sg.load_model, sg.Model",
         "utils": "torch.manual_seed() sets the seed, torch.nn.functional.one_hot makes one-hot rows, and instead of a "
-        "DatasetCreator fit takes a DataLoader of global batches",
+        "DatasetCreator fit takes a DataLoader of global batches; an evaluator loops over sg.new_checkpoints()",
         "Sequential": "sg.Model(torch.nn.Sequential(…)) is one",
         **dict.fromkeys(("layers", "activations"), "they are those of torch.nn"),
         **dict.fromkeys(("initializers", "regularizers"), "torch.nn.init, and weight_decay= of an optimizer"),

@@ -313,6 +313,13 @@ def test_a_dataset_creator_has_a_way_out() -> None:
         sg.keras.utils.experimental.DatasetCreator(lambda context: [])  # type: ignore[attr-defined]
 
 
+def test_a_sidecar_evaluator_has_a_way_out() -> None:
+    with pytest.raises(AttributeError, match=r"evaluator loops over sg\.new_checkpoints\(\)"):
+        sg.keras.utils.SidecarEvaluator  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"script loops over sg\.new_checkpoints\(\)"):
+        sg.keras.experimental.SidecarEvaluator  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_a_layer_that_is_replaced_after_compile_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """torch goes on without a word, and so did fit: the new layer kept its first weights."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
