@@ -42,6 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.epochs < 0 or min(arguments.batch_size, arguments.windows, arguments.context) < 1:
         parser.error("expected --epochs of 0 or more and --batch-size, --windows and --context of 1 or more")
+    if arguments.layers < 1 or arguments.sample_bytes < 0:
+        parser.error("expected --layers of 1 or more, and --sample-bytes of 0 or more")
     if arguments.width % 4 or arguments.text_bytes <= arguments.context:
         parser.error("expected a --width that 4 heads can share, and --text-bytes above --context")
     return arguments

@@ -58,7 +58,7 @@ class Mnist:
 def parse_arguments(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     """The arguments of a walk-through: those of ``parser`` and those that all of them take; ``name`` is its folder's.
 
-    A value that trains nothing ends the script with exit code 2.
+    A value that trains nothing, or a folder that cannot be made, ends the script with exit code 2.
     """
     folder = Path("runs", name)
     parser.add_argument("--epochs", type=int, default=12)
@@ -73,6 +73,10 @@ def parse_arguments(parser: argparse.ArgumentParser, name: str) -> argparse.Name
     for flag in ("epochs", "batch_size"):
         if getattr(arguments, flag) < 1:
             parser.error(f"--{flag.replace('_', '-')}: expected 1 or more, got {getattr(arguments, flag)}")
+    try:
+        arguments.model_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--model-dir: expected a folder to write in, got {arguments.model_dir} ({error.strerror})")
     return arguments
 
 
