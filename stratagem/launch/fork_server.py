@@ -77,7 +77,9 @@ class _ForkServer:
         stdout, stderr = self._descriptors[:2]
         del self._descriptors[:2]
         server = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a fork runs first would lose it
         if pid := os.fork():
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(stdout)
             os.close(stderr)
             self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
@@ -98,6 +100,10 @@ class _ForkServer:
         setproctitle(title)  # which looks for its place beside the first environment
         os.environ.clear()
         os.environ.update(environ)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        except KeyboardInterrupt:  # the job was told to end meanwhile
+            os._exit(130)
         return tuple(command)
 
 
