@@ -65,10 +65,10 @@ class Checkpointing:
         with state.changed:
             origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else (0, 0)
             has = state.initialized, state.complete, *origin
-            groups = {number: one.spec for number, one in state.locked_groups.items() if one.group.initialized}
-            untrained = not any(spec.optimizer for spec in groups.values())
-            units = state.units.describe()
-            return StoreDescription(units, state.store_epoch, state.step, *has, (*groups,), untrained)
+            groups = {number: one.group for number, one in state.locked_groups.items() if one.group.initialized}
+            trained = [group for group in groups.values() if group.spec.optimizer]
+            units = state.units.describe(lacks_first=not all(group.num_updates for group in trained))
+            return StoreDescription(units, state.store_epoch, state.step, *has, (*groups,), untrained=not trained)
 
     def hold_commits(self, sender: Sender, token: int, hold_s: float, call: Call) -> StoreDescription:
         """Holds commits for at most ``hold_s`` seconds; answers once those inside have finished. ProtocolError: another

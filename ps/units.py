@@ -36,7 +36,8 @@ class AppliedUnits:
     open: tuple[tuple[Update, int], ...]
     """Updates applied of units not closed, one entry per unit, with the number of servers each takes part on."""
     halves: dict[Epoch, UnitBitmap]
-    """Units not closed with fewer updates here than closed ones had, or than their workers count."""
+    """Units not closed that lack an update here: closed ones had more, or, before any is, others have; their workers
+    count more; or an optimizer has had no update here."""
     accumulates: bool
     """An update of several units has come."""
 
@@ -121,16 +122,19 @@ class UnitLedger:
         self._counted = {unit: number for unit, number in self._counted.items() if unit in self._open}
         return num_lost
 
-    def describe(self) -> AppliedUnits:
+    def describe(self, *, lacks_first: bool = False) -> AppliedUnits:
+        """``lacks_first``: an optimizer that has a part here has had no update yet, so that no unit has all of its."""
         entries = (
             (Update((unit,), ordinal), num_servers)
             for unit, ordinals in sorted(self._open.items())
             for ordinal, num_servers in sorted(ordinals.items())
         )
+        known = (len(ordinals) for unit, ordinals in self._open.items() if unit not in self._joined)
+        per_unit = self._per_unit or max(known, default=0) + lacks_first
         halves: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
         for unit, ordinals in self._open.items():
             lacks_own = unit in self._joined and not self._own <= ordinals.keys()
-            if lacks_own or len(ordinals) < max(self._per_unit, self._counted.get(unit, 0)):
+            if lacks_own or len(ordinals) < max(per_unit, self._counted.get(unit, 0)):
                 halves[unit.dataset, unit.epoch].add(unit.index)
         return AppliedUnits(dict(self._closed), tuple(entries), dict(halves), self._accumulates)
 

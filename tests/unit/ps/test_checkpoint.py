@@ -299,6 +299,24 @@ def test_how_many_updates_a_unit_has_here_is_known_from_those_that_are_closed() 
     assert UnitLedger.from_json(store.state.units.to_json()).describe() == store.state.units.describe()
 
 
+def test_a_unit_is_a_half_before_any_is_closed_here_where_another_has_more_or_an_optimizer_had_no_update() -> None:
+    """A ps that went back to a checkpoint of then said that it had all of a batch of which it lacked an update."""
+    store = new_store()
+    first, second = (
+        DirectWorker(store, f"worker:{group}", make_spec(SHAPES, group=group, prefix=name))
+        for group, name in enumerate("ab", start=1)
+    )
+    first.create(torch.zeros(11))
+    first.commit(torch.ones(11), unit(0))
+    assert not store.checkpoints.describe_units().units.halves, "of one optimizer it has all"
+    second.create(torch.zeros(11))
+    assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([0])}
+    second.commit(torch.ones(11), unit(0), ordinal=1)
+    assert not store.checkpoints.describe_units().units.halves
+    first.commit(torch.ones(11), unit(1))
+    assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([1])}
+
+
 def test_a_unit_of_which_its_worker_counts_more_is_a_half() -> None:
     """It came in half from a checkpoint of another number of ps: how many others had here was not known, and the rest
     of it, which another process had, was lost untold."""
