@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import pathlib
 import re
 from collections.abc import Mapping
@@ -99,7 +100,10 @@ def begin(directory: str) -> CheckpointDraft:
             (draft.path / "nonce").write_text(draft.nonce)
             undone.pop_all()
     except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{error}; give a directory that the chief and every ps can write") from None
+        cause = error if isinstance(error, OSError) else error.__context__
+        is_short = isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
+        way_out = "raise `ulimit -n`" if is_short else "give a directory that the chief and every ps can write"
+        raise CheckpointError(f"{error}; {way_out}") from None
     return draft
 
 

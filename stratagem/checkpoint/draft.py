@@ -61,6 +61,8 @@ class Draft:
         """Removes what was not committed. Closing twice does no harm."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # empty, it goes even where no more files can be opened
             shutil.rmtree(self.path, ignore_errors=True)  # committed, it is somewhere else
             for path in (self._latest, _lock_of(self.path)):
                 with contextlib.suppress(OSError):

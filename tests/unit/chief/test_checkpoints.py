@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import math
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,29 @@ def test_a_draft_that_cannot_be_begun_is_removed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.begin(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+def test_a_chief_that_can_open_no_more_files_begins_no_draft_and_is_told_of_its_limit(
+    tmp_path: Path, num_free: int
+) -> None:
+    """It was told to give another directory, and an empty draft stayed."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(num_free):
+            os.close(taken.pop())
+        with pytest.raises(CheckpointError, match=r"Too many open files.*; raise `ulimit -n`"):
+            checkpoints.begin(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in taken:
+            os.close(each)
     assert not list(tmp_path.iterdir())
 
 
