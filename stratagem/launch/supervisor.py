@@ -206,6 +206,7 @@ class Supervisor:
     def away(self, tasks: Iterable[TaskId], now: float) -> None:
         """The chief calls these workers and ps lost, and their processes run. None of them takes part any more."""
         self._away = {task: self._away.get(task, now) for task in tasks}
+        self.stepped([task for task in self._away if task.type == "ps"])  # it joined, and ends for having stood still
 
     def answered(self, now: float) -> None:
         """The chief is at work: on the last checkpoint, once the workers are done."""

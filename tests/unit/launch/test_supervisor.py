@@ -326,6 +326,14 @@ def test_code_1_is_retried_only_after_a_step_of_this_life() -> None:
     assert supervisor.failure is not None and supervisor.failure.reason == "it failed before its first step"
 
 
+def test_a_ps_that_stood_still_before_the_first_step_is_started_again() -> None:
+    """It ends with code 1, as the chief has taken it for lost: that ended the job."""
+    supervisor = _running()
+    supervisor.away([PS], 4.0)
+    assert supervisor.exited(PS, 1, 5.0) == [Start(PS)]
+    assert Start(PS) not in supervisor.exited(PS, 1, 6.0)
+
+
 def test_steps_of_tasks_that_do_not_run_are_ignored() -> None:
     supervisor = _running()
     supervisor.stepped([TaskId("worker", 7)])
