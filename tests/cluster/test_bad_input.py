@@ -120,7 +120,7 @@ def test_a_worker_that_leaves_with_0_in_mid_script_has_failed(cluster: Start, tm
     body = "strategy.prepare(model, optimizer)\nimport ctypes\nctypes.CDLL(None)._exit(0)\n"  # as a library may
     done = cluster(1, num_ps, script(tmp_path, body), flags=("--strategy", "ps" if num_ps else "ring")).finish()
     assert done.code == 1
-    check_words(done.stderr, "worker:0 ended with exit code 0 in the middle of its script", "worker:0 failed first")
+    check_words(done.stderr, "worker:0 exited with code 0 in the middle of its script", "worker:0 failed first")
     assert done.summary["first_failure"]["task"] == "worker:0"
 
 

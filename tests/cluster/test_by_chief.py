@@ -145,7 +145,7 @@ def test_a_chief_that_stands_by_takes_over(start: Start, tmp_path: Path, in_file
     chief.kill()
     logs = Logs(standby, ps, *workers)
     assert logs.finish() == [0, 0, 0, 0], logs
-    assert "goes on from the journal" in logs.texts[0], logs
+    assert "continues from the journal" in logs.texts[0], logs
     check_counts(tmp_path / "out.pt", 3)
 
 
@@ -178,7 +178,7 @@ def test_a_chief_that_lost_its_lock_acknowledges_nothing(start: Start, tmp_path:
     line_with(chief, "Cluster is ready")
     (tmp_path / LOCK).unlink()  # by somebody who thought it was in the way
     second = start("chief", *state)
-    line_with(second, "goes on from the journal")
+    line_with(second, "continues from the journal")
     stop.touch()
     logs = Logs(chief, second, ps, worker)
     assert logs.finish() == [143, 0, 0, 0], logs

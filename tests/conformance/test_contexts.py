@@ -61,7 +61,7 @@ def test_forgotten_prepare(column: Column, results: list[Any]) -> None:
 def test_own_gradients(column: Column, results: list[Any]) -> None:
     parts = column.num_replicas > 1 and not column.num_ps
     for found in results:
-        assert ("no backward() has brought" in found["own"]) == parts
+        assert ("do not come from backward()" in found["own"]) == parts
         assert column.num_ps or found["reduced"] == results[0]["reduced"]
 
 

@@ -232,7 +232,7 @@ def test_other_rates(column: Column, results: list[list[Any]]) -> None:
 def test_other_weights(column: Column, results: list[list[Any]]) -> None:
     last = {RING_2: "worker:1", RING_2X2: "worker:1, replica 3", MIRRORED_2: "replica 1"}.get(column, "replica 2")
     for steps, text in results:
-        assert steps == 2 and f"the replicas have diverged: 0.weight of {last} has other bits" in text
+        assert steps == 2 and f"the replicas have diverged: 0.weight of {last} has different bits" in text
 
 
 @law("metrics of torchmetrics, updated in the step and computed over all replicas", training.measured)

@@ -120,7 +120,7 @@ class Invariants:
         job, chief, served = self.cluster.job, self.cluster.chief_job, self.cluster.served
         tasks = [process for process in self.world.processes if process.name != "chief:0"]
         is_whole = all(process.alive or process.name in served for process in tasks) and not chief.sessions.fenced
-        return job.accumulates > 1 and not job.staleness and not is_whole and "goes on from its last" in reason
+        return job.accumulates > 1 and not job.staleness and not is_whole and "resumes from its last" in reason
 
     # -- on a ps -----------------------------------------------------------------------------------------------
 

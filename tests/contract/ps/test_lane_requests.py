@@ -154,7 +154,7 @@ def test_refusals_are_the_errors_of_the_rpc_and_the_lane_goes_on(worker: Worker)
         refused(lambda request: setattr(request, "action", 7))
     far = worker.request(0)
     far.sender.CopyFrom(common_pb2.Sender(task="worker:0", incarnation=1, sequence=900))
-    with pytest.raises(SequenceError, match="say Hello"):
+    with pytest.raises(SequenceError, match="send Hello"):
         worker.client.restart("CommitUpdate", far).result()
     with pytest.raises(LimitError, match="units"):
         refused(lambda request: setattr(request.update.units[0], "index", 1 << 60))

@@ -209,7 +209,7 @@ def test_a_job_is_listed_as_it_was_submitted(tmp_path: Path, monkeypatch: pytest
     code, out, _ = invoke("jobs", "list")
     assert code == 0 and "digits.py [/bold] --names=[red]x :smile:" in out
     code, _, err = invoke("jobs", "cancel", "digits-1")
-    assert code == 1 and "digits-1 unknown (it runs on elsewhere, ask there)" in err
+    assert code == 1 and "digits-1 unknown (it runs on elsewhere; ask there)" in err
     assert not store.load("digits-1").cancelled
 
 
@@ -539,7 +539,7 @@ def test_stacks_say_where_something_else_answers() -> None:
         view: Any = SimpleNamespace(tasks=[TaskState("ps:0", "live", f"127.0.0.1:{port}")])
         found = status._stacks(view, 5.0, OPEN)
         other.stop(None).wait()
-    assert "is something else" in found["ps:0"][0]
+    assert "something other than ps:0" in found["ps:0"][0]
 
 
 def test_status_finds_the_chief_in_the_cluster_file(job: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@
 {{- fail (printf "the strategy %s trains in one process: take worker.count 1 and no evaluator, or the strategies ring or ps" $strategy) -}}
 {{- end -}}
 {{- if and .Values.web (not (include "stratagem.cluster" .)) -}}
-{{- fail "the page is the chief's, and this job is one process: take worker.count 2, or ps.count 1" -}}
+{{- fail "the chief serves the page, and this job is one process: use worker.count 2, or ps.count 1" -}}
 {{- end -}}
 {{- if eq (int .Values.web) (int .Values.port) -}}
 {{- fail (printf "expected a port for the page other than %d" (int .Values.port)) -}}
