@@ -106,9 +106,9 @@ class BackupAndRestore(Callback):
             saved = None if found is None else Manifest.read(found)
             if saved is not None and not saved.chief_epoch:
                 raise ConfigurationError(
-                    f"{found} is the backup of a training without parameter servers, and these go on from what their "
-                    "chief saves (--checkpoint-dir): end that training under its strategy, or begin anew, with "
-                    "another backup_dir (model.load_weights of the backup, before fit, keeps its weights)"
+                    f"{found} is the backup of a training without parameter servers, but parameter servers resume "
+                    "from their chief's checkpoints (--checkpoint-dir): finish that training under its strategy, or "
+                    "start over with another backup_dir (model.load_weights of the backup before fit keeps its weights)"
                 )
             logger.info(
                 "BackupAndRestore: the chief and the parameter servers resume this job by themselves; if the whole job "

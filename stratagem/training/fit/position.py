@@ -70,9 +70,9 @@ class FitPosition:
         ConfigurationError: it is of a later ``fit`` of the script."""
         if (number := state.get("num_before", 0)) > self._num_before:
             raise ConfigurationError(
-                f"the place in fit that was saved here is that of fit {number + 1} of this model, and this is fit "
-                f"{self._num_before + 1}: give each fit a BackupAndRestore with a folder of its own, and those before "
-                "the last delete_checkpoint=False, so that what is done is not trained again"
+                f"this backup was saved in fit call {number + 1} of this model, but this is call "
+                f"{self._num_before + 1}: give each fit call a BackupAndRestore with its own folder, and all but the "
+                "last delete_checkpoint=False, so that finished calls are not trained again"
             )
         self._put(state)
         self._running.add_states([unpack(part) for part in state["counted"]])

@@ -550,7 +550,7 @@ def test_a_backup_of_a_scripts_second_fit_is_not_taken_by_its_first(tmp_path: Pa
     expected = script(shared, shared)
     with pytest.raises(KeyboardInterrupt):
         script(shared, shared, Crash(6 + 5))
-    with pytest.raises(ConfigurationError, match=r"of fit 2 of this model, and this is fit 1: give each .* of its own"):
+    with pytest.raises(ConfigurationError, match=r"in fit call 2 of this model, but this is call 1: .* its own folder"):
         script(shared, shared)
     with pytest.raises(KeyboardInterrupt):
         script(*own(), Crash(6 + 5))
