@@ -42,16 +42,24 @@ class Journal:
                 self._begin(self._path)
             except OSError as error:
                 self._lose(f"cannot be kept ({error.strerror}): give the chief a --state-dir that it can write to")
+            except ConfigurationError:
+                self.close()
+                raise
 
     def _begin(self, path: pathlib.Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.history = replay(path)
+        self._open(path)
+        num_bytes = -1
+        while self._num_bytes != num_bytes:  # one that has lost its lock may write until it finds a line of ours
+            num_bytes, self.history = self._num_bytes, replay(path)
+            self._num_bytes = path.stat().st_size
         if self.history.stopped is not None:
             logger.info("The job in %s is over (%s); starting a new one", path.parent, self.history.stopped)
             newest = self.history.newest_incarnation
             self.history = JobHistory(self.history.chief_epoch, newest, earlier_incarnations=newest)
+            self.close()
             self._replace(path)
-        self._open(path)
+            self._open(path)
 
     def write(self, kind: str, *, durable: bool = True, **fields: Any) -> None:
         """Appends a record. ``kind``: name of the record, as :class:`JobHistory` knows it; ``durable``: wait until it

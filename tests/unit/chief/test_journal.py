@@ -12,7 +12,7 @@ import pytest
 
 from stratagem.chief.counting.metric_states import MetricState, MetricStates, encode_state
 from stratagem.chief.journal.history import JobHistory
-from stratagem.chief.journal.journal import NAME, Journal
+from stratagem.chief.journal.journal import NAME, Journal, replay
 from stratagem.chief.leasing.evaluations import Pin, plan_of
 from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, JournalLostError
@@ -50,6 +50,27 @@ def test_a_journal_that_is_lost_takes_nothing_more(tmp_path: Path, lose: Callabl
             journal.write("ready")
     assert not path.exists() or path.read_bytes() == before, "what is not acknowledged is not in the way of the next"
     journal.close()
+
+
+def test_a_chief_knows_what_another_writes_while_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Journal(str(tmp_path))
+    first.write("chief", epoch=1)
+
+    def replay_beside(path: Path) -> JobHistory:
+        history = replay(path)
+        if first.history.newest_incarnation < 3:
+            first.write("join", task="ps:0", incarnation=first.history.newest_incarnation + 1)
+        return history
+
+    monkeypatch.setattr("stratagem.chief.journal.journal.replay", replay_beside)
+    second = Journal(str(tmp_path))
+    assert second.history.newest_incarnation == 3
+    second.write("chief", epoch=2)
+    with pytest.raises(JournalLostError, match="was written by another chief"):
+        first.write("ready")
+    assert replay(tmp_path / NAME) == second.history
+    first.close()
+    second.close()
 
 
 def test_a_journal_that_cannot_be_written_takes_nothing_more(tmp_path: Path) -> None:
