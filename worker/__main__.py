@@ -83,7 +83,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
         note_leaving(config.checkpoint_dir, config.task, "its script is done")
     exit_code = _leave(config, outcome)
     if exit_code != outcome.exit_code:
-        print(f"{config.task}: the job has made no step yet: it ends, and is not tried again", file=sys.stderr)
+        print(f"{config.task}: the job has made no step yet: it ends, and is not restarted", file=sys.stderr)
     if exit_code and not alone:
         _end_at_once(exit_code)
     _watch_threads(config.task)
@@ -106,7 +106,8 @@ def _watch_threads(task: str) -> None:
         others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
         names = ", ".join(thread.name for thread in others if not thread.daemon)
         print(
-            f"{task}: the script is over, but its threads run: {names}. End them, or make them daemons", file=sys.stderr
+            f"{task}: the script has ended, but its threads still run: {names}. End them, or make them daemons",
+            file=sys.stderr,
         )
 
     watch = threading.Timer(THREADS_S, say)

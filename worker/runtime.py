@@ -241,7 +241,9 @@ class WorkerRuntime:
         wanted = self.session.membership.wanted_workers
         if not 0 < wanted <= self.task.index:
             return None
-        return JobStoppedError(f"the job goes on with {wanted} worker{'s' * (wanted > 1)}, and without {self.task}", 0)
+        return JobStoppedError(
+            f"the job continues with {wanted} worker{'s' * (wanted > 1)}, and without {self.task}", 0
+        )
 
     def goodbye(self, exit_code: int, message: str = "", follows: bool = False) -> None:
         """Ends this worker's part of the job; ``follows``: another task had failed. Only the first call counts."""

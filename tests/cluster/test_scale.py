@@ -89,7 +89,7 @@ def test_workers_come_and_go(cluster: Start, tmp_path: Path) -> None:
     job.wait_for(lambda: newest(5), "steps of worker:2")
     fewer = scale(address, "--workers", 2)
     assert (fewer.returncode, fewer.stdout) == (0, "2 workers, 1 ps\n"), fewer.stderr
-    assert "the job goes on with 2 workers, and without worker:2" in job.stderr
+    assert "the job continues with 2 workers, and without worker:2" in job.stderr
     again = scale(address, "--workers", 3)
     assert again.returncode == 0, again.stderr
     newest = steps_of(job, address, "worker:2")

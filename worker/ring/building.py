@@ -259,11 +259,9 @@ def check_reached(said: Sequence[RankInfo], me: RankInfo, min_workers: int) -> N
     """
     if me.has_formed and 0 < min_workers < len(said) and (cut := who_leaves(said)):
         leaver, other = cut
-        words = (
-            f"{leaver} and {other} do not reach each other, and {leaver} leaves the ring: the others go on without it"
-        )
+        words = f"{leaver} and {other} do not reach each other: {leaver} leaves the ring, and the others continue"
         raise (
-            CollectiveError(f"{words}; start it again when they do")
+            CollectiveError(f"{words}; start it again when they reach each other")
             if leaver == me.task
             else PeerUnavailableError(words)
         )

@@ -113,7 +113,7 @@ class FailureDiagnosis:
         self.suspect = error.rank
         self._cause = self._find_cause(error)
         if self._lost_rank:
-            logger.warning("The ring stands still: %s; waiting for the chief to say who is lost", self._lost_rank)
+            logger.warning("The ring is stalled: %s; waiting for the chief to say who is lost", self._lost_rank)
         return not self._lost_rank
 
     def membership_changed(self, membership: Membership) -> None:
@@ -157,7 +157,7 @@ class FailureDiagnosis:
             try:
                 reply = self._peers.position(suspect, ASK_S)
             except PeerUnavailableError:
-                self._lost_rank = f"{task} is gone or does not answer {self._session.task} ({error})"
+                self._lost_rank = f"{task} has ended or does not answer {self._session.task} ({error})"
                 return self.reason() or self._from_chief() or self._lost_rank
             if reply.broken:
                 return reply.broken

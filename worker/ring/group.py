@@ -34,7 +34,7 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
     """Called before any rank waits for another one. Raises ConfigurationError: there is no such reduction."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN) if dtype.is_complex else not can_travel(dtype):
         way_out = "its parts, torch.view_as_real" if dtype.is_complex else "int64 or float32, with .to()"
-        raise ConfigurationError(f"{op.name} of {dtype} over replicas is no reduction that there is: reduce {way_out}")
+        raise ConfigurationError(f"{op.name} of {dtype} over replicas is not supported: reduce {way_out}")
 
 
 class OutOfStepError(CollectiveError):

@@ -168,8 +168,9 @@ class Healing:
         """Raises ``ConfigurationError`` on a newcomer, for what cannot be joined in the middle."""
         if self.is_new:
             raise ConfigurationError(
-                f"this worker came to a ring that trains, and {what} cannot be joined in the middle; the others go on "
-                "without it. fit can be joined, and a loop over strategy.distribute_dataset that begins with data.epoch"
+                f"this worker joined a ring that is training, and {what} cannot be joined in the middle; the others "
+                "continue without it. fit can be joined, and a loop over "
+                "strategy.distribute_dataset that begins with data.epoch"
             )
 
     @property

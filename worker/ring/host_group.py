@@ -85,7 +85,7 @@ class HostGroup:
                 self._scratch = Scratch([segment[: 2 * _SLOT_BYTES] for segment in shared])
                 self._signals.use_cells([segment[2 * _SLOT_BYTES :] for segment in shared])
         except BaseException:
-            self._signals.close("it could not be set up")
+            self._signals.close("the group could not be set up")
             raise
 
     @property

@@ -338,8 +338,8 @@ class Signals:
             return self._error()
         if isinstance(error, BlockingIOError):
             return self._failed(
-                f"rank {peer} stood still beyond the timeout of {self.timeout_s:g} s while rank {self.rank} waited for "
-                f"it in collective {self._tag.ordinal}",
+                f"rank {peer} was stalled for longer than the timeout of {self.timeout_s:g} s while rank {self.rank} "
+                f"waited for it in collective {self._tag.ordinal}",
                 peer,
                 OutOfStepError,
             )
@@ -351,7 +351,7 @@ class Signals:
                 record = b""
         except OSError:
             pass
-        return self._failed(f"rank {peer} is gone: its socket closed in collective {self._tag.ordinal}", peer)
+        return self._failed(f"rank {peer} has ended: its socket closed in collective {self._tag.ordinal}", peer)
 
     def _aborted(self, peer: int, culprit: int, num_text_bytes: int) -> CollectiveError:
         """The error that ``peer`` raised, or the reason for which it closed."""

@@ -113,7 +113,7 @@ def plan_lanes(
     singles = tuple((rank,) for rank in range(size))
     why_not = why_not_nccl({member.task: member.gpu for member in members})
     if "nccl" in failures:
-        why_not = f"it cannot be had: {failures['nccl']}"
+        why_not = f"it is not available: {failures['nccl']}"
     if wants_nccl(options):
         if why_not:
             raise ConfigurationError(f"NCCL was asked for, but {why_not}; take RING (--transport auto)")
@@ -121,7 +121,7 @@ def plan_lanes(
     if may_take_nccl(options) and not why_not:
         return LanePlan(singles, None, True, "every worker has a GPU of its own")
     if options.transport in failures:
-        raise ConfigurationError(f"--transport {options.transport} cannot be had: {failures[options.transport]}")
+        raise ConfigurationError(f"--transport {options.transport} is not available: {failures[options.transport]}")
     if options.transport in ("grpc", "tcp"):
         return LanePlan(singles, options.transport, False, f"{options.transport} was asked for")
     by_place: dict[str, list[int]] = {}

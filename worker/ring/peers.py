@@ -105,7 +105,7 @@ class Peers:
                 first = self.members.ranks[0]
                 if time.monotonic() > deadline:
                     raise ClusterTimeoutError(
-                        f"the ring did not form: {self._session.task} met not all of "
+                        f"the ring did not form: {self._session.task} did not meet all of "
                         f"{', '.join(rank.task for rank in self.members.ranks)} at {first.task}: {error}. Does every "
                         f"worker build a MultiWorkerMirroredStrategy, and reach {first.address}?"
                     ) from None

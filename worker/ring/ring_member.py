@@ -156,7 +156,7 @@ class RingMember:
                     raise error
             elif passed_s > HEAL_S:
                 raise CollectiveError(
-                    f"{error}; {len(members.ranks)} workers are left, and a ring goes on with at least "
+                    f"{error}; {len(members.ranks)} workers are left, and a ring continues with at least "
                     f"{membership.min_workers}"
                 )
             known = members.generation
@@ -196,7 +196,7 @@ class RingMember:
             self._session.wait_membership(lambda now, known=membership: now is not known, 0.5)  # type: ignore[misc]
 
     def _told(self, how: str, members: Members, group: Group, began: float) -> Group:
-        words = "the ring goes on %s: rank %d of %d, generation %d, after %.1f s"
+        words = "the ring continues %s: rank %d of %d, generation %d, after %.1f s"
         logger.warning(words, how, group.rank, group.size, members.generation, time.monotonic() - began)
         return group
 
@@ -364,7 +364,7 @@ class RingMember:
         group = HostGroup(0, 1, {}, timeout_s=self._timeout_s)
         communicator = Communicator(group, self._explain, healing)
         self.ring_service.communicator = communicator
-        logger.info("%s is a newcomer to a ring that trains: it joins at its first batch", self._session.task)
+        logger.info("%s is a newcomer to a ring that is training: it joins at its first batch", self._session.task)
         return communicator
 
     def _watch(self, group: Group) -> None:

@@ -50,7 +50,7 @@ class MeetingRoom(Generic[T]):
             raise ConfigurationError(f"expected a rank below {size}, got {rank}")
         with self._changed:
             if generation < self._generation or self._closed:
-                raise PeerUnavailableError(f"generation {generation} is over; generation {self._generation} meets")
+                raise PeerUnavailableError(f"generation {generation} is over; generation {self._generation} is forming")
             if generation > self._generation:
                 self._generation = generation
                 self._said = {key: said for key, said in self._said.items() if key[0] == generation}
@@ -125,7 +125,7 @@ class RingService:
         if said is None:
             came = self._room.came(generation, meeting)
             missing = [one.task for index, one in enumerate(members.ranks) if index not in came]
-            raise PeerUnavailableError(f"not every rank has come yet: {', '.join(missing[:MAX_NAMED])} to come")
+            raise PeerUnavailableError(f"not every rank has arrived yet: {', '.join(missing[:MAX_NAMED])} to come")
         return said
 
     def open_lane(self, caller: Incarnation, generation: int, kind: PairLane, purpose: str) -> LaneTicket:
@@ -242,7 +242,7 @@ class RingService:
             raise FencedError(f"{caller} is no live member of this cluster")
         if known is not None and not known.live and caller.number == known.incarnation:
             raise PeerUnavailableError(
-                f"{caller} is lost, by what the chief has told here; if it goes on, it is cut off"
+                f"{caller} is lost, as the chief has reported here; if it still runs, it is disconnected"
             )
         if known is None or not known.live or caller.number > known.incarnation:
             raise PeerUnavailableError(f"{caller} is not known here yet; ask again")

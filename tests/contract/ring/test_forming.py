@@ -118,7 +118,7 @@ def test_who_waits_for_a_ring_says_whom_it_cannot_reach(
     known = [Member("worker:0", "127.0.0.1:1", 1, True), Member("worker:1", "127.0.0.1:2", 2, True)]
     said = Membership(True, tuple(known))
     service, cut_off = (RingService("127.0.0.1", lambda: said, BytesMeter()) for _ in range(2))
-    with pytest.raises(PeerUnavailableError, match="not every rank has come yet: worker:1 to come"):
+    with pytest.raises(PeerUnavailableError, match="not every rank has arrived yet: worker:1 to come"):
         service.meet(Incarnation("worker:0", 1), 0, 1, RankInfo("worker:0"))
     service.close()
     member = RingMember(cut_off, session_of(1, known), BytesMeter())

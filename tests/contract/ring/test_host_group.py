@@ -543,7 +543,7 @@ def test_who_is_named_is_the_same_everywhere() -> None:
         for outcome in outcomes:
             assert isinstance(outcome.error, CollectiveError)
             assert outcome.error.rank == 2
-            assert "rank 2 stood still beyond the timeout of 3 s" in str(outcome.error)
+            assert "rank 2 was stalled for longer than the timeout of 3 s" in str(outcome.error)
         (late,) = outcomes_of([functools.partial(works, groups[2], 1)])
         assert isinstance(late.error, CollectiveError)
         assert late.error.rank == 2
@@ -676,8 +676,8 @@ def test_a_peer_that_dies_is_named_while_another_is_awaited(wires: Wires, tells:
     waiting.join(DEADLINE_S)
     error = outcomes[0].error
     assert isinstance(error, CollectiveError)
-    assert (str(error), error.rank) == ("rank 1 is gone: its socket closed in collective 9", 1)
-    assert b"rank 1 is gone" in far[0].link.recv(1000)
+    assert (str(error), error.rank) == ("rank 1 has ended: its socket closed in collective 9", 1)
+    assert b"rank 1 has ended" in far[0].link.recv(1000)
     assert far[0].link.recv(1) == b""  # shut
 
 
@@ -691,7 +691,7 @@ def test_a_peer_that_dies_after_its_signal_is_named_when_more_rounds_follow(wire
     wait_until(lambda: signals.waiting_on == 1)
     far[0].link.close()
     waiting.join(DEADLINE_S)
-    assert str(outcomes[0].error) == "rank 0 is gone: its socket closed in collective 9"
+    assert str(outcomes[0].error) == "rank 0 has ended: its socket closed in collective 9"
 
 
 def test_a_peer_may_end_in_peace_when_it_was_heard_and_another_is_awaited(wires: Wires) -> None:
@@ -742,10 +742,10 @@ def test_a_signal_that_is_there_needs_no_system_call(wires: Wires, monkeypatch: 
 def test_what_a_peer_said_before_it_broke_off_is_heard_where_its_cell_was_awaited(wires: Wires) -> None:
     signals, far = wires
     far[0].link.send(host_signals._BELL)  # too late for anything
-    text = b"rank 5 is gone"
+    text = b"rank 5 has ended"
     far[0].link.send(struct.pack("=QIIQQQ", host_signals._ABORT, 5, len(text), 0, 0, 0) + text)
     far[0].link.close()
-    with pytest.raises(CollectiveError, match="rank 5 is gone") as caught:
+    with pytest.raises(CollectiveError, match="rank 5 has ended") as caught:
         exchanged(signals, False)
     assert caught.value.rank == 5
 
@@ -754,7 +754,7 @@ def test_a_torn_signal_is_no_signal(wires: Wires) -> None:
     signals, far = wires
     far[0].link.send(signal_of(9)[:17])
     far[0].link.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(CollectiveError, match="rank 0 is gone"):
+    with pytest.raises(CollectiveError, match="rank 0 has ended"):
         exchanged(signals, False)
 
 

@@ -176,7 +176,7 @@ def test_a_process_killed_in_the_middle_is_named_by_all_others() -> None:
         assert killed.wait(DEADLINE_S) == -signal.SIGKILL
         assert_ended_in_the_middle(result, rank=2, size=3)
         error = error_of(group)
-        expected = ["rank 2 is gone: its socket closed in collective 2", 2]
+        expected = ["rank 2 has ended: its socket closed in collective 2", 2]
         assert [str(error), error.rank] == expected
         assert result_of(survivor) == expected
 
@@ -188,7 +188,10 @@ def test_a_stopped_process_is_named_when_the_time_is_up() -> None:
         assert_ended_in_the_middle(result, rank=1, size=2)
         error = error_of(group)
         assert error.rank == 1
-        assert str(error) == "rank 1 stood still beyond the timeout of 6 s while rank 0 waited for it in collective 2"
+        assert (
+            str(error)
+            == "rank 1 was stalled for longer than the timeout of 6 s while rank 0 waited for it in collective 2"
+        )
         stopped.send_signal(signal.SIGCONT)  # it hears what became of it
         assert result_of(stopped) == [str(error), 1]
 

@@ -208,7 +208,7 @@ def test_too_few_are_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     with ring_of(2, "tcp") as (chief, ring):
         ring[0].group.close("killed")
         chief.leave("worker:0", generation=2)
-        with pytest.raises(CollectiveError, match="1 workers are left, and a ring goes on with at least 2"):
+        with pytest.raises(CollectiveError, match="1 workers are left, and a ring continues with at least 2"):
             sums(ring[1:])
     assert caplog.text.count("the last collectives and commits here") == 1
 
@@ -240,7 +240,7 @@ def test_a_connection_that_breaks_between_two_that_live_is_made_again(
             assert waiting.result(60) == [[7.0] * 2, [7.0] * 2]
         assert [one.generation for one in ring] == [4] * 3
         assert all(one.healing is not None and not one.healing.losses for one in ring)
-    assert "the ring goes on after a connection broke: rank 0 of 3, generation 1" in caplog.text
+    assert "the ring continues after a connection broke: rank 0 of 3, generation 1" in caplog.text
     assert "last collectives" not in caplog.text
 
 
@@ -312,7 +312,7 @@ def test_of_two_that_are_cut_off_from_each_other_one_leaves(monkeypatch: pytest.
         is_cut.set()
         cut_off(ring, 1)
         going_on = pool.submit(sums, ring[:2])
-        with pytest.raises(CollectiveError, match="worker:2 and worker:1 do not reach each other, and worker:2 leaves"):
+        with pytest.raises(CollectiveError, match="worker:2 and worker:1 do not reach each other: worker:2 leaves"):
             sums(ring[2:])
         chief.leave("worker:2", generation=2)
         assert going_on.result(60) == [3.0] * 2

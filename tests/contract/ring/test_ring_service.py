@@ -79,7 +79,7 @@ def test_who_does_not_hear_the_chief_is_told_that_it_is_lost() -> None:
     lost = Membership(True, (Member(PEER.task, "127.0.0.1:1", PEER.incarnation, False),), PEER.task)
     ring_service = RingService("127.0.0.1", lambda: lost, BytesMeter())
     try:
-        with pytest.raises(PeerUnavailableError, match=r"worker:1 .* is lost, by what the chief has told here"):
+        with pytest.raises(PeerUnavailableError, match=r"worker:1 .* is lost, as the chief has reported here"):
             ring_service.meet(Incarnation(PEER.task, PEER.incarnation), 1, 1, RankInfo(PEER.task))
     finally:
         ring_service.close()

@@ -81,7 +81,7 @@ def test_auto_does_without_what_failed() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_lane_asked_for_that_failed_is_an_error(transport: Transport) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be had: because"):
+    with pytest.raises(ConfigurationError, match="is not available: because"):
         plan_lanes(members("a", "a"), forced(transport), {transport: "because"})
 
 
@@ -103,7 +103,7 @@ def test_nccl() -> None:
             plan_lanes(members("a", "a", gpus="x"), options)
         with pytest.raises(ConfigurationError, match="but worker:0, worker:2 compute on one GPU; take RING"):
             plan_lanes(members("a", "a", "a", gpus="xyx"), options)
-        with pytest.raises(ConfigurationError, match="but it cannot be had: worker:1: no NCCL; take RING"):
+        with pytest.raises(ConfigurationError, match="but it is not available: worker:1: no NCCL; take RING"):
             plan_lanes(all_cuda, options, {"nccl": "worker:1: no NCCL"})
     assert plan_lanes(all_cuda, AUTO, {"nccl": "worker:1: no NCCL"}).hosts == ((0, 1),)
 

@@ -37,13 +37,13 @@ def test_a_circle_of_waits_is_not_blamed_on_a_third_when_one_of_the_two_that_are
 
     def worker_2_finds_out() -> None:
         assert asked.wait(10)
-        diagnosis.told("worker:1 is gone or does not answer worker:2")
+        diagnosis.told("worker:1 has ended or does not answer worker:2")
 
     other = threading.Thread(target=worker_2_finds_out)
     other.start()
     error = diagnosis.explain(CollectiveError("late", 2), Position())
     other.join()
-    assert "worker:1 is gone or does not answer worker:2" in str(error)
+    assert "worker:1 has ended or does not answer worker:2" in str(error)
 
 
 def test_a_circle_of_waits_that_nobody_explains_names_every_link(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,4 +25,7 @@ def test_threads_that_outlive_a_script_are_named(monkeypatch: pytest.MonkeyPatch
     over.set()
     for thread in lasting:
         thread.join()
-    assert said.getvalue() == "worker:1: the script is over, but its threads run: own. End them, or make them daemons\n"
+    assert (
+        said.getvalue()
+        == "worker:1: the script has ended, but its threads still run: own. End them, or make them daemons\n"
+    )
