@@ -294,6 +294,8 @@ class Healing:
         told = [each for each in every if not each.is_new]
         if not told:
             raise CollectiveError("no worker is left that has the state of the training; start the job again")
+        if self.is_new and not any(each.takes_in for each in told):  # they repeat what it has no part in
+            raise CollectiveError("the workers that were admitting this one are lost: start it again")
         ahead, fewest = max(told), min(each.num_done for each in told)
         newest, step = ahead.num_done, ahead.step
         if newest - fewest > 1:

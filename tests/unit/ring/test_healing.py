@@ -153,6 +153,24 @@ def test_newcomers_without_anybody_who_has_the_state_say_so() -> None:
     ]
 
 
+def test_a_newcomer_leaves_when_only_ranks_are_left_that_have_yet_to_admit_it() -> None:
+    """It gave its part to a collective that it knew nothing of, and the ring ended: the ranks were out of step."""
+
+    def work(communicator: Communicator) -> int:
+        healing = communicator.healing
+        assert healing is not None
+        if healing.is_new:
+            with pytest.raises(CollectiveError, match="admitting this one are lost: start it again"):
+                healing.take_in(communicator, lambda: None)
+            communicator.group._die()  # type: ignore[attr-defined]
+        # Rank 0 hears the end of it, meets the newcomer and dies; rank 1 has it to repeat.
+        communicator.atomic(communicator.confirm, is_training=True)
+        healing.take_in(communicator, lambda: None)
+        return communicator.size
+
+    assert run_mortal(3, work, 1, rank0=Fate(3), rank1=Fate(misses_at=2), rank2=Fate(99)) == [1]
+
+
 def test_a_host_without_memory_to_share_meets_the_others_behind_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     has = MortalGroup.arena
 
