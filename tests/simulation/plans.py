@@ -14,6 +14,8 @@ from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Schedule
 
 GRACE_S = 30.0
 """Seconds after which a supervisor kills what it has told to end."""
+ADMITS = 0.1
+"""The share of rings in which workers die as others admit a newcomer."""
 FORMS = ("", "table", "fit", "ring", "storm", "ring-storm")
 
 
@@ -200,6 +202,8 @@ def _plan_ring(seed: int, is_storm: bool) -> Schedule:
             faults += _faults_between(between, job)
     if random.Random(-16 * seed - 1).random() < 0.1:
         faults.append(Fault(0.0, "kill early", "worker:0"))
+    if (admits := random.Random(-24 * seed - 1)).random() < ADMITS:
+        faults += _admissions(admits, job)
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
     if is_storm:
@@ -240,6 +244,17 @@ def _faults_between(rng: random.Random, job: Job) -> Iterator[Fault]:
     for _ in range(rng.choice((1, 1, 2, 4))):
         yield Fault(at_s, kind, one, other)
         at_s += 0.2 * rng.random()
+
+
+def _admissions(rng: random.Random, job: Job) -> Iterator[Fault]:
+    """A worker dies, and when the ring admits the one that is started in its place others die one soon after another:
+    some have finished the step then, and some have not."""
+    workers = [f"worker:{index}" for index in range(job.num_workers)]
+    rng.shuffle(workers)
+    yield Fault(0.2 + rng.random(), rng.choice(("kill", "kill late")), workers[0])
+    soon_s = rng.choice((0.02, 0.1, 0.3))
+    for worker in workers[: rng.choice((1, 2, 2, 3))]:
+        yield Fault(0.1, "kill admitting", worker, for_s=soon_s * rng.random() * rng.choice((0, 1, 1)))
 
 
 def _changes(rng: random.Random, job: Job) -> Iterator[Fault]:

@@ -68,7 +68,16 @@ class Rings:
         """Workers that die in the moment in which the next backward is through for a first worker, and no other."""
         self.doomed_early: set[str] = set()
         """Workers that die in the moment in which the first ring has formed for a first worker."""
+        self.doomed_admitting: list[tuple[str, float]] = []
+        """Workers that die when a first one begins to admit a newcomer, or so many seconds later."""
         self._num_done = 0
+
+    def admitting(self, healing: Healing) -> None:
+        """A worker admits a newcomer, or is one."""
+        if not healing.is_new:
+            for task, later_s in self.doomed_admitting:
+                self.world.after(later_s, None, self.cluster.tasks[task].kill)
+            self.doomed_admitting.clear()
 
     def formed(self) -> None:
         """A worker has heard that its first ring has formed."""
@@ -168,6 +177,13 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
         return done
 
+    def on_take_in(real: Any) -> Any:
+        def take_in(self: Any, *arguments: Any) -> Any:
+            here().rings.admitting(self)  # type: ignore[attr-defined]
+            return real(self, *arguments)
+
+        return take_in
+
     def on_start(real: Any) -> Any:
         def start(self: Any, *arguments: Any) -> Any:
             here().rings.formed()  # type: ignore[attr-defined]
@@ -176,6 +192,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         return start
 
     yield Healing, "_done", on_done
+    yield Healing, "take_in", on_take_in
     yield RingMember, "_start", on_start
 
 

@@ -91,6 +91,7 @@ class _Faults:
             "kill ahead": lambda fault: self._world.copies.doomed.add(fault.task),  # type: ignore[attr-defined]
             "kill between": lambda fault: self._cluster.doomed_between.add(fault.task),
             "kill late": lambda fault: self._world.rings.doomed.add(fault.task),  # type: ignore[attr-defined]
+            "kill admitting": self._kill_admitting,
             "kill early": lambda fault: self._world.rings.doomed_early.add(fault.task),  # type: ignore[attr-defined]
             "crash": self._crash,
             "pause": self._pause,
@@ -111,6 +112,9 @@ class _Faults:
     def _kill(self, task: str) -> None:
         if task in self._cluster.tasks:
             self._cluster.tasks[task].kill()
+
+    def _kill_admitting(self, fault: Fault) -> None:
+        self._world.rings.doomed_admitting.append((fault.task, fault.for_s))  # type: ignore[attr-defined]
 
     def _kill_copied(self, fault: Fault) -> None:
         """Once another ps has all of what this one holds, and so for every ps."""

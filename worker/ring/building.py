@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MEMBERS_CHANGED = "the workers of the ring have changed"
 LOOK_S = 0.25
 """How often a rank that waits for a lane looks whether another one has given up."""
 DEFAULT_TIMEOUT_S = 300.0
@@ -69,8 +70,11 @@ class Opener:
         """Task of the rank that did not answer when a lane to it was to be opened."""
 
     def made(self, group: Group) -> None:
-        """The first barrier of a group ends when another rank says that it could not open its lanes."""
+        """The first barrier of a group ends when another rank says that it could not open its lanes, or the chief that
+        its members are others."""
         self._ring_service.forms(self._peers.meeting, group.close)
+        if self._peers.is_over:
+            group.close(MEMBERS_CHANGED)
 
     def links(self, ranks: Sequence[int], purpose: str) -> dict[int, socket.socket]:
         """A Unix socket to every other one of ``ranks``, by its place among them. Raises PeerUnavailableError: one
@@ -147,7 +151,7 @@ class Opener:
                 return wait(peer_key, min(self.deadline, time.monotonic() + LOOK_S))
             except PeerUnavailableError:
                 is_over = self._ring_service.given_up >= self._peers.meeting or self._ring_service.is_closed
-                if is_over or time.monotonic() >= self.deadline:
+                if is_over or self._peers.is_over or time.monotonic() >= self.deadline:
                     raise
 
     def _peer_key(self, rank: int, purpose: str) -> PeerKey:

@@ -61,6 +61,13 @@ class Peers:
         """The newest one: generation, and number in it."""
         return self.members.generation, self.num_meetings
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this generation will not form any more: its members are others, or there is no use in meeting."""
+        membership = self._session.membership
+        is_old = membership.generation > self.members.generation and membership.min_workers
+        return bool(is_old or self.members.lost(membership) or self._is_over(membership))
+
     def stub(self, rank: int) -> worker_pb2_grpc.WorkerStub:
         """The service of a rank, over a control connection."""
         with self._guard:
@@ -92,9 +99,7 @@ class Peers:
         quiet_until, why = time.monotonic() + PATIENCE_S, ""
         while True:
             self._session.raise_if_stopped()
-            membership = self._session.membership
-            is_old = membership.generation > self.members.generation and membership.min_workers
-            if is_old or self.members.lost(membership) or self._is_over(membership):
+            if self.is_over:
                 raise MembersChangedError
             try:
                 reply = self._call(0, self.stub(0).Meet, request, 2 * PATIENCE_S)

@@ -376,6 +376,8 @@ class RingMember:
     def _membership_changed(self, membership: Membership) -> None:
         if (communicator := self.ring_service.communicator) is not None and communicator.healing is not None:
             communicator.healing.sees_newcomer = bool(membership.waiting)
+        if self._peers is not None and self._peers.is_over:
+            self.ring_service.will_not_form(building.MEMBERS_CHANGED)
         # Who is gone while this rank leaves has passed the last barrier already; if not, its lanes tell.
         if self.ring_service.diagnosis is not None and not self._is_leaving:
             self.ring_service.diagnosis.membership_changed(membership)

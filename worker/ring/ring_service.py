@@ -205,6 +205,11 @@ class RingService:
         if self.given_up >= meeting:
             close("another rank could not open its lanes")
 
+    def will_not_form(self, reason: str) -> None:
+        """A group that waits in its first barrier ends."""
+        if (forming := self._forming) is not None:
+            forming[1](reason)
+
     def has_formed(self) -> None:
         """From here on the diagnosis is told what breaks."""
         self._forming = None

@@ -299,6 +299,34 @@ def test_who_cannot_open_a_lane_says_so_until_all_have_heard(
     assert "The ring could not open its lanes (tcp): worker:0 cannot be reached" in caplog.text, "and in its own log"
 
 
+def test_a_rank_that_dies_while_the_lanes_open_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine was gone, and no connection broke: the others waited in the first barrier until the time-out."""
+    made, form, held, chiefs = Opener.made, RingMember.form, list[Any](), list[Chief]()
+
+    class Died(BaseException):
+        pass
+
+    def dies(opener: Opener, group: Any) -> None:
+        if opener._peers.rank == 0 and opener._peers.meeting == (1, 1):
+            held.append(group)  # its lanes stay open
+            chiefs.append(opener._peers._session._chief)  # type: ignore[attr-defined]
+            raise Died
+        made(opener, group)
+
+    def form_mortal(member: RingMember, *arguments: Any) -> Any:
+        try:
+            return form(member, *arguments)
+        except Died:
+            poll(lambda: all(one.ring_service._forming is not None for one in chiefs[0].members[1:]))
+            chiefs[0].leave("worker:0", generation=2)
+
+    monkeypatch.setattr(Opener, "made", dies)
+    monkeypatch.setattr(RingMember, "form", form_mortal)
+    with ring_of(3, "tcp") as (_, ring):
+        assert sums(ring[1:]) == [6.0, 6.0]
+    held[0].close("the test is over")
+
+
 def test_of_two_that_are_cut_off_from_each_other_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     open_lane, is_cut = Peers.open_lane, threading.Event()
 
