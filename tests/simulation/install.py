@@ -25,7 +25,7 @@ from stratagem.rpc import channels, handshake, host_id
 from stratagem.strategy import roles
 from stratagem.worker.reduction import backward
 from stratagem.worker.ring import ring_member
-from tests.simulation import copies, invariants, rings
+from tests.simulation import copies, invariants, rings, schedule
 from tests.simulation.disk import Os
 from tests.simulation.threads import Future, Futures, Queue, Threading, ThreadPoolExecutor, Time, here
 
@@ -159,7 +159,7 @@ def installed() -> Iterator[None]:
         put(sys.modules[name], "gc", _Gc)  # else what a schedule leaves is never looked at again
     put(snapshot, "check", _slow(snapshot.check))
     put(ProcessUse, "values", lambda self: {})  # of the real process, and it looks for long
-    for owner, name, wrap in (*invariants.hooks(), *copies.hooks(), *rings.hooks()):
+    for owner, name, wrap in (*invariants.hooks(), *copies.hooks(), *rings.hooks(), *schedule.hooks()):
         put(owner, name, wrap(getattr(owner, name)))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -331,6 +331,7 @@ class Call:
     def _serve(self, request: bytes | None) -> None:
         if self.over_at_server or self._target is None:
             return
+        self.world.faults.happened(self.method.rpartition("/")[2])  # type: ignore[attr-defined]
         handler = self._target.handler(self.method)
         if self._target.loop is not None:
             loop = self._target.loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from stratagem.cluster.membership import backup_of
 from tests.simulation.cluster import Job
@@ -16,6 +16,20 @@ GRACE_S = 30.0
 """Seconds after which a supervisor kills what it has told to end."""
 ADMITS = 0.1
 """The share of rings in which workers die as others admit a newcomer."""
+AT_MOMENTS = 0.2
+"""The share of jobs in which tasks die as the chief writes down something, or as a request comes."""
+MOMENTS = (
+    *3 * ("join", "over", "prepared", "initialized", "accepted", "checkpoint", "step", "close_step"),
+    *("put_back", "restored", "roll_back", "lost", "routed", "untold", "steps_per_unit", "ending", "begun", "plan"),
+    *2 * ("Fence", "CloseStep", "DescribeUnits", "HoldCommits", "AdmitUpdates", "SaveShards", "ReleaseCommits"),
+    *2 * ("RestoreShards", "MarkLost", "TakeOver", "CreateVariables", "AssignValues", "CloseUnits", "StartStep"),
+    *("NextUnits", "SaveCheckpoint", "Agree", "Session", "Hello", "CommitUpdate", "PrepareUpdate", "PullWeights"),
+)
+"""Records of the journal, each of which says that something has been decided, and methods of the services."""
+MOMENTS_OF_RING = (
+    *("join", "over", "ready", "taken_in", "taken_in", "Meet", "Meet", "OpenLane", "OpenLane", "Abort", "Abort"),
+    *("TakeIn", "TakeIn", "GetPosition", "Session", "Agree", "OpenDataset", "Exchange"),
+)
 FORMS = ("", "table", "fit", "ring", "storm", "ring-storm")
 
 
@@ -115,6 +129,9 @@ def plan(seed: int, form: str = "") -> Schedule:
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # all may begin anew, as above
+    if (moments := random.Random(-25 * seed - 1)).random() < AT_MOMENTS:
+        faults += _at_moments(moments, job, MOMENTS)
+        job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
     if form == "storm":
         faults += _storm(random.Random(-20 * seed - 1), job, _fault)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
@@ -141,6 +158,16 @@ def _of_a_host(rng: random.Random, job: Job) -> Iterator[Fault]:
         for _ in range(rng.choice((1, 3))):
             yield from (Fault(at_s, "reset", "chief:0", task) for task in (*workers, *ps))
             at_s += 0.5 * rng.random()
+
+
+def _at_moments(rng: random.Random, job: Job, moments: Sequence[str]) -> Iterator[Fault]:
+    """Tasks die at one of ``moments``, or just after, when it comes for the first time from then on, or a later one."""
+    tasks = ["chief:0", *(f"worker:{i}" for i in range(job.num_workers)), *(f"ps:{i}" for i in range(job.num_ps))]
+    for _ in range(rng.choice((1, 2, 3))):
+        task = rng.choice(("chief:0", rng.choice(tasks), rng.choice(tasks)))
+        kind = "crash at" if task == "chief:0" and rng.random() < 0.3 else "kill at"
+        soon_s = rng.choice((0.0, 0.0, 0.01, 0.1)) * rng.random()
+        yield Fault(2 * rng.random(), kind, task, rng.choice(moments), soon_s, rng.choice((1, 1, 2, 5)))
 
 
 def _storm(rng: random.Random, job: Job, draw: Callable[[random.Random, Job], Fault]) -> Iterator[Fault]:
@@ -206,6 +233,8 @@ def _plan_ring(seed: int, is_storm: bool) -> Schedule:
         faults += _admissions(admits, job)
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
+    if (moments := random.Random(-25 * seed - 1)).random() < AT_MOMENTS:
+        faults += _at_moments(moments, job, MOMENTS_OF_RING)
     if is_storm:
         faults += _storm(random.Random(-20 * seed - 1), job, _ring_fault)
     if random.Random(-10 * seed - 1).random() < 0.25:

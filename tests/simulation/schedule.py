@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from stratagem.chief.journal.journal import Journal
 from stratagem.errors import ConfigurationError, JobStoppedError
 from tests.simulation import fits
 from tests.simulation.cluster import Cluster, Job
@@ -15,6 +16,7 @@ from tests.simulation.copies import Copies
 from tests.simulation.invariants import Invariants
 from tests.simulation.network import Conditions
 from tests.simulation.rings import Rings
+from tests.simulation.threads import here
 from tests.simulation.world import START, SimulationError, World
 
 
@@ -76,6 +78,19 @@ class _Faults:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._world = cluster.world
+        self._awaiting: list[Fault] = []
+
+    def happened(self, what: str) -> None:
+        """The chief has written this record in its journal, or a request for this method has come to its server."""
+        waiting, self._awaiting = self._awaiting, []
+        for fault in waiting:
+            if fault.other == what and fault.number == 1:
+                die = self._crash if fault.kind == "crash at" else lambda fault: self._kill(fault.task)
+                self._world.note(f"* now {fault}")
+                self._world.after(fault.for_s, None, die, fault)
+            else:
+                less = fault.number - (fault.other == what)
+                self._awaiting.append(dataclasses.replace(fault, number=less))
 
     def arrange(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
@@ -91,6 +106,8 @@ class _Faults:
             "kill ahead": lambda fault: self._world.copies.doomed.add(fault.task),  # type: ignore[attr-defined]
             "kill between": lambda fault: self._cluster.doomed_between.add(fault.task),
             "kill late": lambda fault: self._world.rings.doomed.add(fault.task),  # type: ignore[attr-defined]
+            "kill at": self._awaiting.append,
+            "crash at": self._awaiting.append,
             "kill admitting": self._kill_admitting,
             "kill early": lambda fault: self._world.rings.doomed_early.add(fault.task),  # type: ignore[attr-defined]
             "crash": self._crash,
@@ -205,6 +222,19 @@ class _Faults:
             self._cluster.disk.flip(self._world.random.choice(files))
 
 
+def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Where the product is looked at; see :func:`tests.simulation.invariants.hooks`."""
+
+    def on_write(real: Any) -> Any:
+        def write(self: Any, kind: str, **named: Any) -> None:
+            real(self, kind, **named)
+            here().faults.happened(kind)  # type: ignore[attr-defined]
+
+        return write
+
+    yield Journal, "write", on_write
+
+
 def _check_copies(schedule: Schedule, cluster: Cluster) -> None:
     """Ps that die one at a time, when another one has all of what they hold, cost no update."""
     is_copied = all(fault.kind in KILLS_OF_COPIED for fault in schedule.faults)
@@ -235,7 +265,8 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
     world.copies = Copies(checks)  # type: ignore[attr-defined]
     is_harmless = all(fault.kind == "reset" for fault in schedule.faults) and not schedule.conditions.reset
     rings = world.rings = Rings(world, cluster, is_harmless)  # type: ignore[attr-defined]
-    _Faults(cluster).arrange(schedule.faults)
+    faults = world.faults = _Faults(cluster)  # type: ignore[attr-defined]
+    faults.arrange(schedule.faults)
     before(cluster)
     failure = ""
     try:
