@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -35,6 +36,7 @@ COMMUNICATION = (
 """Fields of a worker's configuration that `stratagem run` takes as flags too."""
 
 
+_WEB = "before the script, write --web=127.0.0.1:0"
 _READS_ARGUMENTS = re.compile(r"argv|[Aa]rg_?[Pp]arse|parse_|click|typer|fire|hydra|absl|docopt")
 
 
@@ -74,8 +76,20 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
         try:
             split_address(bind)
         except ClusterSpecError as error:  # most likely it is the script
-            raise click.UsageError(f"--web: {error}; before the script, write --web=127.0.0.1:0") from None
+            raise click.UsageError(f"--web: {error}; {_WEB}") from None
     return bind
+
+
+class _RunCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            for option, script in itertools.pairwise(words):
+                if option == "--web" and script.endswith(".py"):  # taken for the address: its flags for ours
+                    raise click.UsageError(f"{error.format_message()} {script} follows --web: {_WEB}", ctx) from None
+            raise
 
 
 def _check_tasks(job: LocalJob) -> None:
@@ -93,7 +107,7 @@ def _check_tasks(job: LocalJob) -> None:
             security_of(resolved.config)
 
 
-@click.command("run", context_settings={"allow_interspersed_args": False, "show_default": True})
+@click.command("run", cls=_RunCommand, context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option("--workers", "num_workers", default=1, help="Workers, each a process that runs the script.")
 @click.option("--replicas", hidden=True, expose_value=False, callback=_refuse_replicas)
 @variable_option(

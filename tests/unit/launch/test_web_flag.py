@@ -43,3 +43,9 @@ def test_what_is_no_address_is_most_likely_the_script(words: list[str]) -> None:
     assert done.exit_code == 2
     assert "expected an address like 'host:2222'" in done.output
     assert "before the script, write --web=127.0.0.1:0" in done.output
+
+
+def test_the_script_s_flags_are_no_flags_of_ours_where_it_was_taken_for_the_address() -> None:
+    done = CliRunner().invoke(stratagem, ["run", "--web", "train.py", "--epochs", "3"])
+    assert done.exit_code == 2
+    assert "train.py follows --web: before the script, write --web=127.0.0.1:0" in done.output
