@@ -34,7 +34,7 @@ def init_command(folder: Path, days: int) -> None:
 @certs_command.command("issue")
 @click.argument("identities", metavar="TASK...", nargs=-1, required=True)
 @click.option("--dir", "folder", type=FOLDER, default=Path("certs"), show_default=True, help="Folder of `certs init`.")
-@click.option("--host", "hosts", multiple=True, help="Host name or address for other tools; may be repeated.")
+@click.option("--host", "hosts", multiple=True, help="Further host name or address for other tools; may be repeated.")
 @click.option("--days", type=_DAYS, default=TASK_DAYS, show_default=True, help="How long they are valid.")
 @click.option("--renew", is_flag=True, help="Replace existing certificates; running tasks pick up the new ones.")
 def issue_command(identities: tuple[str, ...], folder: Path, hosts: tuple[str, ...], days: int, renew: bool) -> None:
@@ -49,6 +49,6 @@ def issue_command(identities: tuple[str, ...], folder: Path, hosts: tuple[str, .
 
     authority = Authority.load(folder)
     for name in names:
-        authority.issue(name, hosts or LOCAL_HOSTS, folder, days=days, renew=renew)
+        authority.issue(name, (*LOCAL_HOSTS, *hosts), folder, days=days, renew=renew)
         whose = "the person at the terminal" if name == OPERATOR else name
         click.echo(f"{folder / file_stem(name)}.crt and .key: for {whose}, {days} days")

@@ -64,7 +64,7 @@ def test_keys_are_private_whatever_the_umask(tmp_path: Path) -> None:
 def test_a_certificate_names_its_task_and_hosts(folder: Path) -> None:
     invoke("certs", "issue", "--dir", folder, "ps:0", "--host", "ps.example.org", "--host", "10.0.0.7")
     assert names_of(folder / "ps-0.crt") == [
-        *("stratagem:ps:0", "ps-0.stratagem.internal", "ps.example.org", "10.0.0.7"),
+        *("stratagem:ps:0", "ps-0.stratagem.internal", "localhost", "127.0.0.1", "::1", "ps.example.org", "10.0.0.7"),
     ]
     certificate = x509.load_pem_x509_certificate((folder / "ps-0.crt").read_bytes())
     uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
