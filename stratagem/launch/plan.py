@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -121,7 +122,9 @@ class LocalJob:
         if not (self.module or self.script.is_file()):
             raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
         if not self.module and self.script.suffix == ".ipynb":
-            raise ConfigurationError(f"{self.script} is a notebook: `stratagem submit {self.script.name}` runs one")
+            raise ConfigurationError(
+                f"{self.script} is a notebook: `stratagem submit {shlex.quote(str(self.script))}` runs one"
+            )
         if self.tls and self.tls != AUTO and not Path(self.tls).is_dir():
             raise ConfigurationError(
                 f"--tls takes a folder of certificates, or the word {AUTO} for throw-away ones; {self.tls} is neither. "

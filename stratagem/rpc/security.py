@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import logging
+import shlex
 import ssl
 import threading
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ class Token:
         if len(text) < MIN_CHARACTERS or not text.isprintable() or " " in text:
             raise ConfigurationError(
                 f"expected one word of at least {MIN_CHARACTERS} characters in the token file {path}, got {len(text)} "
-                f"characters; make one with: (umask 077; openssl rand -hex 32 > {path})"
+                f"characters; make one with: (umask 077; openssl rand -hex 32 > {shlex.quote(path)})"
             )
         warn_if_open(Path(path), "token file")
         return cls(text)

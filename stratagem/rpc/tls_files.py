@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shlex
 import ssl
 import stat
 import time
@@ -215,4 +216,4 @@ def warn_if_open(path: Path, what: str) -> None:
     (a Secret of Kubernetes is root's), and only its owner can change that."""
     status = path.stat()
     if status.st_mode & (stat.S_IROTH | (stat.S_IRGRP if status.st_uid == os.geteuid() else 0)):
-        logger.warning("The %s %s can be read by others: chmod 600 %s", what, path, path)
+        logger.warning("The %s %s can be read by others: chmod 600 %s", what, path, shlex.quote(str(path)))

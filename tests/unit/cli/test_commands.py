@@ -158,7 +158,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["ps", "--cluster", "nowhere.yaml"], "cannot read the cluster file nowhere.yaml: No such file"),
         (["worker", "nowhere.py"], "there is no file nowhere.py"),
         (["run", "nowhere.py"], "there is no file nowhere.py"),
-        (["run", str(NOTEBOOK)], "submit.ipynb is a notebook: `stratagem submit submit.ipynb`"),
+        (["run", str(NOTEBOOK)], f"submit.ipynb is a notebook: `stratagem submit {NOTEBOOK}`"),
         (["run", "--ps", "1", "--strategy", "one", __file__], "the cluster has 1 ps"),
         (["run", "--workers", "2", "--strategy", "one", __file__], "the cluster has 2 workers"),
         (["run", "--ps", "1", "--strategy", "ring", __file__], "without parameter servers"),

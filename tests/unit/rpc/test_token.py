@@ -47,8 +47,8 @@ def test_the_comparison_takes_the_same_time_everywhere(monkeypatch: pytest.Monke
     "text", ["", "short", SECRET[: MIN_CHARACTERS - 1], f"{SECRET} {SECRET}", f"{SECRET}\n{SECRET}"]
 )
 def test_a_file_without_one_good_word_is_refused_and_not_quoted(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigurationError, match="openssl rand") as refused:
-        Token.read(write(tmp_path / "file", text))
+    with pytest.raises(ConfigurationError, match=r"openssl rand -hex 32 > '.*/a file'") as refused:
+        Token.read(write(tmp_path / "a file", text))
     assert SECRET not in str(refused.value) and "short" not in str(refused.value)
 
 
@@ -63,8 +63,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_file_that_others_can_read_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Token.read(write(tmp_path / "private", SECRET))
     assert not caplog.records
-    Token.read(write(tmp_path / "shared", SECRET, 0o644))
-    assert "chmod 600" in caplog.text and SECRET not in caplog.text
+    Token.read(write(tmp_path / "shared by all", SECRET, 0o644))
+    assert f"chmod 600 '{tmp_path}/shared by all'" in caplog.text and SECRET not in caplog.text
 
 
 def test_a_secret_of_kubernetes_is_root_s_and_read_through_its_group(
