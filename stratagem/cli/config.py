@@ -22,7 +22,7 @@ def show_group() -> None:
 
 
 def _add_role(role: str) -> None:
-    @show_group.command(role, help=f"Print the configuration of a {role} started with the same options.")
+    @show_group.command(role, help=f"Print the configuration of the {role} that the same options would start.")
     @role_options(role)
     def show(cluster_file: Path | None, **flags: Any) -> None:
         resolved, _ = configure(role, cluster_file, flags)

@@ -47,7 +47,7 @@ def find_entry_point(entry_point: str | Path | None) -> EntryPoint:
         return _from_file(Path(entry_point))
     shell = notebook.running_shell()
     if shell is None:
-        if (script := getattr(sys.modules["__main__"], "__file__", None)) is None:
+        if (script := getattr(sys.modules["__main__"], "__file__", None)) in (None, "<stdin>"):
             raise ConfigurationError("no script calls run() here: give entry_point='train.py'")
         return _from_file(Path(script))
     if (file := notebook.notebook_file(shell)) is not None:

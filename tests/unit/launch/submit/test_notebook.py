@@ -142,6 +142,12 @@ def test_a_notebook_in_another_language_is_refused(tmp_path: Path) -> None:
         read_cells(tmp_path / "j.ipynb")
 
 
+def test_a_script_that_python_reads_from_a_pipe_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    with pytest.raises(ConfigurationError, match=r"give entry_point='train\.py'"):
+        find_entry_point(None)
+
+
 @pytest.mark.parametrize(("name", "words"), [("nowhere.py", "no file nowhere.py"), ("pyproject.toml", "end in .py")])
 def test_an_entry_point_must_be_a_script(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[4])
