@@ -264,7 +264,8 @@ class Supervisor:
             return "the chief stopped the job"
         if self._chief_is_done:
             return "the chief had already ended the job"
-        if code == EXIT_FAILED and task not in self._stepped and not self._is_broken:
+        is_first = code == EXIT_FAILED and task not in self._stepped and not self._is_broken
+        if is_first and not self._may_lack_batches(task):
             return "it failed before its first step"
         if code == EXIT_FAILED and not self.servers and not self.resumes:
             return "its script would start from scratch, as it restores nothing (sg.callbacks.BackupAndRestore does)"
@@ -279,6 +280,11 @@ class Supervisor:
         if self.num_restarts >= self.policy.max_restarts:
             return f"no restarts are left (--max-restarts {self.policy.max_restarts})"
         return None
+
+    def _may_lack_batches(self, task: TaskId) -> bool:
+        """Whether a worker beside ps came when others may have taken all batches: its script has no loss to print."""
+        came_later = task.type == "worker" and bool(self.restarts[task] or task in self._added)
+        return came_later and self.policy.restart_workers and any(one.type == "worker" for one in self._stepped)
 
     def _had_finished(self, task: TaskId, code: int) -> bool:
         """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye, or

@@ -322,8 +322,19 @@ def test_code_1_is_retried_only_after_a_step_of_this_life() -> None:
     supervisor = _running()
     supervisor.stepped([W0, W1])
     assert supervisor.exited(W0, 1, 1.0) == [Start(W0)]
+    assert supervisor.exited(W1, 1, 1.0) == [Start(W1)]
     assert Start(W0) not in supervisor.exited(W0, 1, 2.0)
     assert supervisor.failure is not None and supervisor.failure.reason == "it failed before its first step"
+
+
+def test_a_restarted_worker_may_fail_before_its_first_step_while_others_train() -> None:
+    """They had taken all batches of the epoch, and its script printed the loss after the loop: the job ended."""
+    supervisor = _running()
+    supervisor.stepped([W0, W1])
+    for at_s in (1.0, 2.0):
+        assert supervisor.exited(W0, 1, at_s) == [Start(W0)]
+    assert Start(W0) not in supervisor.exited(W0, 1, 3.0)
+    assert supervisor.failure is not None and "no restarts are left" in supervisor.failure.reason
 
 
 def test_a_ps_that_stood_still_before_the_first_step_is_started_again() -> None:

@@ -143,7 +143,7 @@ def test_a_notebook_in_another_language_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_script_that_python_reads_from_a_pipe_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
     with pytest.raises(ConfigurationError, match=r"give entry_point='train\.py'"):
         find_entry_point(None)
 
