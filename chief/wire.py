@@ -13,17 +13,20 @@ from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, Traini
 from stratagem.chief.monitoring.recent import Measures
 from stratagem.chief.monitoring.status import JobStatus
 from stratagem.cluster.membership import Membership
+from stratagem.cluster.spec import split_address
 from stratagem.cluster.units import Plan, Topic, Unit
 from stratagem.errors import LimitError, ProtocolError
 from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import chief_pb2, common_pb2
-from stratagem.rpc.logs import MAX_LINES_AT_ONCE
+from stratagem.rpc.logs import MAX_LINES_AT_ONCE, shortened
 from stratagem.rpc.units import incarnation_from_proto, lease_from_proto, lease_to_proto
 
 MAX_UNITS = 1 << 26
 """In an epoch: every ps keeps a bit for each."""
 MAX_WANT = 1024
 """Units that one answer leases; who wants more asks again."""
+MAX_NAME = 1000
+"""Characters of what a task calls something, that the chief keeps or tells others."""
 
 
 def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:
@@ -78,7 +81,13 @@ def step_report_from_proto(request: chief_pb2.StartStepRequest) -> LeaseRequest[
 
 
 def topic_from_proto(name: chief_pb2.Topic) -> Topic:
+    _check_name("group", name.group)
     return Topic(name.group, name.ordinal)
+
+
+def _check_name(what: str, name: str) -> None:
+    if len(name) > MAX_NAME:
+        raise LimitError(f"expected a {what} of at most {MAX_NAME} characters, got {len(name):,}")
 
 
 def states_from_proto(states: Iterable[chief_pb2.MetricState], dataset: int, epoch: int) -> list[MetricState]:
@@ -101,9 +110,14 @@ def page_to_proto(page: Page) -> chief_pb2.GetMetricStatesReply:
 
 
 def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
-    """What a task says in its session. ProtocolError: an empty message."""
+    """What a task says in its session. ProtocolError: an empty message. ClusterSpecError: an address that is none.
+    LimitError: too long a name."""
     if request.HasField("join"):
         join = request.join
+        for what in ("task", "address", "stratagem_version", "torch_version"):
+            _check_name(what, getattr(join, what))
+        if join.address:  # others will try to reach it
+            split_address(join.address)
         held = tuple(lease_from_proto(lease) for lease in join.held)
         return from_message(events.Join, join, held=held)
     if request.HasField("heartbeat"):
@@ -114,7 +128,7 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
         said_of_it = progress.SerializeToString(), progress.waiting_step, measured, copies, progress.leaving
         return events.Heartbeat(*said_of_it, progress.bytes_held, lines, progress.step)
     if request.HasField("goodbye"):
-        return from_message(events.Goodbye, request.goodbye)
+        return from_message(events.Goodbye, request.goodbye, message=shortened(request.goodbye.message))
     raise ProtocolError("expected Join, Heartbeat or Goodbye in a session, got an empty message")
 
 

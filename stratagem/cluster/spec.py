@@ -11,6 +11,7 @@ from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.tensorflow_names import WithWaysOut
 
 _SINGLE = ("chief", "evaluator")
+_MAX_HOST = 255
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -18,10 +19,20 @@ def split_address(address: str) -> tuple[str, int]:
     is no host, or no port between 0 and 65535."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    valid_host = bool(host) and (bracketed or ":" not in host) and not any(c.isspace() or c == "/" for c in host)
-    if not colon or not valid_host or not is_port(port):
-        raise ClusterSpecError(f"expected an address like 'host:2222' ('[::1]:2222' for IPv6), got {address!r}")
+    if not colon or not _is_host(host) or (":" in host and not bracketed) or not is_port(port):
+        shown = address[: 2 * _MAX_HOST]
+        raise ClusterSpecError(f"expected an address like 'host:2222' ('[::1]:2222' for IPv6), got {shown!r}")
     return (host[1:-1] if bracketed else host), int(port)
+
+
+def _is_host(text: str) -> bool:
+    """Whether it can be looked up: what raises something else than OSError there is no name."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    is_plain = text.isprintable() and not any(sign.isspace() or sign == "/" for sign in text)
+    return 0 < len(text) <= _MAX_HOST and is_plain
 
 
 def is_port(text: str) -> bool:

@@ -15,6 +15,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from stratagem import errors
+from stratagem.rpc.logs import shortened
 from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,17 @@ def status_message(error: errors.StratagemError) -> status_pb2.Status:
         info.metadata["exit_code"] = str(error.exit_code)
     detail = any_pb2.Any()
     detail.Pack(info)
-    return status_pb2.Status(code=code, message=str(error), details=[detail])
+    return status_pb2.Status(code=code, message=_transportable(str(error)), details=[detail])
 
 
 def failure_message(error: Exception) -> status_pb2.Status:
     """What nobody thought of, as gRPC tells the caller."""
-    return status_pb2.Status(code=code_pb2.UNKNOWN, message=f"Exception calling application: {error}")
+    return status_pb2.Status(code=code_pb2.UNKNOWN, message=_transportable(f"Exception calling application: {error}"))
+
+
+def _transportable(text: str) -> str:
+    """A status travels in metadata, twice, of which gRPC takes 8 KiB; beyond ASCII a character takes up to 18 bytes."""
+    return shortened(text, 2000 if text.isascii() else 400)
 
 
 def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:

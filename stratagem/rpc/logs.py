@@ -15,6 +15,8 @@ from typing import Literal
 PACKAGE = logging.getLogger("stratagem")
 MAX_LINES_AT_ONCE, MAX_CHARACTERS = 30, 500
 """That a task tells the chief at once, and of one line."""
+MAX_SHOWN = 8000
+"""Characters of a line's message: what it quotes of others may be of any length."""
 LogLine = tuple[float, str, str]
 """Seconds since 1970, level, text."""
 _NOBODYS_LEVEL = logging.INFO - 1
@@ -27,7 +29,7 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line, whatever words of others it quotes: no line of theirs looks like one of ours."""
-        record.message = _visible(record.message)
+        record.message = _visible(shortened(record.message))
         return super().formatMessage(record)
 
 
@@ -42,7 +44,7 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "task": self._task,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": shortened(record.getMessage()),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -103,6 +105,13 @@ def show_until_configured(task: str = "stratagem") -> None:
         if isinstance(handler, _UntilConfigured):
             handler.setFormatter(_TextFormatter(task))
     _quieten_grpc()
+
+
+def shortened(text: str, most: int = MAX_SHOWN) -> str:
+    """The text, without its middle where it has more than ``most`` characters."""
+    half = most // 2
+    num_lacking = len(text) - 2 * half
+    return text if num_lacking <= 0 else f"{text[:half]} [… {num_lacking:,} characters …] {text[-half:]}"
 
 
 def _visible(text: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import grpc
 import pytest
 
 from stratagem.chief import wire
+from stratagem.chief.events import Goodbye
 from stratagem.chief.membership import session_streams
 from stratagem.chief.membership.session import StopJob
 from stratagem.chief.membership.session_streams import SessionStreams
@@ -47,6 +49,47 @@ async def test_a_heartbeat_that_is_too_long_ends_the_session_with_the_reason() -
         error = error_from_rpc(workers[0].error, "chief:0")
         assert isinstance(error, LimitError) and "about its progress" in str(error)
         assert workers[1].error is None
+
+
+async def test_a_long_refusal_arrives() -> None:
+    """Beyond what gRPC takes as metadata the caller was told of that alone, and to raise max_calls."""
+    async with cluster(num_ps=0) as (_, workers, _):
+        for word in ("x", "\u6f22", "\0"):
+            request = chief_pb2.SaveCheckpointRequest(sender=workers[0].sender, directory="/" + word * 50_000)
+            error = await refused(workers[0].stub.SaveCheckpoint(request))
+            assert isinstance(error, ForbiddenError) and "below" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "join"),
+    [
+        ("ClusterSpecError", {"address": "a\0b:1"}),
+        ("ClusterSpecError", {"address": "a..b:1"}),
+        ("ClusterSpecError", {"address": "nowhere"}),
+        ("LimitError", {"address": "a" * 1001}),
+        ("LimitError", {"torch_version": "2" * 1001}),
+    ],
+)
+async def test_what_a_task_calls_itself_is_checked_before_others_hear_of_it(what: str, join: dict[str, str]) -> None:
+    """An address that no name can be ended in a traceback of the chief, and one of 20 MB went to every task."""
+    async with cluster(num_ps=0) as (running, workers, _):
+        request = chief_pb2.SessionRequest(join=chief_pb2.Join(task="evaluator:0", **join))
+        call = workers[0].stub.Session(iter([request]))
+        with pytest.raises(grpc.RpcError) as refusal:
+            await anext(aiter(call))
+        assert type(error_from_rpc(refusal.value, "chief:0")).__name__ == what
+        assert running.job.get_status().tasks[-1].task == "worker:1"
+
+
+async def test_words_of_tasks_are_bounded() -> None:
+    async with cluster(num_ps=0) as (_, workers, _):
+        topic = chief_pb2.Topic(group="x" * (wire.MAX_NAME + 1))
+        error = await refused(workers[0].stub.Agree(chief_pb2.AgreeRequest(sender=workers[0].sender, topic=topic)))
+        assert isinstance(error, LimitError) and "at most 1000 characters" in str(error)
+        said = wire.request_from_proto(
+            chief_pb2.SessionRequest(goodbye=chief_pb2.Goodbye(exit_code=1, message="x" * 10**6))
+        )
+        assert isinstance(said, Goodbye) and len(said.message) < 10_000
 
 
 async def test_events_that_a_task_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

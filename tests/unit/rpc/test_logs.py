@@ -88,3 +88,10 @@ def test_a_plain_script_shows_what_it_does() -> None:
         "I stratagem: epoch 1: learning rate 0.1",
         "I stratagem: Reduce to cpu:0 then broadcast to ('cpu:0', 'cpu:1')",
     ]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_line_is_bounded_whatever_it_quotes(form: str) -> None:
+    say = "import stratagem\nfrom stratagem.rpc.logs import configure_logging\n"
+    (line,) = lines_of(f"{say}configure_logging('ps:0', {form!r})\nlog.warning('refused: %s!', 'x' * 10**6)")
+    assert "refused: x" in line and "x!" in line and "992,010 characters" in line and len(line) < 9000
