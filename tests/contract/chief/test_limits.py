@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -70,7 +71,7 @@ async def test_a_long_refusal_arrives() -> None:
         ("LimitError", {"torch_version": "2" * 1001}),
     ],
 )
-async def test_what_a_task_calls_itself_is_checked_before_others_hear_of_it(what: str, join: dict[str, str]) -> None:
+async def test_what_a_task_calls_itself_is_checked_before_others_hear_of_it(what: str, join: Any) -> None:
     """An address that no name can be ended in a traceback of the chief, and one of 20 MB went to every task."""
     async with cluster(num_ps=0) as (running, workers, _):
         request = chief_pb2.SessionRequest(join=chief_pb2.Join(task="evaluator:0", **join))
