@@ -155,13 +155,14 @@ def check(directory: pathlib.Path, index: int, num_ps: int = 0, is_fresh: bool =
     try:
         files = read_content(directory)["files"]
         is_own = num_ps in (0, len({file["ps"] for file in files}))
-        mine = {file["name"]: file["sha256"] for file in files if not is_own or file["ps"] == f"ps:{index}"}
+        mine = [file for file in files if not is_own or file["ps"] == f"ps:{index}"]
         if not mine:
             raise CheckpointError(f"{directory} was made without ps:{index}")
-        for name, sha256 in mine.items():
-            if not (directory / name).is_file():
+        for name, num_bytes, sha256 in ((file["name"], file["bytes"], file["sha256"]) for file in mine):
+            path = directory / name
+            if not path.is_file():
                 raise CheckpointError(f"{name} is missing")
-            if not is_fresh and hash_file(directory / name) != sha256:
+            if not is_fresh and (path.stat().st_size != num_bytes or hash_file(path) != sha256):
                 raise CheckpointError(f"{name} was altered: its SHA-256 is not the one in the manifest")
         return is_own
     except UNREADABLE as error:

@@ -11,6 +11,7 @@ from typing import Any
 from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
 from stratagem.chief.leasing.evaluations import Pin
 from stratagem.chief.leasing.positions import common, has, plus
+from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 
 _AS_THEY_ARE = (
@@ -217,6 +218,23 @@ class JobHistory:
             case kind:
                 raise KeyError(kind)
 
+    def check(self) -> None:
+        """Whether everything is of its kind. TypeError, ClusterSpecError: it is not; says what."""
+        for name, usual in vars(JobHistory()).items():
+            value = getattr(self, name)
+            if not isinstance(value, (str, type(None)) if name == "stopped" else type(usual)):
+                raise TypeError(f"{name} is {value!r}")
+        for name in ("live", "prepared", "put_back", "done", "fenced", "joining", "taken_in"):
+            for task, number in getattr(self, name).items():
+                TaskId.parse(str(task))
+                _check_number(name, number)
+        for task in self.initialized:
+            TaskId.parse(str(task))
+        for name in ("num_ps", "told_ps", "wanted_ps", "wanted_workers"):
+            _check_number(name, getattr(self, name), 1 << 20)
+        for number in (*self.plans, *self.steps, *(part for key in self.accepted for part in key)):
+            _check_number("a dataset, epoch or step", number)
+
     def to_record(self) -> dict[str, Any]:
         """One record that says what all records so far said."""
         return {
@@ -245,6 +263,11 @@ class JobHistory:
         self.metric_states = MetricStates.from_record(record["metric_states"])
         self.evaluations = {Topic(group, n): Pin.from_record(pin) for group, n, pin in record["evaluations"]}
         self.agreed = {Topic(group, n): value for group, n, value in record["agreed"]}
+
+
+def _check_number(name: str, number: object, most: int = 1 << 64) -> None:
+    if not isinstance(number, int) or not 0 <= number < most:
+        raise TypeError(f"{name} is {number!r}")
 
 
 def encode_positions(positions: Mapping[tuple[int, int], UnitBitmap]) -> list[list[Any]]:

@@ -15,6 +15,7 @@ import pathlib
 from typing import Any, NoReturn
 
 from stratagem.checkpoint.durable import sync
+from stratagem.checkpoint.manifest import UNREADABLE
 from stratagem.chief.journal.history import JobHistory
 from stratagem.errors import ConfigurationError, JournalLostError
 
@@ -128,17 +129,19 @@ class Journal:
 
 def replay(path: pathlib.Path) -> JobHistory:
     """What a journal says; a last line that is torn is cut off. ConfigurationError: a line in the middle cannot be
-    read, or one is of another version."""
+    read, or one is of another version, or was altered."""
     history = JobHistory()
     data = path.read_bytes() if path.exists() else b""
     offset = 0
     for number, line in enumerate(data.splitlines(keepends=True), 1):
+        is_strange = False
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("no end of line")
-            history.apply(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
-            is_strange = not isinstance(error, ValueError)  # whole, and not ours
+            record = json.loads(line)
+            is_strange = True  # whole, and not ours
+            history.apply(record)
+        except (*UNREADABLE, IndexError, MemoryError) as error:
             if is_strange or offset + len(line) < len(data):
                 why = f"another version of Stratagem may have written it: {error!r}" if is_strange else error
                 raise ConfigurationError(
@@ -150,6 +153,10 @@ def replay(path: pathlib.Path) -> JobHistory:
             os.truncate(path, offset)
             break
         offset += len(line)
+    try:
+        history.check()
+    except (TypeError, ValueError, ConfigurationError) as error:
+        raise ConfigurationError(f"{path} was altered ({error}). Move the file away to start a new job") from None
     return history
 
 

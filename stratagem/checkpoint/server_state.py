@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,19 @@ from typing import Any
 import safetensors
 import torch
 
+from stratagem.checkpoint.manifest import UNREADABLE
 from stratagem.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def _reading(what: object) -> Iterator[None]:
+    """Inside, what parameter servers wrote is read: what cannot be is a ``CheckpointError``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (*UNREADABLE, IndexError, RuntimeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{what} cannot be read: {error!r}") from None
 
 
 def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torch.Tensor]:
@@ -32,7 +45,7 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
     for part in parts:
         stem = part.name.removesuffix(".json")
         source = path / (f"{stem}.slots.safetensors" if slot else f"{stem}.safetensors")
-        try:
+        with _reading(source):
             groups = json.loads(part.read_text())["groups"]
             for shard in [shard for group in groups for shard in group["shards"]]:
                 rows[shard["variable"]] = rows.get(shard["variable"], 0) + shard["num_rows"]
@@ -46,8 +59,6 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
                     whole = state.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
                     target = whole.narrow(0, shard["first_row"], shard["num_rows"]) if shape else whole
                     target.copy_(tensor)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{source} cannot be read: {error!r}") from None
     for name, tensor in state.items():
         expected = tensor.shape[0] if tensor.dim() else 1
         if rows[name] != expected:
@@ -116,20 +127,19 @@ class ServerState:
         Raises:
             CheckpointError: one is missing or damaged.
         """
-        return {
-            shard["variable"]: torch.empty(shard["shape"], dtype=getattr(torch, group["dtype"]), device="meta")
-            for group, _, shard in self._shards()
-        }
+        with _reading(self._path):
+            return {
+                shard["variable"]: torch.empty(shard["shape"], dtype=getattr(torch, group["dtype"]), device="meta")
+                for group, _, shard in self._shards()
+            }
 
     def _shards(self) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:
         """Of every ps: each shard, after its group and its place in there."""
         for part in sorted(self._path.glob("ps-*.json")):
-            try:
-                for group in json.loads(part.read_text())["groups"]:
-                    for position, shard in enumerate(group["shards"]):
-                        yield group, position, shard
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{part} cannot be read: {error!r}") from None
+            with _reading(part):
+                groups = json.loads(part.read_text())["groups"]
+                shards = [(group, *each) for group in groups for each in enumerate(group["shards"])]
+            yield from shards
 
 
 def add_first_sums(

@@ -20,6 +20,7 @@ import torch
 from stratagem.errors import SegmentError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NOT_WRITABLE = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE; torch leaks a descriptor where a mapping fails
 _DESCRIPTOR = struct.Struct("=i")
 _ROOM = socket.CMSG_LEN(_DESCRIPTOR.size)
 _CLOSED_BY_EXEC = int(socket.MSG_CMSG_CLOEXEC)  # to join members of the enum costs a microsecond a message
@@ -81,8 +82,10 @@ class Segment:
                 raise SegmentError(
                     "expected a memfd as shared segment, got another kind of file", errno.EINVAL
                 ) from error
-            if not seals & fcntl.F_SEAL_SHRINK:
-                raise SegmentError("expected a shared segment that is sealed against shrinking", errno.EINVAL)
+            if seals & (fcntl.F_SEAL_SHRINK | _NOT_WRITABLE) != fcntl.F_SEAL_SHRINK:
+                raise SegmentError(
+                    "expected a shared segment that is sealed against shrinking, and not against writing", errno.EINVAL
+                )
             return cls(_map(descriptor, num_bytes), None)
         except OSError as error:
             raise _refused(num_bytes, error.strerror or str(error), error.errno or 0) from error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,6 +206,31 @@ def test_a_whole_line_of_another_version_is_refused_also_at_the_end(tmp_path: Pa
     with pytest.raises(ConfigurationError, match=r"line 1 of .*another version of Stratagem may have written it"):
         Journal(str(tmp_path))
     assert (tmp_path / NAME).read_bytes() == line
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"kind": "chief", "epoch": "x"},
+        {"kind": "chief", "epoch": 1, "num_ps": 1 << 70},
+        {"kind": "chief", "epoch": 1, "num_ps": []},
+        {"kind": "join", "task": 5, "incarnation": 1},
+        {"kind": "join", "task": "worker:0", "incarnation": [1]},
+        {"kind": "over", "task": 5, "incarnation": 1, "done": True},
+        {"kind": "accepted", "units": [[1, 0, 1 << 70]], "oldest_step": 1},
+        {"kind": "plan", "dataset": 1, "plan": PLAN | {"batch_size": 0}},
+        {"kind": "initialized", "tasks": [[]]},
+        {"kind": "wanted", "workers": "2", "ps": 2},
+    ],
+    ids=lambda record: json.dumps(record)[:60],
+)
+def test_a_journal_that_somebody_has_altered_is_refused(tmp_path: Path, record: dict[str, Any]) -> None:
+    """The chief ended in a traceback, at once or later; the plan was cut off as a torn line."""
+    text = json.dumps(record) + "\n"
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(ConfigurationError, match="Move the file away"):
+        Journal(str(tmp_path))
+    assert (tmp_path / NAME).read_text() == text
 
 
 def test_a_long_journal_is_replaced_by_its_summary(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from stratagem.checkpoint.catalog import find_damage, read_step
 from stratagem.checkpoint.manifest import Manifest
+from stratagem.checkpoint.server_state import ServerState
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.cluster.tf_config import placement_from_environment
@@ -223,3 +224,14 @@ def test_the_part_of_a_ps_is_read_or_refused(text: str) -> None:
         (folder / "ps-0.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
         with contextlib.suppress(CheckpointError):
             snapshot.load(folder, 0)
+        with contextlib.suppress(CheckpointError):
+            ServerState(folder).forms()
+
+
+def test_a_file_of_another_size_is_not_read(tmp_path: pathlib.Path) -> None:
+    """A hole of 8 TiB would be hashed for hours."""
+    (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
+    with (tmp_path / "ps-0.json").open("wb") as file:
+        file.truncate(1 << 43)
+    with pytest.raises(CheckpointError, match=r"ps-0\.json was altered"):
+        snapshot.check(tmp_path, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import socket
@@ -123,11 +124,19 @@ def too_short() -> int:
     return descriptor
 
 
+def unwritable() -> int:
+    descriptor = os.memfd_create("fixed", os.MFD_ALLOW_SEALING)
+    os.truncate(descriptor, NUM_BYTES)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+    return descriptor
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (shrinkable, "sealed against shrinking"),
         (plain_file, "expected a memfd|sealed against shrinking"),  # tmpfs files know seals, other files do not
+        (unwritable, "not against writing"),  # torch kept a descriptor of each that could not be mapped
         (too_short, "expected a shared segment of 10,000 bytes, got 9,999"),
         (lambda: os.open("/dev/zero", os.O_RDWR), "expected a shared segment of 10,000 bytes, got 0"),
     ],
