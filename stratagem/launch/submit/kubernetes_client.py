@@ -15,6 +15,8 @@ from stratagem.errors import ConfigurationError, SubmitError
 
 TIMEOUT_S = 30.0
 QUIET_S = 15.0
+_NO_KUBECONFIG = (OSError, ValueError, TypeError, AttributeError, RecursionError)
+"""What the library raises beside its own, where a file holds something else."""
 Object = dict[str, Any]
 
 
@@ -60,7 +62,7 @@ class Cluster:
             raise ConfigurationError(
                 f"the kubeconfig has no context {context!r} any more; it has {', '.join(sorted(named))}"
             ) from None
-        except (config.ConfigException, OSError, yaml.YAMLError) as error:
+        except (config.ConfigException, yaml.YAMLError, *_NO_KUBECONFIG) as error:
             file = self.kubeconfig or os.path.expanduser("~/.kube/config")
             if not any(map(os.path.exists, file.split(os.pathsep))):
                 words = f"there is no kubeconfig {file}: put it there, or for a new job set KUBECONFIG to another"

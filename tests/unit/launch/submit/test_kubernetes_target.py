@@ -274,6 +274,13 @@ def test_a_job_whose_cluster_is_gone_for_good_can_be_forgotten(
         submission.remove(record.id, store)
 
 
+@pytest.mark.parametrize("text", ["[]", "5", "clusters: 5", "contexts: [5]\ncurrent-context: a", "{" * 3000])
+def test_a_file_of_something_else_is_no_kubeconfig(tmp_path: Path, text: str) -> None:
+    (tmp_path / "other").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"the kubeconfig {tmp_path}/other cannot be used"):
+        Cluster(kubeconfig=str(tmp_path / "other"))
+
+
 def test_no_configuration_and_no_server_are_said_in_words(
     tmp_path: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
