@@ -87,7 +87,7 @@ def topic_from_proto(name: chief_pb2.Topic) -> Topic:
 
 def _check_name(what: str, name: str) -> None:
     if len(name) > MAX_NAME:
-        raise LimitError(f"expected a {what} of at most {MAX_NAME} characters, got {len(name):,}")
+        raise LimitError(f"expected at most {MAX_NAME} characters as {what}, got {len(name):,}")
 
 
 def states_from_proto(states: Iterable[chief_pb2.MetricState], dataset: int, epoch: int) -> list[MetricState]:
