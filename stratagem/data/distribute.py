@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from stratagem.arguments import whole_number
 from stratagem.cluster.units import Plan
+from stratagem.data.contents import contents_of
 from stratagem.data.files import file_based, own_files
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
@@ -61,6 +62,7 @@ def distribute(
     batch_split = BatchSplit(placement.num_workers, placement.worker, placement.num_local_replicas, alone)
     plan: Plan | None = None
     batches: IndexBatches | None = None
+    contents = 0
     reader: Reader
     if not isinstance(batched, DataLoader) or isinstance(batched.dataset, IterableDataset):
         reader = StreamReader(Reopened(batched, placement.worker if alone else 0), batch_split, common)
@@ -68,6 +70,7 @@ def distribute(
         _refuse_distributed_sampler(batched)
         # The indices of an epoch are the same on all workers, or (FILE, OFF) each worker's own.
         shift, communicator = (placement.worker, None) if alone else (0, placement.communicator)
+        contents = contents_of(batched.dataset) if communicator is not None else 0
         sampler: Iterable[Any] = batched.sampler if batched.batch_sampler is None else batched.batch_sampler
         if (planned := _plan(batched, num_slices=1)) is not None:
             batches = PlannedBatches(planned, ordinal, shift)
@@ -95,6 +98,7 @@ def distribute(
         plan=plan,
         batches=batches,
         healing_reader=healing_reader,
+        contents=contents,
     )
 
 

@@ -39,6 +39,7 @@ class SplitDataset(WithWaysOut):
         plan: how epochs are cut, if they follow from a plan on all workers.
         batches: what ``reader`` reads, where that is by indices.
         healing_reader: reads in the place of ``reader`` where workers may be lost.
+        contents: as ``contents_of`` has it, where all workers must hold the same.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class SplitDataset(WithWaysOut):
         plan: Plan | None = None,
         batches: IndexBatches | None = None,
         healing_reader: HealingReader | None = None,
+        contents: int = 0,
     ) -> None:
         self._batches = batches
+        self._contents = contents
         self._healing_reader = healing_reader
         self._reader = reader
         self._placement = placement
@@ -116,7 +119,9 @@ class SplitDataset(WithWaysOut):
         self._pass = this_pass
         epoch, number = self._epoch, self._step
         if not self._joins_pass:
-            self._agreement.start(epoch, number, self._seed, self._plan.num_examples if self._plan else 0)
+            num_examples = self._plan.num_examples if self._plan else 0
+            self._agreement.start(epoch, number, self._seed, num_examples, self._contents)
+            self._contents = 0  # compared once; a dataset may change what it keeps
         self._joins_pass = False
         self._listener.start_epoch(epoch)
         complete = False
@@ -226,12 +231,14 @@ class StepAgreement:
         self._has_met = False
         self._has_warned = False
 
-    def start(self, epoch: int, step: int, seed: int, num_examples: int) -> None:
-        """All are about to start at this place of a dataset of so many examples; a ConfigurationError if not."""
+    def start(self, epoch: int, step: int, seed: int, num_examples: int, contents: int) -> None:
+        """All are about to start at this place of a dataset of so many examples; a ConfigurationError if not. A warning
+        where ``contents`` differ; 0 is unlike nothing."""
         self._has_met = False
         if self._communicator is None:
             return
-        places = self._communicator.all_gather(torch.tensor([epoch, step, seed % 2**63, num_examples]))
+        gathered = self._communicator.all_gather(torch.tensor([epoch, step, seed % 2**63, num_examples, contents]))
+        places = [place[:-1] for place in gathered]
         for rank, place in enumerate(places):
             if not torch.equal(place, places[0]):
                 raise ConfigurationError(
@@ -239,6 +246,14 @@ class StepAgreement:
                     f"examples) is {tuple(places[0].tolist())} on worker 0 and {tuple(place.tolist())} on worker "
                     f"{rank}: give all the same dataset, and load_state_dict the same state on all"
                 )
+        held = {number for place in gathered if (number := int(place[-1]))}
+        if len(held) > 1 and self._communicator.rank == 0:
+            logger.warning(
+                "The workers hold different examples, and each gets only its share of every batch: the rest of what it "
+                "holds is not used. Give every worker the whole dataset (no x[rank::size], no dataset.shard), or give "
+                "distribute_dataset options=sg.DistributeOptions(auto_shard_policy=sg.AutoShardPolicy.OFF), with which "
+                "every worker reads all of its own"
+            )
 
     def agree(self, parts: Parts | None, common: str) -> tuple[Parts, Totals] | None:
         """This worker's parts of the next step, and the whole of it; None: nobody has one.
