@@ -581,7 +581,7 @@ def test_why_says_what_becomes_of_a_job_whose_chief_is_away() -> None:
 
 
 def test_as_a_process() -> None:
-    run = subprocess.run([sys.executable, "-m", "stratagem.cli", "status"], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-m", "stratagem", "status"], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("stratagem: which job?")
 
