@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pydantic
 
+from stratagem.checkpoint.durable import way_out
 from stratagem.checkpoint.ended import take_end
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal.journal import exit_code_of
@@ -95,10 +96,8 @@ def _kept_in(state_dir: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise JournalLostError(
-            f"cannot keep the journal in {state_dir}: {error.strerror}. Give the chief a --state-dir that it can write "
-            "to"
-        ) from None
+        advice = way_out(error, "give the chief a --state-dir that it can write to")
+        raise JournalLostError(f"cannot keep the journal in {state_dir}: {error.strerror}; {advice}") from None
 
 
 async def _wait(lock: JournalLock, standby: bool) -> bool | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import pathlib
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any, Self
 
 from stratagem.checkpoint import catalog
 from stratagem.checkpoint.draft import CheckpointDraft
+from stratagem.checkpoint.durable import way_out
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.chief.journal.history import decode_positions, encode_positions
 from stratagem.chief.leasing.positions import Positions, minus, plus
@@ -101,9 +101,8 @@ def begin(directory: str) -> CheckpointDraft:
             undone.pop_all()
     except (CheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        is_short = isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
-        way_out = "raise `ulimit -n`" if is_short else "give a directory that the chief and every ps can write"
-        raise CheckpointError(f"{error}; {way_out}") from None
+        advice = way_out(cause, "give a directory that the chief and every ps can write")
+        raise CheckpointError(f"{error}; {advice}") from None
     return draft
 
 

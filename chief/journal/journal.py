@@ -14,7 +14,7 @@ import os
 import pathlib
 from typing import Any, NoReturn
 
-from stratagem.checkpoint.durable import sync
+from stratagem.checkpoint.durable import sync, way_out
 from stratagem.checkpoint.manifest import UNREADABLE
 from stratagem.chief.journal.history import JobHistory
 from stratagem.errors import ConfigurationError, JournalLostError
@@ -42,7 +42,8 @@ class Journal:
             try:
                 self._begin(self._path)
             except OSError as error:
-                self._lose(f"cannot be kept ({error.strerror}): give the chief a --state-dir that it can write to")
+                advice = way_out(error, "give the chief a --state-dir that it can write to")
+                self._lose(f"cannot be kept ({error.strerror}): {advice}")
             except ConfigurationError:
                 self.close()
                 raise

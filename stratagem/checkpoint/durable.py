@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pathlib
@@ -22,6 +23,14 @@ def write_durably(path: pathlib.Path, *pieces: bytes | memoryview) -> tuple[int,
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
+
+
+def way_out(error: BaseException | None, otherwise: str) -> str:
+    """What helps against an error of writing, in words: what lacks, or ``otherwise``, that is another place."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "raise `ulimit -n`"
+    return "free some space there" if number in (errno.ENOSPC, errno.EDQUOT) else otherwise
 
 
 def sync(path: pathlib.Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +106,15 @@ def test_a_journal_that_cannot_be_begun_is_refused_in_words(tmp_path: Path, name
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).mkdir()
     with pytest.raises(JournalLostError, match=r"cannot be kept \(Is a directory\): give the chief a --state-dir"):
+        Journal(str(tmp_path))
+
+
+def test_a_full_disk_under_a_new_journal_is_to_be_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, **_: bool) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(JournalLostError, match=r"cannot be kept \(No space left.*\): free some space there$"):
         Journal(str(tmp_path))
 
 
