@@ -205,6 +205,7 @@ def _explain(error: pydantic.ValidationError, origins: Mapping[str, str], name: 
         return str(first["ctx"]["error"])
     field = name or str(first["loc"][0])
     if first["type"] == "missing":
-        return f"{field} is needed, but no flag (--{field.replace('_', '-')}), variable or cluster file gives it"
+        flag, variable = "--" + field.replace("_", "-"), ENV_PREFIX + field.upper()
+        return f"{field} is needed, but no flag ({flag}), variable ({variable}) or cluster file gives it"
     message = first["msg"][0].lower() + first["msg"][1:]
     return f"{field} from {origins.get(field, 'default')}: {message}, got {first['input']!r}"

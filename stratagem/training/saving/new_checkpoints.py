@@ -102,5 +102,7 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
         raise reason
     if given < 0:
         logger.warning(
-            "no checkpoint was in %s: start the job with --checkpoint-dir where its script saves", job.checkpoint_dir
+            "no checkpoint was in %s: start the job with --checkpoint-dir (`python train.py`: every task with "
+            "STRATAGEM_CHECKPOINT_DIR) where its script saves",
+            job.checkpoint_dir,
         )

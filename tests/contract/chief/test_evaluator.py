@@ -78,6 +78,7 @@ def test_a_job_that_saved_elsewhere_is_told_where_its_evaluator_looked(
     monkeypatch.setattr(module, "configure_logging", lambda *_: None)  # the log of this process stays as it is
     run(scenario)
     assert any(f"no checkpoint was in {tmp_path}" in text for text in caplog.messages), caplog.messages
+    assert "STRATAGEM_CHECKPOINT_DIR" in caplog.text
 
 
 def test_an_evaluator_that_fails_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_wrong_values_name_their_source(layer: Layer, words: str) -> None:
 
 
 def test_missing_value() -> None:
-    with pytest.raises(ConfigurationError, match=r"num_workers is needed, .*--num-workers"):
+    with pytest.raises(ConfigurationError, match=r"num_workers is needed.*--num-workers\).*\(STRATAGEM_NUM_WORKERS\)"):
         resolve(ChiefConfig, [])
 
 
