@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ def test_fit_takes_a_worker_in_again_in_the_middle_of_an_epoch(cluster: Start, t
     done = cluster(3, 0, "train_fit_healing.py", *arguments, flags=flags, faults=[kill("worker:0", 3)]).finish()
     assert done.code == 0, done.stderr
     assert done.summary["workers_lost"] == [] and done.summary["restarts"] == 1
+    said = re.findall(r"The loss and metrics are those of (\d+) examples: what worker:0/\d+ had counted", done.stderr)
+    assert said == ["51"], done.stderr  # of 63: it had 4 in each of three steps
     back, *old = news_of(out, [0, 1, 2])
     assert old[0] == old[1]
     steps = [list(step) for epoch in range(6) for step in itertools.product([epoch], range(6))]

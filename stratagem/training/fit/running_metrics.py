@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -17,6 +18,9 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import States, from_bytes, states_of_all, to_bytes
 from stratagem.training.metrics import Metric
 from stratagem.worker.chief_client import ChiefClient
+from stratagem.worker.ring.healing import LostMembers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,8 +76,10 @@ class RunningMetrics:
         self.num_examples = 0
         """Of the local replicas."""
         self.num_steps = 0
+        self._num_losses = len(self._losses)
 
     def reset(self) -> None:
+        self._num_losses = len(self._losses)
         for count in self._counts:
             count.reset()
         self._earlier = []
@@ -97,8 +103,23 @@ class RunningMetrics:
         self._earlier += states
 
     def result(self) -> dict[str, float]:
-        """Loss and metrics of all workers where they run in step; then every worker has to ask."""
-        return self._computed(self.states())
+        """Loss and metrics of all workers where they run in step; then every worker has to ask. A warning where a
+        worker was lost, and with it what it had counted."""
+        states = self.states()
+        if (workers := self._strategy.communicator) is not None and workers.healing is not None:
+            lost = sorted({name for each in self._losses[self._num_losses :] for name in each.members})
+            told = workers.all_gather(torch.tensor([self.num_examples, len(lost)]))  # a newcomer knows of no loss
+            if lost and workers.rank == next(rank for rank, (_, num_lost) in enumerate(told) if num_lost):
+                logger.warning(
+                    "The loss and metrics are those of %s examples: what %s had counted was lost with it",
+                    *("fewer" if self._earlier else sum(int(number) for number, _ in told), " and ".join(lost)),
+                )
+        return self._computed(states)
+
+    @property
+    def _losses(self) -> list[LostMembers]:
+        workers = self._strategy.communicator
+        return [] if workers is None or workers.healing is None else workers.healing.losses
 
     def logs(self) -> Logs:
         """Loss and metrics of the local replicas, computed when they are read."""
