@@ -38,6 +38,12 @@ _NOT_HERE = (
     "give optimizer.load_state_dict() that of an optimizer that has made no step; optimizer.state_dict() fetches it"
 )
 
+HAS_MORE = (
+    "has got parameters since strategy.prepare, which the parameter servers do not train: call add_param_group before "
+    "prepare, and requires_grad_(False) on what should not train yet"
+)
+"""Of an optimizer."""
+
 
 class _Elsewhere(collections.defaultdict[Any, Any]):
     """The local stand-in for an optimizer's state."""
@@ -113,11 +119,7 @@ class OptimizerState:
         if self._optimizer.state is not self._elsewhere:
             raise ConfigurationError(_NOT_HERE)
         if self._count() != self._num_parameters:
-            raise ConfigurationError(
-                f"{type(self._optimizer).__name__} has got parameters since strategy.prepare, which the parameter "
-                "servers do not train: call add_param_group before prepare, and requires_grad_(False) on what should "
-                "not train yet"
-            )
+            raise ConfigurationError(f"{type(self._optimizer).__name__} {HAS_MORE}")
 
     def _count(self) -> int:
         return sum([len(group["params"]) for group in self._optimizer.param_groups])

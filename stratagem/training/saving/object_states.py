@@ -18,6 +18,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.ps.servers import Place, Servers, place_of
 from stratagem.strategy.replicas.variable import Variable
+from stratagem.worker.push.optimizer_state import HAS_MORE
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +91,10 @@ def _state(kind: str, item: Any, names: Mapping[Place, str]) -> Any:
 
 
 def _served_optimizer(name: str, optimizer: torch.optim.Optimizer, names: Mapping[Place, str]) -> dict[str, Any]:
-    try:
-        variables = [names[place_of(parameter)] for parameter in parameters_of(optimizer)]
-    except KeyError:
-        raise ConfigurationError(
-            f"{name} is not connected to the parameter servers: give it and its model to strategy.prepare first"
-        ) from None
+    variables = [names.get(place_of(parameter)) for parameter in parameters_of(optimizer)]
+    if None in variables:
+        none = "is not connected to the parameter servers: give it and its model to strategy.prepare first"
+        raise ConfigurationError(f"{name} {HAS_MORE if any(variables) else none}")
     return {"param_groups": param_groups(optimizer), "variables": variables}
 
 

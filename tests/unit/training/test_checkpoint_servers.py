@@ -14,13 +14,14 @@ from torch import nn
 from stratagem.checkpoint.catalog import check, find_damage, next_number
 from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint, summarize
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.strategy.default import DefaultStrategy
-from stratagem.strategy.ps.servers import Servers
+from stratagem.strategy.ps.servers import Servers, place_of
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
+from stratagem.training.saving.object_states import take
 from tests.unit.ps.driver import DirectWorker
 from tests.unit.ps.test_checkpoint import checkpoint as take_checkpoint
 from tests.unit.ps.test_checkpoint import unit
@@ -267,3 +268,21 @@ def test_a_summary_lists_variables_whole(tmp_path: Path, served: tuple[Checkpoin
     shapes = {entry["name"]: entry["shape"] for entry in summary["tensors"] if entry["file"] == "ps-*"}
     assert shapes == {"weight": [ROWS, 4], "bias": [ROWS]}
     assert {"host/host.json", "ps-0.json"} <= {file["name"] for file in summary["files"]}
+
+
+def test_an_optimizer_that_has_more_than_the_servers_is_told_apart_from_one_they_do_not_know() -> None:
+    """Both were "not connected", of an optimizer that add_param_group had given more after prepare."""
+    model = nn.Linear(4, ROWS)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    names = {place_of(parameter): name for name, parameter in model.named_parameters()}
+
+    def take_it(known: dict[Any, str]) -> None:
+        servers: Any = SimpleNamespace(names=lambda: known)
+        take({"optimizer": optimizer}, DefaultStrategy(), servers, copy=False, keep=True)
+
+    take_it(names)
+    with pytest.raises(ConfigurationError, match=r"optimizer is not connected .*strategy.prepare first"):
+        take_it({})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ConfigurationError, match=r"has got parameters since .*add_param_group before prepare"):
+        take_it(names)
