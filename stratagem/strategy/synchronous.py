@@ -23,7 +23,7 @@ from stratagem.strategy.model_parts import copies_of_buffers, parameters_of, res
 from stratagem.strategy.newcomers import Newcomers
 from stratagem.strategy.prepared import Preparation, Prepared
 from stratagem.strategy.replicas.context import watch_torch
-from stratagem.strategy.replicas.copyable import check_dense, check_embeddings, check_shapes
+from stratagem.strategy.replicas.copyable import check_dense, check_layers, check_shapes
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import drop_checks, foreign, original
@@ -123,7 +123,7 @@ class SynchronousStrategy(SynchronousInput):
         optimizers = [item for item in fresh if isinstance(item, torch.optim.Optimizer)]
         self._before_placing(models)
         if self._local.communicators:
-            check_embeddings(models)
+            check_layers(models)
         if self.communicator is not None:
             for model in models:
                 check_shapes(model)

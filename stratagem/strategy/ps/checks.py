@@ -12,7 +12,7 @@ from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.rpc.codec import can_travel
 from stratagem.strategy.model_parts import sparse_embeddings
 from stratagem.strategy.prepared import Preparation
-from stratagem.strategy.replicas.copyable import check_dense, check_embeddings, check_memory, check_shapes
+from stratagem.strategy.replicas.copyable import check_dense, check_layers, check_memory, check_shapes
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.reduction.gradient_layout import AS_REAL
 from stratagem.worker.ring.agreement import without_addresses
@@ -83,7 +83,7 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
         check_dense(model, model.state_dict(keep_vars=True).items())
         _check_dtypes(model)
     check_memory(models)
-    check_embeddings(models)
+    check_layers(models)
     if any(isinstance(item, torch.amp.GradScaler) for item in objects):
         raise ConfigurationError(_SCALER)
     if preparation.sync_batchnorm:

@@ -71,9 +71,15 @@ def check_module(module: nn.Module) -> None:
                 )
 
 
-def check_embeddings(modules: Iterable[nn.Module]) -> None:
-    """Refuses layers that change weights by the examples of a replica, which others do not have."""
+def check_layers(modules: Iterable[nn.Module]) -> None:
+    """Refuses layers that would silently go by the examples of one replica, which others do not have."""
     for path, part in (named for module in modules for named in module.named_modules()):
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ConfigurationError(
+                f"{path or 'the model'} is an nn.SyncBatchNorm, which knows only the replicas of torch.distributed, so "
+                "each here would keep to its own examples: leave out convert_sync_batchnorm, and pass "
+                "sync_batchnorm=True to prepare (not on parameter servers, where BatchNorm stays with each worker)"
+            )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise ConfigurationError(
                 f"max_norm={part.max_norm:g} of {path or _kind(part)} makes forward change the weights according to "

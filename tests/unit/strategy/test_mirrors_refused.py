@@ -199,6 +199,14 @@ def test_embeddings_that_change_their_weights() -> None:
     sg.OneDeviceStrategy().prepare(nn.Embedding(4, 2, max_norm=1.0))
 
 
+def test_the_batch_norm_of_torch_distributed() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(ConfigurationError, match=r"1 is an nn\.SyncBatchNorm, .* pass sync_batchnorm=True"):
+        strategy.prepare(model)
+    sg.OneDeviceStrategy().prepare(model)
+
+
 def test_complex_parameters() -> None:
     strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(ConfigurationError, match=r"complex64 cannot be reduced, .*torch\.view_as_complex"):
@@ -215,6 +223,7 @@ def test_complex_parameters() -> None:
         (lambda: nn.Sequential(first := nn.Linear(4, 4), _over(first.weight.data)), "that share memory"),
         (lambda: nn.Linear(4, 4, device="meta"), "weight of Linear is on the meta device"),
         (lambda: nn.EmbeddingBag(4, 2, max_norm=2.0), "max_norm=2 of EmbeddingBag"),
+        (lambda: nn.SyncBatchNorm(2), "the model is an nn.SyncBatchNorm"),
     ],
 )
 def test_what_parameter_servers_cannot_train(model: Callable[[], nn.Module], said: str) -> None:
