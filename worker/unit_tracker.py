@@ -51,7 +51,8 @@ class UnitTracker:
             raise ConfigurationError(
                 "a loop over a distributed dataset starts while a batch of another one is in use, but on parameter "
                 "servers an update belongs to batches of one dataset: train on one dataset "
-                "(torch.utils.data.StackDataset joins two); to evaluate in between, iterate over the DataLoader itself"
+                "(torch.utils.data.StackDataset joins two); to evaluate in between, iterate over the DataLoader "
+                "itself; and if you leave an iterator before its end, call its close()"
             )
         self.left_early.clear()
 
