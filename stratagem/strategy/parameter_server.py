@@ -176,7 +176,8 @@ class ParameterServerStrategy(Strategy):
         for push in self._groups.create(named, optimizers, preparation, on_backward):
             self.prepared.add_optimizer(push.optimizer, parameters_of(push.optimizer), fixed=True)
             self._attach(push)
-        self.prepared.add(parameter for model in models for parameter in model.parameters())
+        for model in models:
+            self.prepared.add_model(model)
         for item in fresh.values():
             if isinstance(item, LRScheduler):
                 self._pace(item)

@@ -94,9 +94,12 @@ class Prepared:
         self._has_nested = has_nested
         self._parameters: dict[int, nn.Parameter] = {}
         """By identity; kept, so that identities stay."""
+        self._models: list[weakref.ref[nn.Module]] = []
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Container[int]]] = {}
         """By identity, and the parameters that it may change."""
         self._optimized: set[int] = set()
+        self._looked_at: set[int] = set()
+        """Parameters that were not prepared and have had a gradient, by identity."""
         self._created: list[tuple[weakref.ref[nn.Module], str]] = []
         """Parameters created in the scope, neither prepared nor watched so far: by module and name, for torch does not
         move a parameter to XLA that has a weak reference."""
@@ -104,8 +107,12 @@ class Prepared:
         self.is_alone = False
         """Whether there is one replica, with which the gradient of what was not prepared is right too."""
 
-    def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Parameters whose gradients the strategy sees to."""
+    def add_model(self, model: nn.Module) -> None:
+        """A model whose gradients the strategy sees to."""
+        self._models.append(weakref.ref(model))
+        self._add(model.parameters())
+
+    def _add(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters.update((id(parameter), parameter) for parameter in parameters)
 
     def add_optimizer(
@@ -114,7 +121,7 @@ class Prepared:
         """An optimizer, as it is on a replica, that steps in this process, or in its stead on parameter servers.
         ``fixed``: it may never change other parameters; else all that were prepared."""
         parameters = list(parameters)
-        self.add(parameters)
+        self._add(parameters)
         numbers = frozenset(map(id, parameters))
         self._optimized |= numbers
         self._optimizers[id(optimizer)] = optimizer, numbers if fixed else self._parameters
@@ -182,7 +189,20 @@ class Prepared:
             )
 
     def _warn_of_gradient(self, owner: str, parameter: torch.Tensor) -> None:
-        if self.is_running and not self.is_alone and not self._has_warned and id(parameter) not in self._parameters:
+        number = id(parameter)
+        if not self.is_running or self._has_warned or number in self._parameters or number in self._looked_at:
+            return
+        self._looked_at.add(number)
+        models = [model for reference in self._models if (model := reference()) is not None]
+        parts = (named for model in models for named in model.named_parameters())
+        if (name := next((name for name, part in parts if part is parameter), None)) is not None:
+            self._has_warned = True
+            logger.warning(
+                "%s was put into the model after strategy.prepare, so no prepared optimizer trains it: put it in "
+                "before, and make the optimizer after that",
+                name,
+            )
+        elif not self.is_alone:
             self._has_warned = True
             logger.warning(
                 "a parameter of shape %s of a %s got a gradient inside strategy.run but was not prepared: the gradient "

@@ -144,7 +144,7 @@ class SynchronousStrategy(SynchronousInput):
         groups: Sequence[Sequence[nn.Parameter]],
     ) -> None:
         for model in models:
-            self.prepared.add(model.parameters())
+            self.prepared.add_model(model)
         for optimizer, group in zip(optimizers, groups, strict=True):
             self.prepared.add_optimizer(optimizer, group)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -85,6 +85,31 @@ def test_one_that_is_not_trained_here_is_not_warned_of(
         center(torch.ones(3)).backward()
         assert center.center.grad is not None
     assert SAYS not in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda: sg.OneDeviceStrategy("cpu"), lambda: sg.MirroredStrategy(["cpu:0"])])
+def test_a_layer_that_is_replaced_after_prepare_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, make: Callable[[], sg.Strategy]
+) -> None:
+    """With one replica it kept its first weights, without a word."""
+    strategy = make()
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    assert isinstance(model, torch.nn.Sequential)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).square().mean().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    assert "after strategy.prepare" not in caplog.text
+    model[1] = torch.nn.Linear(3, 2)
+    for _ in range(2):
+        strategy.run(step)
+    strategy.close()
+    said = [record.getMessage() for record in caplog.records if "after strategy.prepare" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith(("1.weight was put", "1.bias was put"))
 
 
 def test_modules_are_not_kept(strategy: sg.Strategy) -> None:
