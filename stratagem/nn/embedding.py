@@ -83,13 +83,23 @@ class Embedding(TableLayer, nn.Embedding):
             _freeze=_freeze,
         )
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of ids of any shape: ``(*input.shape, embedding_dim)``; nested (``torch.jagged``) ones of nested ids."""
+        if not input.is_nested:
+            return super().forward(input)
+        rows = self.forward(input.values())  # torch has no sparse gradient of nested ids
+        nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(rows, input.offsets(), input.lengths())
+        return nested
+
 
 class RemoteEmbedding(RemoteRows, Embedding):
     """An :class:`Embedding` whose rows live on parameter servers."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of ids of any shape: ``(*input.shape, embedding_dim)``."""
+        """As :meth:`Embedding.forward`."""
+        if isinstance(input, torch.Tensor) and input.is_nested:
+            return super().forward(input)
         rows, place, padding, _ = self.batch_rows(input)
         by_frequency = self.scale_grad_by_freq
         sparse = has_sparse_gradient(place, by_frequency)
@@ -170,7 +180,7 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
         if not len(rows):  # no bag, or empty ones: torch wants a table of one row at least
             rows, sparse = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)]), False
         is_plain = offsets is None and per_sample_weights is None and padding is None and place.dim() == 2
-        if is_plain and place.numel() and sparse:
+        if is_plain and place.numel() and sparse and not place.is_nested:
             return pooled(rows, place, self.mode, found)
         return functional.embedding_bag(
             place,

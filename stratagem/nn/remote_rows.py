@@ -185,16 +185,17 @@ class RemoteRows(nn.Module):
         self.remote_table.begin_with(initial_rows(init, None, None, generator))
 
     def batch_rows(self, ids: torch.Tensor) -> BatchRows:
-        """The rows that a batch uses, each once; ids are int32 or int64, of any shape. In backward the table gets the
-        rows' gradients. Raises IndexError: an id that the table does not have; ConfigurationError: ids of another
-        dtype, or a weight put in the table's place (``functional_call``)."""
+        """The rows that a batch uses, each once; ids are int32 or int64, of any shape, or nested (``torch.jagged``). In
+        backward the table gets the rows' gradients. Raises IndexError: an id that the table does not have;
+        ConfigurationError: ids of another dtype, or a weight put in the table's place (``functional_call``)."""
         table = self.remote_table
         if self._parameters["weight"] is not table.handle:
             table.handle.refuse("replacing")
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
             came = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ConfigurationError(f"expected a tensor of ids, int32 or int64, got {came}")
-        array = ids.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
+        flat = ids.values() if ids.is_nested else ids
+        array = flat.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
         if len(array) and not (array.min() >= 0 and array.max() < self.num_embeddings):
             raise IndexError(
                 f"{table.title}: expected ids from 0 to {self.num_embeddings - 1}, got {int(array.min())} to "
@@ -208,7 +209,10 @@ class RemoteRows(nn.Module):
             padding = at if at < len(numbers) and numbers[at] == self.padding_idx else None
         if torch.is_grad_enabled() and table.handle.requires_grad:
             rows.requires_grad_().register_post_accumulate_grad_hook(_gives_gradient(table, numbers, padding))
-        return BatchRows(rows, torch.from_numpy(found.place).view(ids.shape).to(ids.device), padding, found)
+        place = torch.from_numpy(found.place).view(flat.shape).to(ids.device)
+        if ids.is_nested:
+            place = torch.nested.nested_tensor_from_jagged(place, ids.offsets(), ids.lengths())
+        return BatchRows(rows, place, padding, found)
 
     def whole_weight(self) -> torch.Tensor:
         """A copy of all rows, ``(num_embeddings, embedding_dim)``, on the CPU."""

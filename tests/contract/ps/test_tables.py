@@ -391,6 +391,40 @@ def test_a_batch_of_empty_bags_is_an_update_of_the_table(start: Callable[..., Jo
     torch.testing.assert_close(train(Remote(), start("tcp")), train(DefaultStrategy()), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("padding_idx", [None, 5])
+def test_nested_ids_are_taken_as_by_torch(start: Callable[..., Job], padding_idx: int | None) -> None:
+    """Ragged batches: bags of several lengths, one of them empty, and a batch of which all are."""
+    ragged = [torch.tensor([1, 5, 5]), torch.empty(0, dtype=torch.int64), torch.tensor([7])]
+
+    def nested(parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+    def train(strategy: Strategy, job: Job | None = None) -> list[torch.Tensor]:
+        with strategy.scope():
+            table = sg.nn.Embedding(ROWS, WIDTH, padding_idx, seed=1)
+            bags = sg.nn.EmbeddingBag(ROWS, WIDTH, mode="sum", padding_idx=padding_idx, seed=2)
+        lazy = OPTIMIZERS["Adagrad"]([table.weight, bags.weight])
+        if job is not None:
+            job.prepare(nn.ModuleList([table, bags]), lazy)
+        seen = []
+        for parts in (ragged, ragged[1:2] * 2, ragged[::-1]):
+            lazy.zero_grad()
+            ids = nested(parts)
+            weights = torch.nested.nested_tensor_from_jagged(ids.values() * 0.5, ids.offsets())
+            found = [table(ids).values(), bags(ids), bags(ids, None, weights)]
+            sum([one.square().sum() for one in found]).backward()  # type: ignore[union-attr]
+            seen += [one.detach() for one in found]
+            if job is None:
+                with torch.sparse.check_sparse_tensor_invariants(False):
+                    lazy.step()
+            else:
+                job.step()
+        return [*seen, table.whole_weight(), bags.whole_weight()]
+
+    ours, expected = train(Remote(), start("tcp")), train(DefaultStrategy())
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_zero_grad_eval_and_frozen_tables_send_nothing(start: Callable[..., Job]) -> None:
     job = start("tcp")
     model, optimizers = build("SGD", Remote())
