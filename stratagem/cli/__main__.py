@@ -97,6 +97,12 @@ def main() -> None:
         width = 100 if sys.stderr.isatty() else 10_000
         click.echo(textwrap.fill(f"stratagem: {error}", width, break_long_words=False), err=True)
         sys.exit(exit_code_of(error))
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        where = "install it, or take an image that deploy/Dockerfile has built"
+        click.echo(f"stratagem: there is no torch for {sys.executable}: {where}", err=True)
+        sys.exit(EXIT_USAGE)
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise

@@ -81,13 +81,21 @@ def test_a_job_runs_and_leaves_nothing_when_it_is_removed(space: Namespace, tmp_
 
 
 @pytest.mark.thorough
-def test_cancel_lets_the_pods_end_and_keeps_the_volume(space: Namespace, tmp_path: Path) -> None:
+def test_cancel_waits_for_the_pods_and_keeps_the_volume(
+    space: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = submitted(space, tmp_path, with_program(render(JOB), SLEEP))
     space.until(lambda: len(list(kubernetes_target.logs(record, tmp_path, follow=False))) == 4, "all run")
     assert kubernetes_target.state(record, tmp_path).phase == "running"
+    cancelled = dataclasses.replace(record, cancelled=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(kubernetes_target, "CANCEL_S", 0.0)
+        kubernetes_target.cancel(record, tmp_path)
+    state = kubernetes_target.state(cancelled, tmp_path)
+    assert (state.phase, "; still there to save and end: " in state.detail) == ("cancelled", True), state
     kubernetes_target.cancel(record, tmp_path)
-    assert kubernetes_target.state(dataclasses.replace(record, cancelled=True), tmp_path).phase == "cancelled"
-    space.until(lambda: not space.find("pods"), "the pods are gone")
+    assert kubernetes_target.state(cancelled, tmp_path).detail == "its Jobs are gone"
+    assert space.find("pods") == []
     assert {name.partition("/")[0] for name in space.names()} == {
         "service",
         "configmap",

@@ -56,6 +56,7 @@ def _of_pod(cluster: Cluster, pod: Object) -> str:
             return _event(cluster, pod)
         ended = container.get("lastState", {}).get("terminated")
         last = f"; it ended with {ended.get('reason')}, exit code {ended['exitCode']}" if ended else ""
+        last += f": {ended['message']}" if ended and ended.get("message") else ""  # it has no such program
         return f"{waits.get('reason')}: {waits.get('message', '')}{last}"
     return ""
 

@@ -25,6 +25,8 @@ FILE = "kubernetes.yaml"
 POLL_S = 1.0
 SETTLE_S = 5.0
 """Seconds that a reason to wait has to last before it is said: most go by themselves."""
+CANCEL_S = 120.0
+"""Seconds in which the pods of a cancelled job are to be gone; those of a node that is lost stay."""
 _INSTANCE, _COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 
 
@@ -56,7 +58,9 @@ def state(record: JobRecord, folder: Path) -> JobState:
     with contextlib.closing(Cluster(**record.place)) as cluster:
         jobs = cluster.jobs(_selector(record))
         if not jobs:
-            return JobState("cancelled" if record.cancelled else "unknown", None, "its Jobs are gone")
+            ending = ", ".join(sorted(map(task_of, cluster.pods(_selector(record)))))
+            words = "its Jobs are gone" + (f"; still there to save and end: {ending}" if ending else "")
+            return JobState("cancelled" if record.cancelled else "unknown", None, words)
         failed = sorted((job for job in jobs if _has(job, "Failed")), key=lambda job: rank_of(_role(job)))
         if failed:
             name = str(failed[0]["metadata"]["name"])
@@ -126,9 +130,12 @@ def _news(cluster: Cluster, record: JobRecord, since: dict[str, float]) -> Itera
 
 
 def cancel(record: JobRecord, folder: Path) -> None:
-    """Deletes the Jobs; their pods get SIGTERM, save and end. The volume stays."""
+    """Deletes the Jobs; their pods get SIGTERM, save and end, which is waited for. The volume stays."""
     with contextlib.closing(Cluster(**record.place)) as cluster:
         cluster.delete([one for one in _objects(folder) if one["kind"] == "Job"])
+        deadline = time.monotonic() + CANCEL_S
+        while cluster.pods(_selector(record)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def remove(record: JobRecord, folder: Path) -> None:

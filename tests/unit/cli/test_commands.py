@@ -89,6 +89,15 @@ def test_an_interrupt_while_the_command_loads_is_130_without_a_word(tmp_path: Pa
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_a_ps_without_torch_is_not_to_be_tried_again() -> None:
+    words = ["stratagem", "ps", "--task=ps:0", "--chief=127.0.0.1:1", "--insecure"]
+    program = f"import sys; sys.modules['torch'] = None; sys.argv = {words}; import stratagem.cli.__main__ as cli"
+    command = [sys.executable, "-c", f"{program}; cli.main()"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("stratagem: there is no torch for ")
+
+
 def test_a_script_whose_name_begins_as_an_option_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "run_local", lambda job: 0)
     monkeypatch.chdir(tmp_path)

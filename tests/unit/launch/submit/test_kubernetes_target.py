@@ -185,6 +185,15 @@ def test_a_task_that_was_started_again_says_so_while_it_runs(
     assert detail == "ps-0 Running (restarts: 3) (OOMKilled: it needs more memory)"
 
 
+def test_a_container_that_cannot_start_says_why(server: ApiServer, record: JobRecord, tmp_path: Path) -> None:
+    last = {"terminated": {"exitCode": 127, "reason": "ContainerCannotRun", "message": "no such program"}}
+    status = {"name": "task", "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": last}
+    pod = {"phase": "Running", "containerStatuses": [{**status, "restartCount": 1}]}
+    server.add_pod("digits-1-ps-0", "digits-1-ps-0-abc", "ps", "digits-1", pod)
+    detail = kubernetes_target.state(record, tmp_path).detail
+    assert detail.endswith("; it ended with ContainerCannotRun, exit code 127: no such program")
+
+
 @pytest.mark.parametrize("reason", ["WaitForPodScheduled", "ProvisioningFailed"])
 def test_a_volume_that_waits_for_its_pod_is_no_reason_to_wait(
     server: ApiServer, record: JobRecord, tmp_path: Path, reason: str
