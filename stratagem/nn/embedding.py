@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -87,8 +87,9 @@ class Embedding(TableLayer, nn.Embedding):
         """Rows of ids of any shape: ``(*input.shape, embedding_dim)``; nested (``torch.jagged``) ones of nested ids."""
         if not input.is_nested:
             return super().forward(input)
-        rows = self.forward(input.values())  # torch has no sparse gradient of nested ids
-        nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(rows, input.offsets(), input.lengths())
+        ids: Any = input
+        rows = self.forward(ids.values())  # torch has no sparse gradient of nested ids
+        nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(rows, ids.offsets(), ids.lengths())
         return nested
 
 

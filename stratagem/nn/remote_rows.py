@@ -211,7 +211,8 @@ class RemoteRows(nn.Module):
             rows.requires_grad_().register_post_accumulate_grad_hook(_gives_gradient(table, numbers, padding))
         place = torch.from_numpy(found.place).view(flat.shape).to(ids.device)
         if ids.is_nested:
-            place = torch.nested.nested_tensor_from_jagged(place, ids.offsets(), ids.lengths())
+            nested: Any = ids
+            place = torch.nested.nested_tensor_from_jagged(place, nested.offsets(), nested.lengths())
         return BatchRows(rows, place, padding, found)
 
     def whole_weight(self) -> torch.Tensor:

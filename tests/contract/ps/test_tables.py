@@ -409,10 +409,10 @@ def test_nested_ids_are_taken_as_by_torch(start: Callable[..., Job], padding_idx
         seen = []
         for parts in (ragged, ragged[1:2] * 2, ragged[::-1]):
             lazy.zero_grad()
-            ids = nested(parts)
+            ids: Any = nested(parts)
             weights = torch.nested.nested_tensor_from_jagged(ids.values() * 0.5, ids.offsets())
             found = [table(ids).values(), bags(ids), bags(ids, None, weights)]
-            sum([one.square().sum() for one in found]).backward()  # type: ignore[union-attr]
+            sum([one.square().sum() for one in found]).backward()
             seen += [one.detach() for one in found]
             if job is None:
                 with torch.sparse.check_sparse_tensor_invariants(False):
