@@ -56,7 +56,9 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
                 for shard in wanted:
                     name, shape = shard["variable"], tuple(shard["shape"])
                     tensor = tensors.get_tensor(f"slot/{slot}/{shard['key']}" if slot else shard["key"])
-                    whole = state.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
+                    if name not in state:  # once, not for every part: tables fill the memory
+                        state[name] = torch.zeros(shape, dtype=tensor.dtype)
+                    whole = state[name]
                     target = whole.narrow(0, shard["first_row"], shard["num_rows"]) if shape else whole
                     target.copy_(tensor)
     for name, tensor in state.items():

@@ -300,7 +300,8 @@ def test_a_table_is_not_made_while_a_checkpoint_is_written(
     assert not snapshot.load(tmp_path / "c", 0).groups[0].initialized
 
 
-def test_two_ps_save_one_tensor(tmp_path: pathlib.Path) -> None:
+def test_two_ps_save_one_tensor(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is allocated once, not for the part of every ps: a second time may be more than there is memory for."""
     initial = InitialRows("normal", 0.0, 1.0, seed=2)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "nonce").write_text("n")
@@ -313,4 +314,6 @@ def test_two_ps_save_one_tensor(tmp_path: pathlib.Path) -> None:
     (tmp_path / "c" / "manifest.json").write_text("{}")
     expected = torch.empty(ROWS, WIDTH)
     fill_rows(expected, 0, initial)
-    assert torch.equal(consolidate(tmp_path / "c")["t"], expected)
+    allocated, zeros = [], torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda shape, **kind: (allocated.append(shape), zeros(shape, **kind))[1])
+    assert torch.equal(consolidate(tmp_path / "c")["t"], expected) and allocated == [(ROWS, WIDTH)]
