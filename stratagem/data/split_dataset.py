@@ -170,6 +170,10 @@ class SplitDataset(WithWaysOut):
             state["left"] = left
         return state
 
+    def begin_at(self, epoch: int) -> None:
+        """The next ``iter()`` is this epoch: of a position that only says which one it is."""
+        self._epoch, self._step, self._pass = epoch, 0, None
+
     def hand_over(self, is_open: bool) -> dict[str, Any]:
         """What a newcomer's dataset needs to go on with the others, between two steps, of this dataset if it
         ``is_open``."""

@@ -161,12 +161,14 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
     elif kind == VARIABLE:
         objects[name].assign(state)
     elif kind == LEASED or saved == LEASED:
-        if kind == saved and state is not None:
-            objects[name].begin_at(state)
-        else:
+        epoch = state.get("epoch") if isinstance(state, Mapping) else state
+        begin_at = getattr(objects[name], "begin_at", None)
+        if begin_at is not None and epoch is not None:
+            begin_at(epoch)
+        if kind != saved or epoch is None:
+            place = "from the beginning" if begin_at is None or not epoch else f"at the beginning of epoch {epoch}"
             logger.warning(
-                "%s starts from the beginning: the checkpoint is from a job whose data was distributed differently",
-                name,
+                "%s starts %s: the checkpoint is from a job whose data was distributed differently", name, place
             )
     else:
         try:

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.checkpoint.catalog import check, find_damage, next_number
 from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
-from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint, summarize
+from stratagem.checkpoint.reading import LEASED, OBJECT, latest_checkpoint, load_checkpoint, summarize
+from stratagem.cluster.units import Plan
+from stratagem.data.distribute import distribute
+from stratagem.data.distributed import DistributedDataset
+from stratagem.data.placement import InputPlacement
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
@@ -21,7 +26,7 @@ from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps.servers import Servers, place_of
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
-from stratagem.training.saving.object_states import take
+from stratagem.training.saving.object_states import put_back, take
 from tests.unit.ps.driver import DirectWorker
 from tests.unit.ps.test_checkpoint import checkpoint as take_checkpoint
 from tests.unit.ps.test_checkpoint import unit
@@ -286,3 +291,21 @@ def test_an_optimizer_that_has_more_than_the_servers_is_told_apart_from_one_they
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ConfigurationError, match=r"has got parameters since .*add_param_group before prepare"):
         take_it(names)
+
+
+@pytest.mark.parametrize("by_servers", [False, True])
+def test_the_epoch_is_carried_over_between_servers_and_another_strategy(
+    caplog: pytest.LogCaptureFixture, by_servers: bool
+) -> None:
+    """It began at 0 again."""
+    loader = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
+    source: Any = None  # nothing is leased
+    split: Any = distribute(loader, placement=InputPlacement((torch.device("cpu"),)))
+    next(iter(split))
+    leased = DistributedDataset(loader, Plan(6, 2, shuffle=False, seed=0), 1, source, torch.device("cpu"))
+    saved = (LEASED, 3) if by_servers else (OBJECT, {**split.state_dict(), "epoch": 3})
+    data = split if by_servers else leased
+    put_back({"data": data}, {"data": saved})
+    assert data.epoch == 3
+    assert "data starts at the beginning of epoch 3: " in caplog.text
+    assert not by_servers or len(list(data)) == 3
