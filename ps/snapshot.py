@@ -158,12 +158,13 @@ def check(directory: pathlib.Path, index: int, num_ps: int = 0, is_fresh: bool =
         mine = [file for file in files if not is_own or file["ps"] == f"ps:{index}"]
         if not mine:
             raise CheckpointError(f"{directory} was made without ps:{index}")
-        for name, num_bytes, sha256 in ((file["name"], file["bytes"], file["sha256"]) for file in mine):
-            path = directory / name
+        for file in mine:
+            path = directory / file["name"]
             if not path.is_file():
-                raise CheckpointError(f"{name} is missing")
-            if not is_fresh and (path.stat().st_size != num_bytes or hash_file(path) != sha256):
-                raise CheckpointError(f"{name} was altered: its SHA-256 is not the one in the manifest")
+                raise CheckpointError(f"{path.name} is missing")
+            size = path.stat().st_size
+            if not is_fresh and (size != file.get("bytes", size) or hash_file(path) != file["sha256"]):
+                raise CheckpointError(f"{path.name} was altered: its SHA-256 is not the one in the manifest")
         return is_own
     except UNREADABLE as error:
         raise CheckpointError(f"{directory} cannot be read by ps:{index}: {error}") from None
