@@ -314,6 +314,12 @@ def test_two_ps_save_one_tensor(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     (tmp_path / "c" / "manifest.json").write_text("{}")
     expected = torch.empty(ROWS, WIDTH)
     fill_rows(expected, 0, initial)
-    allocated, zeros = [], torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda shape, **kind: (allocated.append(shape), zeros(shape, **kind))[1])
+    allocated: list[Any] = []
+    zeros = torch.zeros
+
+    def counted(shape: Any, **kind: Any) -> torch.Tensor:
+        allocated.append(shape)
+        return zeros(shape, **kind)
+
+    monkeypatch.setattr(torch, "zeros", counted)
     assert torch.equal(consolidate(tmp_path / "c")["t"], expected) and allocated == [(ROWS, WIDTH)]
