@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
+from typing import Any
 
 import pytest
 import torch
