@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from stratagem.arguments import checked
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, initial_rows
-from stratagem.nn.remote_rows import RemoteRows, Sizes, TableLayer, check_rows, has_sparse_gradient, pooled
+from stratagem.nn.remote_rows import RemoteRows, Sizes, TableLayer, check_rows, has_sparse_gradient, nested_as, pooled
 from stratagem.ps.row_values import fill_rows
 
 
@@ -85,12 +85,9 @@ class Embedding(TableLayer, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of ids of any shape: ``(*input.shape, embedding_dim)``; nested (``torch.jagged``) ones of nested ids."""
-        if not input.is_nested:
-            return super().forward(input)
-        ids: Any = input
-        rows = self.forward(ids.values())  # torch has no sparse gradient of nested ids
-        nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(rows, ids.offsets(), ids.lengths())
-        return nested
+        if isinstance(input, torch.Tensor) and input.is_nested:  # torch has no sparse gradient of nested ids
+            return nested_as(input, self.forward(input.values()))
+        return super().forward(input)  # also of what torch.fx traces with
 
 
 class RemoteEmbedding(RemoteRows, Embedding):

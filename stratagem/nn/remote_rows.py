@@ -211,8 +211,7 @@ class RemoteRows(nn.Module):
             rows.requires_grad_().register_post_accumulate_grad_hook(_gives_gradient(table, numbers, padding))
         place = torch.from_numpy(found.place).view(flat.shape).to(ids.device)
         if ids.is_nested:
-            nested: Any = ids
-            place = torch.nested.nested_tensor_from_jagged(place, nested.offsets(), nested.lengths())
+            place = nested_as(ids, place)
         return BatchRows(rows, place, padding, found)
 
     def whole_weight(self) -> torch.Tensor:
@@ -264,6 +263,12 @@ def check_rows(num_embeddings: int, embedding_dim: int, weight: torch.Tensor) ->
         raise ConfigurationError("expected rows with values, got a tensor of device meta")
     if weight.layout is not torch.strided:
         raise ConfigurationError(f"expected rows that lie one after the other, got {weight.layout}: give .to_dense()")
+
+
+def nested_as(ids: Any, values: torch.Tensor) -> torch.Tensor:
+    """Values in the place of those of nested ids."""
+    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, ids.offsets(), ids.lengths())
+    return nested
 
 
 def has_sparse_gradient(place: torch.Tensor, scale_grad_by_freq: bool) -> bool:

@@ -59,6 +59,13 @@ def test_a_plain_sparse_layer_without_parameter_servers(build: Callable[..., Lay
     assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
 
 
+@pytest.mark.parametrize("build", BUILDERS)
+def test_fx_traces_a_layer_without_parameter_servers(build: Callable[..., Layer]) -> None:
+    ids = torch.tensor([[1, 2]])
+    layer = build(5, 3)
+    assert torch.equal(torch.fx.symbolic_trace(nn.Sequential(layer))(ids), layer(ids))
+
+
 def test_the_seed_comes_from_torch_when_there_is_none() -> None:
     torch.manual_seed(1)
     first = sg.nn.Embedding(5, 2)
