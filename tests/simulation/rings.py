@@ -120,12 +120,18 @@ class Rings:
             return
         if self._is_harmless and any(process.exit_code for process in world.processes):
             world.fail("a connection that was reset has ended a process")
+        # A chief that died as it ended the job begins another one.
+        earlier = cluster.chief_job.journal.history.earlier_incarnations
+        made_now = {
+            step: {process: made for process, made in by_process.items() if _incarnation(process) > earlier}
+            for step, by_process in self._made.items()
+        }
         weights, counted = None, collections.Counter[tuple[int, int]]()
-        for step in sorted(self._made, reverse=True):
-            whole = [made for process, made in self._made[step].items() if self._has_finished(process)]
+        for step in sorted((step for step, made in made_now.items() if made), reverse=True):
+            whole = [made for process, made in made_now[step].items() if self._has_finished(process)]
             if any(not torch.equal(one.after, whole[0].after) for one in whole):
                 world.fail(f"the workers differ after step {step}")
-            at_step = whole or [*self._made[step].values()]
+            at_step = whole or [*made_now[step].values()]
             chain = [made for made in at_step if weights is None or torch.equal(made.after, weights)]
             if not chain:
                 if whole:
@@ -165,6 +171,10 @@ class Rings:
         """A worker has gone through the other dataset."""
         assert self.world.process is not None
         self._validated.setdefault(epoch, {})[self.world.process] = num_examples
+
+
+def _incarnation(process: Process) -> int:
+    return int(process.globals["strategy"]._runtime.session.incarnation)
 
 
 def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

@@ -518,6 +518,22 @@ async def test_a_ps_that_holds_no_variables_is_not_waited_for_and_one_without_va
             assert running.job.get_status().updates_lost == 1
 
 
+async def test_a_ps_without_values_is_told_of_though_the_first_checkpoint_waits_for_updates(tmp_path: Path) -> None:
+    """It waited for those that the ps lacked, and whoever asked waited for it until the call was over, for ever."""
+
+    config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
+    async with cluster(**config) as (_, [worker], servers):
+        await worker.open()
+        servers[0].save_gate.clear()
+        for server in servers:
+            server.initialized = True
+        await until(lambda: "save" in servers[0].calls)
+        servers[1].complete = False
+        error = await refused(worker.next())
+        assert isinstance(error, StaleStoreError) and "ps:1 restarted without values" in str(error)
+        servers[0].save_gate.set()
+
+
 async def test_no_unit_is_leased_where_values_were_and_are_gone(tmp_path: Path) -> None:
     """All ps were without any, and it looked as if the job had yet to begin: what was lost then was not counted."""
 
