@@ -7,6 +7,7 @@ the same loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pathlib
@@ -31,7 +32,7 @@ from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.errors import ConfigurationError, JournalLostError
+from stratagem.errors import ConfigurationError, JournalLostError, PeerUnavailableError
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.security import OPEN, Security
 
@@ -86,16 +87,25 @@ class ChiefJob(ChiefState):
         PeerUnavailableError: a ps is away."""
         await self.admit(incarnation)
         await self.recovery.count_torn(incarnation)
-        target = self.config.checkpoint_dir
-        if directory:
-            folders = AllowedFolders.of(target, self.config.checkpoint_roots)
-            target = str(folders.resolve(os.path.abspath(directory)))
+        target = self._place(directory) if directory else self.config.checkpoint_dir
         if not target:
             raise ConfigurationError(
                 "expected a directory for the checkpoint; name one, or start the chief with --checkpoint-dir"
             )
         with self.waits.of(incarnation, "a checkpoint"):
             return await self.saving.save(target, automatic=False)
+
+    async def check_folder(self, incarnation: Incarnation, directory: str) -> None:
+        """Refuses a directory that :meth:`save_checkpoint` would: a ForbiddenError. A ps that is away is not asked."""
+        await self.admit(incarnation)
+        place = self._place(directory)
+        for server in self.ps_pool.ready:
+            with contextlib.suppress(PeerUnavailableError):
+                await server.save_shards(0, place, "")
+
+    def _place(self, directory: str) -> str:
+        folders = AllowedFolders.of(self.config.checkpoint_dir, self.config.checkpoint_roots)
+        return str(folders.resolve(os.path.abspath(directory)))
 
     async def save_loaded(self, incarnation: Incarnation) -> CommittedCheckpoint | None:
         """Takes a checkpoint of values that a worker has just loaded; see :meth:`Maintenance.save_loaded`."""

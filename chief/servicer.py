@@ -73,7 +73,10 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self, request: chief_pb2.SaveCheckpointRequest, context: Any
     ) -> chief_pb2.SaveCheckpointReply:
         incarnation = incarnation_from_proto(request.sender)
-        if request.loaded:
+        saved = None
+        if request.asks:
+            await self._job.check_folder(incarnation, request.directory)
+        elif request.loaded:
             saved = await self._job.save_loaded(incarnation)
         else:
             saved = await self._job.save_checkpoint(incarnation, request.directory)

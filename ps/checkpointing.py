@@ -95,10 +95,12 @@ class Checkpointing:
             return wait(state, applied, sender, call, wait_s)
 
     def save_shards(self, token: int, directory: str, nonce: str) -> tuple[list[SavedFile], int]:
-        """Writes this ps's shards durably while commits are held. Returns the files and the step. ProtocolError:
-        commits are not held under ``token``. CheckpointError: the directory is not the chief's, or cannot be written.
-        ForbiddenError: the directory is none of those that this ps was started for."""
+        """Writes this ps's shards durably while commits are held. Returns files and step; ``token`` 0: none, for
+        a chief that only asks. ProtocolError: commits are not held under ``token``. CheckpointError: the directory is
+        not the chief's, or cannot be written. ForbiddenError: it is none of those that this ps was started for."""
         path = self._place(directory)
+        if not token:
+            return [], 0
         state = self._state
         with state.changed:
             state.gate.check_token(token, time.monotonic())

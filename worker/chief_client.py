@@ -128,6 +128,11 @@ class ChiefClient:
         request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
         return self._call(self._saving, request, meanwhile=self.meanwhile).path
 
+    def check_folder(self, directory: str) -> None:
+        """Refuses, by a ForbiddenError, what :meth:`save_checkpoint` would, because of where it lies."""
+        request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory, asks=True)
+        self._call(self._saving, request)
+
     def save_loaded(self) -> list[int] | None:
         """Takes a checkpoint of what this worker has just loaded; of each ps the store that is in it. None: the chief
         keeps none."""

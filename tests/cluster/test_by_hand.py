@@ -179,6 +179,25 @@ def test_the_chief_and_the_ps_of_an_estimator_know_where_it_saves(
     )
 
 
+@pytest.mark.parametrize("chief_knows", [True, False])
+def test_an_estimator_that_may_not_save_is_refused_before_its_first_step(
+    tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chief_knows: bool
+) -> None:
+    """The script makes the strategy first: chief and ps serve before they hear of the Estimator."""
+    addresses = free_addresses(3)
+    cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
+    arguments = ("--strategy-first", "--model-dir", tmp_path / "model", "--max-steps", 4)
+    for role in cluster:
+        with monkeypatch.context() as changed:
+            if role == "chief" and chief_knows:
+                changed.setenv("STRATAGEM_CHECKPOINT_ROOTS", str(tmp_path))
+            tasks.append(start(cluster, role, 0, *arguments, script="estimate.py"))
+    errors = [task.communicate(timeout=120)[1] for task in tasks]
+    assert tasks[1].returncode, errors[1]
+    assert "checkpoints may lie below no folder at all" in errors[1] and "STRATAGEM_CHECKPOINT_ROOTS" in errors[1]
+    assert "step 4" not in errors[1] and not list(tmp_path.rglob("step-*"))
+
+
 @pytest.mark.thorough
 def test_over_ipv6(tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRATAGEM_TRANSPORT", "tcp")

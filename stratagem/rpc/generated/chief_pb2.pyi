@@ -1216,12 +1216,15 @@ class SaveCheckpointRequest(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
+    ASKS_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """Directory on a file system that every ps can write; empty for the chief's --checkpoint-dir."""
     loaded: _builtins.bool
     """The sender has just loaded other values: the chief's own checkpoint of this step is replaced. A chief without --checkpoint-dir
     takes none and answers with no path.
     """
+    asks: _builtins.bool
+    """Nothing is saved: an error says whether checkpoints may not lie in the directory."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     def __init__(
@@ -1230,10 +1233,11 @@ class SaveCheckpointRequest(_message.Message):
         sender: _common_pb2.Sender | None = ...,
         directory: _builtins.str = ...,
         loaded: _builtins.bool = ...,
+        asks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "loaded", b"loaded", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks", b"asks", "directory", b"directory", "loaded", b"loaded", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

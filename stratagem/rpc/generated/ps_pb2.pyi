@@ -1239,6 +1239,7 @@ class SaveShardsRequest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     token: _builtins.int
+    """Of the hold on commits. 0: nothing is written; an error says whether it may not be, in the directory."""
     directory: _builtins.str
     """Directory (exists, made by the chief); the ps writes "ps-<index>.safetensors" and "ps-<index>.json" in it."""
     nonce: _builtins.str

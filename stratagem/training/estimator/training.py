@@ -92,6 +92,8 @@ class EstimatorTraining:
         elif self.strategy.servers is not None:
             place = self.strategy.servers.chief.new_group("training of an Estimator")
             check_alike_on_servers(self.strategy.servers, "an Estimator", place, told)
+            if self.strategy.is_lead:  # the first checkpoint may be long after the first step
+                self.strategy.servers.chief.check_folder(str(self._model_dir.absolute()))
         feed = open_feed(self.strategy, given, self._build)
         manager = self._prepare(feed)
         target = self._step + steps if steps is not None else max_steps

@@ -111,7 +111,7 @@ def main() -> None:
         seed=3,
         save_checkpoints_steps=options.save_steps,
         save_summary_steps=4,
-        train_distribute=sg.MultiWorkerMirroredStrategy() if options.strategy_first else distribute,
+        train_distribute=sg.strategy_from_environment() if options.strategy_first else distribute,
     )
     estimator = Estimator(with_faults(count_fn if options.count else net_fn), config=config)
     evaluated = train_and_evaluate(
