@@ -69,7 +69,9 @@ class Maintenance(ChiefPart):
         has no values, or not all, which the caller may give it."""
         while self._config.checkpoint_dir and not (self.newest is not None and self._lease_book.has_leased):
             await self._watch()
-            if self._journal.history.initialized and not (self._is_trained or self._lacking):
+            # One that is under way may wait for what a ps without values lacks, and that for the caller.
+            waits = bool(self._lacking) and self._first.locked()
+            if self._journal.history.initialized and not (self._is_trained or waits):
                 await asyncio.shield(self._save_first())  # the caller may give up and ask again
             await self._admit(caller)
             # None between the initial values and the first checkpoint, unless some were before, nor while a ps is away

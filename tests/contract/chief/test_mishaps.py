@@ -522,7 +522,7 @@ async def test_a_ps_without_values_is_told_of_though_the_first_checkpoint_waits_
     """It waited for those that the ps lacked, and whoever asked waited for it until the call was over, for ever."""
 
     config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
-    async with cluster(**config) as (_, [worker], servers):
+    async with cluster(**config) as (running, [worker], servers):
         await worker.open()
         servers[0].save_gate.clear()
         for server in servers:
@@ -531,7 +531,9 @@ async def test_a_ps_without_values_is_told_of_though_the_first_checkpoint_waits_
         servers[1].complete = False
         error = await refused(worker.next())
         assert isinstance(error, StaleStoreError) and "ps:1 restarted without values" in str(error)
+        servers[1].complete = True
         servers[0].save_gate.set()
+        await until(lambda: running.job.journal.history.checkpoint)
 
 
 async def test_no_unit_is_leased_where_values_were_and_are_gone(tmp_path: Path) -> None:
