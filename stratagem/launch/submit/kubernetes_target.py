@@ -58,7 +58,10 @@ def state(record: JobRecord, folder: Path) -> JobState:
     with contextlib.closing(Cluster(**record.place)) as cluster:
         jobs = cluster.jobs(_selector(record))
         if not jobs:
-            ending = ", ".join(sorted(map(task_of, cluster.pods(_selector(record)))))
+            pods = [
+                pod for pod in cluster.pods(_selector(record)) if pod["status"].get("phase") in ("Pending", "Running")
+            ]
+            ending = ", ".join(sorted(map(task_of, pods)))
             words = "its Jobs are gone" + (f"; still there to save and end: {ending}" if ending else "")
             return JobState("cancelled" if record.cancelled else "unknown", None, words)
         failed = sorted((job for job in jobs if _has(job, "Failed")), key=lambda job: rank_of(_role(job)))
