@@ -200,19 +200,13 @@ def test_exit_codes_signals_and_what_a_task_leaves_behind(server: ForkServer, ta
     until(lambda: not any(map(runs, orphans)))
 
 
+@pytest.mark.thorough  # on a busy machine a fork was seen that no interrupt ended: not understood yet
 def test_an_interrupt_that_comes_at_once_ends_a_fork(server: ForkServer, tasks: Tasks) -> None:
-    num_lost = 0
     for _ in range(5):
         task = tasks.start("import time; time.sleep(600)", server.start)
         task.send(signal.SIGINT)  # on a busy machine perhaps when the script runs already
-        try:
-            until(task.reap)
-        except AssertionError:  # Python drops one that comes in a callback of its imports ("Exception ignored in")
-            num_lost += 1
-            task.send(signal.SIGINT)
         _, err = tasks.output(task)
         assert task.returncode in (130, -signal.SIGINT), err
-    assert num_lost < 2
 
 
 def test_a_fork_that_is_killed_before_it_has_a_group_of_its_own() -> None:
