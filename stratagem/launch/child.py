@@ -1,4 +1,5 @@
-"""First thing in every child process: ask the kernel to kill it when the launcher dies, then become the command.
+"""First thing in every child process: ask the kernel to kill it when the launcher dies, hear Ctrl-C, then become the
+command.
 
 Run as a file, not as a module, so it starts in milliseconds and imports nothing of the package. ``python child.py
 LAUNCHER_PID COMMAND ARGS…``. Linux only: PR_SET_PDEATHSIG survives exec.
@@ -18,6 +19,7 @@ def main() -> None:
         sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
     if os.getppid() != launcher_pid:  # it died before the signal was armed
         os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where a shell script has started the launcher with "&"
     try:
         os.execvp(command[0], command)
     except OSError as error:
