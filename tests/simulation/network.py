@@ -413,6 +413,7 @@ class Call:
         if self.over_at_server or self.server is None or self._broken or self._is_reset():
             return
         self.network.post(self.server, self.client, self._arrival(False), self._take_reply, message)
+        self.world.faults.happened(f"reply {self.method.rpartition('/')[2]}")  # type: ignore[attr-defined]
 
     def end_at_server(self, error: RpcError | None) -> None:
         """The handler is through."""

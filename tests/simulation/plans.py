@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from stratagem.cluster.membership import backup_of
 from tests.simulation.cluster import Job
 from tests.simulation.network import Conditions
-from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Schedule
+from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Moment, Schedule
 
 GRACE_S = 30.0
 """Seconds after which a supervisor kills what it has told to end."""
 ADMITS = 0.1
 """The share of rings in which workers die as others admit a newcomer."""
 AT_MOMENTS = 0.2
-"""The share of jobs in which tasks die as the chief writes down something, or as a request comes."""
+"""The share of jobs in which something goes wrong at a moment that has a name."""
 MOMENTS = (
     *3 * ("join", "over", "prepared", "initialized", "accepted", "checkpoint", "step", "close_step"),
     *("put_back", "restored", "roll_back", "lost", "routed", "untold", "steps_per_unit", "ending", "begun", "plan"),
@@ -130,7 +130,7 @@ def plan(seed: int, form: str = "") -> Schedule:
         faults += _of_a_host(hosts, job)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # all may begin anew, as above
     if (moments := random.Random(-25 * seed - 1)).random() < AT_MOMENTS:
-        faults += _at_moments(moments, job, MOMENTS)
+        faults += _at_moments(moments, job, MOMENTS, _fault)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
     if form == "storm":
         faults += _storm(random.Random(-20 * seed - 1), job, _fault)
@@ -160,14 +160,20 @@ def _of_a_host(rng: random.Random, job: Job) -> Iterator[Fault]:
             at_s += 0.5 * rng.random()
 
 
-def _at_moments(rng: random.Random, job: Job, moments: Sequence[str]) -> Iterator[Fault]:
-    """Tasks die at one of ``moments``, or just after, when it comes for the first time from then on, or a later one."""
+def _at_moments(
+    rng: random.Random, job: Job, moments: Sequence[str], draw: Callable[[random.Random, Job], Fault]
+) -> Iterator[Fault]:
+    """What goes wrong, in most cases a death, goes wrong at one of ``moments`` or just after."""
     tasks = ["chief:0", *(f"worker:{i}" for i in range(job.num_workers)), *(f"ps:{i}" for i in range(job.num_ps))]
     for _ in range(rng.choice((1, 2, 3))):
+        what = rng.choice(("", "", "reply ")) + rng.choice(moments)
+        if what.startswith("reply ") and what[6].islower():  # a record has none
+            what = what.removeprefix("reply ")
+        moment = Moment(what, rng.choice((1, 1, 2, 5)), rng.choice((0.0, 0.0, 0.01, 0.1)) * rng.random())
         task = rng.choice(("chief:0", rng.choice(tasks), rng.choice(tasks)))
-        kind = "crash at" if task == "chief:0" and rng.random() < 0.3 else "kill at"
-        soon_s = rng.choice((0.0, 0.0, 0.01, 0.1)) * rng.random()
-        yield Fault(2 * rng.random(), kind, task, rng.choice(moments), soon_s, rng.choice((1, 1, 2, 5)))
+        kind = "crash" if task == "chief:0" and rng.random() < 0.3 else "kill"
+        fault = Fault(0.0, kind, task) if rng.random() < 0.6 else draw(rng, job)
+        yield dataclasses.replace(fault, at_s=2 * rng.random(), moment=moment)
 
 
 def _storm(rng: random.Random, job: Job, draw: Callable[[random.Random, Job], Fault]) -> Iterator[Fault]:
@@ -234,7 +240,7 @@ def _plan_ring(seed: int, is_storm: bool) -> Schedule:
     if (hosts := random.Random(-18 * seed - 1)).random() < 0.1:
         faults += _of_a_host(hosts, job)
     if (moments := random.Random(-25 * seed - 1)).random() < AT_MOMENTS:
-        faults += _at_moments(moments, job, MOMENTS_OF_RING)
+        faults += _at_moments(moments, job, MOMENTS_OF_RING, _ring_fault)
     if is_storm:
         faults += _storm(random.Random(-20 * seed - 1), job, _ring_fault)
     if random.Random(-10 * seed - 1).random() < 0.25:

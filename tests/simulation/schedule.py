@@ -6,7 +6,7 @@ import dataclasses
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratagem.chief.journal.journal import Journal
 from stratagem.errors import ConfigurationError, JobStoppedError
@@ -20,6 +20,18 @@ from tests.simulation.threads import here
 from tests.simulation.world import START, SimulationError, World
 
 
+class Moment(NamedTuple):
+    """When the chief writes a record of this kind into its journal, a request for this method arrives, or (``reply``
+    and the method) its reply leaves: the next time, or a later one, and then ``soon_s``."""
+
+    what: str
+    number: int = 1
+    soon_s: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.soon_s:.3f} after {self.what!r} the {self.number}. time from"
+
+
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """Something that goes wrong."""
@@ -31,11 +43,14 @@ class Fault:
     other: str = ""
     for_s: float = 0.0
     number: int = 0
+    moment: Moment | None = None
+    """From then on waited for."""
 
     def __str__(self) -> str:
         who = f" {self.task}" + (f"-{self.other}" if self.other else "")
         how_many = f" to {self.number}" if self.number else ""
-        return f"{self.kind}{who}{how_many} at {self.at_s:.3f}" + (f" for {self.for_s:.3f}" if self.for_s else "")
+        when = f"{self.moment or 'at'} {self.at_s:.3f}"
+        return f"{self.kind}{who}{how_many} {when}" + (f" for {self.for_s:.3f}" if self.for_s else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +96,16 @@ class _Faults:
         self._awaiting: list[Fault] = []
 
     def happened(self, what: str) -> None:
-        """The chief has written this record in its journal, or a request for this method has come to its server."""
+        """A moment that has a name has come."""
         waiting, self._awaiting = self._awaiting, []
         for fault in waiting:
-            if fault.other == what and fault.number == 1:
-                die = self._crash if fault.kind == "crash at" else lambda fault: self._kill(fault.task)
-                self._world.note(f"* now {fault}")
-                self._world.after(fault.for_s, None, die, fault)
+            moment = fault.moment
+            assert moment is not None
+            left = moment._replace(number=moment.number - (moment.what == what))
+            if left.number:
+                self._awaiting.append(dataclasses.replace(fault, moment=left))
             else:
-                less = fault.number - (fault.other == what)
-                self._awaiting.append(dataclasses.replace(fault, number=less))
+                self._world.after(left.soon_s, None, self._do, dataclasses.replace(fault, moment=None))
 
     def arrange(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
@@ -100,14 +115,15 @@ class _Faults:
         if self._cluster.finished is not None:
             return
         self._world.note(f"* {fault}")
+        if fault.moment is not None:
+            self._awaiting.append(fault)
+            return
         kinds: dict[str, Callable[[Fault], None]] = {
             "kill": lambda fault: self._kill(fault.task),
             "kill copied": self._kill_copied,
             "kill ahead": lambda fault: self._world.copies.doomed.add(fault.task),  # type: ignore[attr-defined]
             "kill between": lambda fault: self._cluster.doomed_between.add(fault.task),
             "kill late": lambda fault: self._world.rings.doomed.add(fault.task),  # type: ignore[attr-defined]
-            "kill at": self._awaiting.append,
-            "crash at": self._awaiting.append,
             "kill admitting": self._kill_admitting,
             "kill early": lambda fault: self._world.rings.doomed_early.add(fault.task),  # type: ignore[attr-defined]
             "crash": self._crash,
