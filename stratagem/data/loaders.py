@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import (
@@ -172,6 +172,8 @@ def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[A
 
 def carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
     """Arguments of a DataLoader like ``loader`` over other batches; ``persistent`` as of :func:`rebuild`."""
+    if hasattr(loader, "load_state_dict"):
+        _refuse_position(loader)
     arguments = {name: getattr(loader, name) for name in _CARRIED if hasattr(loader, name)}
     if (meter := active_meter()) is not None:
         meter.loader_workers = loader.num_workers
@@ -184,6 +186,20 @@ def carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
         # A process that stays has a copy of the dataset, which would be told no epoch.
         arguments["persistent_workers"] = loader.persistent_workers and not hasattr(loader.dataset, "set_epoch")
     return arguments
+
+
+def _refuse_position(loader: Any) -> None:
+    """From now on torchdata's StatefulDataLoader is not asked for a position: it knows that of passes over itself."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise ConfigurationError(
+            f"the {type(loader).__name__} does not know how far the distributed dataset over it is, and cannot set it: "
+            "sg.Checkpoint (or BackupAndRestore of fit) keeps the position in the data, and resumes there"
+        )
+
+    if getattr(loader, "next_iter_state", None) is not None:  # it was given one before
+        refuse()
+    loader.state_dict = loader.load_state_dict = refuse
 
 
 def seed_epoch(loader: DataLoader[Any], *numbers: int) -> None:

@@ -355,6 +355,27 @@ def test_a_stateful_loader_of_torchdata_is_planned_like_torchs(shuffle: bool) ->
     assert plan_of(Loader(), 1, 0).shuffle == (rows != [[0, 1], [2, 3], [4, 5], [6, 7]]) == shuffle
 
 
+def test_a_stateful_loader_of_torchdata_is_not_asked_for_a_position() -> None:
+    class StatefulDataLoader(DataLoader[int]):
+        next_iter_state: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"_num_yielded": 0}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.next_iter_state = state
+
+    loader, moved = StatefulDataLoader(Numbers(4), batch_size=2), StatefulDataLoader(Numbers(4), batch_size=2)
+    dataset = distribute(loader, placement=InputPlacement((CPU,)))
+    next(iter(dataset))
+    for call in (loader.state_dict, lambda: loader.load_state_dict({"_num_yielded": 1})):
+        with pytest.raises(ConfigurationError, match=r"sg\.Checkpoint .* keeps the position"):
+            call()
+    moved.load_state_dict({"_num_yielded": 1})
+    with pytest.raises(ConfigurationError, match=r"sg\.Checkpoint .* keeps the position"):
+        distribute(moved, placement=InputPlacement((CPU,)))
+
+
 class EpochStream(Epochs, IterableDataset[int]):
     """The epoch that it is read in."""
 
