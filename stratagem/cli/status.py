@@ -50,7 +50,7 @@ def summary_line(status: StatusView) -> str:
     else:
         state = f"waiting for {', '.join(status.waiting_for) or 'the cluster'}"
     parts = [state, f"lead {status.lead or '-'}", f"epoch {status.epoch}"]
-    parts.append(f"units {status.units_accepted}/{status.units_planned}")
+    parts += status.units_words
     parts.append(f"examples {status.examples}")
     parts.append(f"checkpoint {status.checkpoint or '-'}")
     if status.standby:

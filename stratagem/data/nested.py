@@ -295,7 +295,8 @@ def fingerprint(batch: Any) -> int:
     crc = zlib.crc32(json.dumps(form_of(batch)).encode())
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            whole = leaf.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)  # and of stride 1
+            data = whole.view(torch.uint8).numpy().tobytes()
         elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             data = leaf.tobytes()
         else:  # of other objects each process has its own

@@ -52,7 +52,7 @@ def progress_words(status: StatusView, pace: JobPace) -> str:
     """The job in one line: epoch, units, loss, examples/s, ETA of the epoch, exposed communication."""
     if not status.ready:
         return f"waiting for the cluster: {', '.join(status.waiting_for) or 'the tasks to join'}"
-    parts = [f"epoch {status.epoch}", f"units {status.units_accepted}/{status.units_planned}"]
+    parts = [f"epoch {status.epoch}", *status.units_words]
     if status.loss is not None:
         parts.append(f"loss {status.loss:.4f}")
     if pace.examples_per_s > 0:

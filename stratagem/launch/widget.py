@@ -95,7 +95,8 @@ def _text_of(look: Mapping[str, Any]) -> str:
     job, verdict = look["job"], look["verdict"]
     state = job["stop_reason"] or ("running" if job["ready"] else f"waiting for {', '.join(job['waiting_for'])}")
     loss = "" if job["loss"] is None else f" · loss {job['loss']:.4f}"
-    facts = f"{state} · epoch {job['epoch']} · units {job['units_accepted']}/{job['units_planned']}{loss}"
+    units = f" · units {job['units_accepted']}/{job['units_planned']}" if job["units_planned"] else ""
+    facts = f"{state} · epoch {job['epoch']}{units}{loss}"
     advice = f"<br><small>{html.escape(verdict['advice'])}</small>" if verdict["advice"] else ""
     longest = max([sum(worker["phases"].values()) for worker in look["workers"]], default=1.0)
     bars = "".join(_bar(worker["task"], worker["phases"], longest) for worker in look["workers"])

@@ -89,6 +89,11 @@ class StatusView:
     """The chief that stands by, "process 7 on host-b"; empty: none does."""
 
     @property
+    def units_words(self) -> list[str]:
+        """Units accepted and planned, once some are planned."""
+        return [f"units {self.units_accepted}/{self.units_planned}"] if self.units_planned else []
+
+    @property
     def workers(self) -> tuple[TaskState, ...]:
         """Of :attr:`tasks`, in their order; an evaluator is none."""
         return tuple(task for task in self.tasks if task.task.startswith("worker:"))

@@ -32,7 +32,7 @@ from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.prepared import Preparation, Prepared
-from stratagem.strategy.ps.checks import check_alike, check_prepared, check_step
+from stratagem.strategy.ps.checks import check_alike, check_contents, check_prepared, check_step
 from stratagem.strategy.ps.schedules import follow, keep_up, push_of, warn_of_unprepared
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
@@ -311,6 +311,7 @@ class ParameterServerStrategy(Strategy):
         plan = plan_of(loader, self.num_replicas_in_sync, self.staleness)
         self._num_datasets += 1
         seed = self._runtime.chief.open_dataset(self._num_datasets, plan)
+        check_contents(self._runtime, self._num_datasets, loader.dataset)
         plan = dataclasses.replace(plan, seed=seed)
         client = LeaseClient(self._runtime.chief, plan, 2 if self.staleness == math.inf else 1)
         self._runtime.leases.append(client)

@@ -178,9 +178,11 @@ def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> 
 
 
 SCALES = """
-model, optimizer = strategy.prepare(model, optimizer)
-scaler = torch.amp.GradScaler("cpu", enabled=False)
+model, optimizer, scaler = strategy.prepare(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+scaler.unscale_(optimizer)
 scaler.step(optimizer)
+scaler.update()
 scaler = torch.amp.GradScaler("cpu")
 scaler.scale(model(torch.ones(1, 2)).sum()).backward()
 scaler.unscale_(optimizer)
@@ -193,6 +195,19 @@ def test_a_scaler_that_was_not_prepared_is_refused(cluster: Start, tmp_path: Pat
     done = cluster(1, 1, script(tmp_path, SCALES)).finish()
     assert done.code == 2, done.stderr
     check_words(done.stderr, "a GradScaler cannot be used with parameter servers: gradients leave during backward")
+    check_words(done.stderr, "make it GradScaler(enabled=False)", "script.py:14, in")
+
+
+@pytest.mark.parametrize("by_rank", [True, False])
+def test_data_that_a_script_cuts_by_rank_beside_parameter_servers(
+    cluster: Start, tmp_path: Path, by_rank: bool
+) -> None:
+    """Each batch is made of what the worker holds that trains it: examples were left out without a word."""
+    part = "torch.arange(8.0)[strategy.task.index::2]" if by_rank else "torch.arange(4.0)"
+    body = f"list(strategy.distribute_dataset(torch.utils.data.DataLoader({part}.view(4, 1), batch_size=2)))\n"
+    done = cluster(2, 1, script(tmp_path, "strategy.prepare(model, optimizer)\n" + body)).finish()
+    assert done.code == 0, done.stderr
+    assert ("other examples in dataset 1" in done.stderr) == by_rank
 
 
 STATE_ELSEWHERE = """

@@ -53,8 +53,14 @@ def _direct(name: str) -> Any:
             return own.__get__(tensor)
 
     def write(tensor: torch.Tensor, value: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            own.__set__(tensor, value)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                own.__set__(tensor, value)
+        except RuntimeError as error:  # what is set has values
+            raise ConfigurationError(
+                f"the {name} of a table on parameter servers cannot be set like this ({error}): backward() gives it "
+                "the rows of the batch. Change the loss, or register_hook on what the layer returns; None drops it"
+            ) from None
 
     return property(read, write)
 

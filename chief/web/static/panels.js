@@ -12,7 +12,8 @@ export function showJob(look) {
   const [text, kind] = job.stop_reason ? ["ending", "warn"] : job.ready ? ["running", "good"] : ["waiting for the cluster", "warn"];
   setText(chip, text);
   chip.className = `chip ${kind}`;
-  const facts = [`epoch ${job.epoch}`, `units ${job.units_accepted}/${job.units_planned}`, `lead ${job.lead || "–"}`, `loss ${loss(job.loss)}`];
+  const units = job.units_planned ? [`units ${job.units_accepted}/${job.units_planned}`] : [];
+  const facts = [`epoch ${job.epoch}`, ...units, `lead ${job.lead || "–"}`, `loss ${loss(job.loss)}`];
   if (job.updates_lost) facts.push(`updates lost ${job.updates_lost}`);
   if (!job.ready && job.waiting_for.length) facts.unshift(`waiting for ${job.waiting_for.join(", ")}`);
   if (job.stop_reason) facts.unshift(job.stop_reason);

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stratagem.data.contents import contents_of
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.rpc.codec import can_travel
 from stratagem.strategy.model_parts import sparse_embeddings
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _SCALER = (
     "a GradScaler cannot be used with parameter servers: gradients leave during backward, still scaled. Use bfloat16 "
-    "autocast, which needs no scaling"
+    "autocast, or none, which need no scaling, and leave the scaler out or make it GradScaler(enabled=False)"
 )
 
 
@@ -64,6 +65,22 @@ def check_alike(runtime: WorkerRuntime, preparation: Preparation, optimizers: Se
         )
 
 
+def check_contents(runtime: WorkerRuntime, ordinal: int, dataset: Any) -> None:
+    """Warns where another worker registered other examples as this dataset of the script: whoever trains a unit looks
+    its indices up in what it holds itself."""
+    if not (contents := contents_of(dataset)):
+        return
+    [(first, index)] = runtime.chief.record_logs("contents", ordinal, {str(contents): runtime.task.index}).items()
+    if first != str(contents):
+        logger.warning(
+            "This worker holds other examples in dataset %d than worker:%d did when the job began, and the chief "
+            "leases batches by number: some examples are trained more than once in an epoch, and some never. Give "
+            "every worker the same whole dataset (no x[rank::size], no dataset.shard, a seed for what is random), or "
+            "give each worker's part to distribute_datasets_from_function",
+            *(ordinal, index),
+        )
+
+
 def check_step(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
     """Refuses a step of a prepared optimizer, by a ConfigurationError, with a closure or by a GradScaler."""
     if any(map(callable, arguments)):
@@ -84,7 +101,7 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
         _check_dtypes(model)
     check_memory(models)
     check_layers(models)
-    if any(isinstance(item, torch.amp.GradScaler) for item in objects):
+    if any(isinstance(item, torch.amp.GradScaler) and item.is_enabled() for item in objects):
         raise ConfigurationError(_SCALER)
     if preparation.sync_batchnorm:
         raise ConfigurationError(

@@ -59,6 +59,7 @@ WHOLE: list[Callable[[slice], Any]] = [
     lambda part: ConcatDataset([TensorDataset(X[:4]), TensorDataset(X[part])]),
     lambda part: list(zip(X[part], Y[part].tolist(), strict=True)),
     lambda part: X[part],
+    lambda part: X.T[0][part].view(-1, 1),  # each row is one number, of stride 2
     lambda part: Augmented(X[part]),
     lambda part: Rows([f"text {number}" for number in range(12)][part]),
 ]

@@ -150,6 +150,7 @@ def test_progress_in_words() -> None:
         "epoch 1 · units 30/100 · loss 0.5000 · 320 examples/s · epoch ends in 7 s · exposed communication 25% · "
         "updates lost 2"
     )
+    assert "units" not in progress_words(_status(units_planned=0), JobPace())  # before a dataset is distributed
     assert progress_words(StatusView(waiting_for=("ps:0",)), JobPace()) == "waiting for the cluster: ps:0"
 
 
