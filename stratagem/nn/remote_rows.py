@@ -194,6 +194,11 @@ class RemoteRows(nn.Module):
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
             came = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ConfigurationError(f"expected a tensor of ids, int32 or int64, got {came}")
+        if torch._C._functorch.is_batchedtensor(ids):
+            raise ConfigurationError(
+                f"{table.title} under torch.vmap, where ids have no values to ask the parameter servers for: call the "
+                "layer with all ids outside, and give vmap the rows"
+            )
         flat = ids.values() if ids.is_nested else ids
         array = flat.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
         if len(array) and not (array.min() >= 0 and array.max() < self.num_embeddings):
