@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stratagem.data.contents import contents_of
+from stratagem.data.distribute import contents_of
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.rpc.codec import can_travel
 from stratagem.strategy.model_parts import sparse_embeddings

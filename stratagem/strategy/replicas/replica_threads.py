@@ -139,7 +139,7 @@ class ReplicaThreads:
 
         The error that a replica raises ends the others as soon as they wait for anything, and is raised here, with a
         note that says which replica it was. The replica_threads can be used again; see
-        :func:`~stratagem.strategy.replicas.replica_communicator.reopen`.
+        :func:`~stratagem.strategy.replicas.local_replicas.reopen`.
 
         Raises:
             ConfigurationError: inside a run, or after :meth:`close`.

@@ -19,7 +19,7 @@ import pytest
 from stratagem.chief import __main__ as chief_main
 from stratagem.chief.membership.session import StopJob
 from stratagem.chief.monitoring.status import JobStatus
-from stratagem.chief.web import page, page_watch
+from stratagem.chief.web import page_watch, serving
 from stratagem.chief.web.page_watch import PageWatch
 from stratagem.chief.web.serving import serve_page
 from stratagem.cluster.config import ChiefConfig
@@ -214,7 +214,7 @@ async def test_a_page_that_reads_nothing_is_let_go(
         while True:
             yield "look", "x" * (8 << 20)
 
-    monkeypatch.setattr(page, "READ_S", 0.3)
+    monkeypatch.setattr(serving, "READ_S", 0.3)
     monkeypatch.setattr(PageWatch, "messages", much)
     watches = watches_of(monkeypatch)
     async with chief() as running, page_of(running) as (_, address):

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from stratagem.data.contents import contents_of
-from stratagem.data.distribute import distribute
+from stratagem.data.distribute import contents_of, distribute
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement
 from stratagem.training.fit.sources import Arrays

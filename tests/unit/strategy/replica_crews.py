@@ -12,7 +12,7 @@ import torch
 
 from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
 from stratagem.strategy.replicas.local_group import LocalGroup
-from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator
+from stratagem.strategy.replicas.local_replicas import ReplicaCommunicator
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.worker.ring.communicator import Communicator
 

@@ -18,7 +18,7 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
 from stratagem.strategy.replicas.local_group import LocalGroup
-from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator, WaitingMeter, reopen
+from stratagem.strategy.replicas.local_replicas import ReplicaCommunicator, WaitingMeter, reopen
 from stratagem.strategy.replicas.replica_threads import Doing, ReplicaThreads
 from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
