@@ -147,10 +147,7 @@ class ShardGroup:
         if counts:
             self.counts = list(counts)
         self.scalars.update({name: list(values) for name, values in scalars.items() if name != "step"})
-        self._note_started()
         self._plan = None
-
-    def _note_started(self) -> None:
         name = self._rule.first_slot if self._rule is not None else ""
         if name in self.slots:
             flat = self.slots[name]

@@ -137,7 +137,10 @@ class GradientReducer(BackwardReducer["_Backward"]):
             if self._same_bits is not None:
                 self._same_bits.begin_anew()
             self._lay_out()
-        elif self._is_stale():
+        elif any(
+            slot.parameter.requires_grad if not slot.handles else isinstance(slot, DenseSlot) and not slot.fits
+            for slot in self._slots
+        ):
             self._lay_out()
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -147,12 +150,6 @@ class GradientReducer(BackwardReducer["_Backward"]):
         has come to that group: by the first step that the group has shared out."""
         healing, step = self._communicator.healing, self._communicator.step
         return healing is not None and healing.placement(step).first_step > self._laid_out_at
-
-    def _is_stale(self) -> bool:
-        return any(
-            slot.parameter.requires_grad if not slot.handles else isinstance(slot, DenseSlot) and not slot.fits
-            for slot in self._slots
-        )
 
     def _lay_out(self) -> None:
         """Gives every parameter that needs gradients its hooks and its place. Collective."""

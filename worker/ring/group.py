@@ -93,6 +93,9 @@ class Breakable(abc.ABC):
         self._end(error)
         return error
 
+    def close(self, reason: str) -> None:
+        self.break_off(CollectiveError(reason))
+
     @abc.abstractmethod
     def _end(self, error: CollectiveError) -> None:
         """Closes what it stands on: whoever waits there wakes."""

@@ -166,9 +166,6 @@ class RingGroup(Breakable):
     def _is_unheard(self) -> bool:
         return getattr(self._right_lane, "is_unheard", False)  # a tcp lane can tell
 
-    def close(self, reason: str) -> None:
-        self.break_off(CollectiveError(reason))
-
     # -- messages ----------------------------------------------------------------------------------------------
 
     def send(self, part: torch.Tensor, offset: int, tag: Tag) -> None:

@@ -146,9 +146,6 @@ class TorchGroup(Breakable, Group):
         """Also tells when the ranks are not in the same collective."""
         self._compare(tag)
 
-    def close(self, reason: str) -> None:
-        self.break_off(CollectiveError(reason))
-
     def _compare(self, tag: Tag) -> None:
         """Every rank's tag to every rank."""
         self.check()

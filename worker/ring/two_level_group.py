@@ -93,9 +93,6 @@ class TwoLevelGroup(Breakable):
         mate = self.host.waiting_on()
         return None if mate is None else self._host_ranks[mate]
 
-    def close(self, reason: str) -> None:
-        self.break_off(CollectiveError(reason))
-
     @contextlib.contextmanager
     def _inside(self, ranks: Sequence[int]) -> Iterator[None]:
         """An error of one inner group breaks all of them, and names a global rank. ``ranks``: global rank of each rank

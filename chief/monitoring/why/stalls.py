@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stratagem.chief.monitoring.why.finding import Cause, Finding
-from stratagem.chief.monitoring.why.reading import Reading, TaskReading
+from stratagem.chief.monitoring.why.reading import Reading
 
 SILENT_S = 3.0
 """A task says something every half second."""
@@ -19,7 +19,8 @@ def silent(reading: Reading) -> Iterator[Finding]:
         return
     tasks = [task for task in reading.tasks if not task.task.startswith("evaluator:")]  # nobody waits for it
     for task in sorted(tasks, key=lambda one: -one.silent_s):  # what was lost first made the others go
-        evidence = _waiting_for(reading, task)
+        waiting = [one for one in reading.tasks if task.task in one.waiting_on]
+        evidence = tuple(f"{one.task} has waited {one.waiting_s:.1f} s for {one.waiting_on}" for one in waiting)
         if task.state == "lost":
             waits = ", and the job waits until it is restarted" if task.task.startswith("ps:") else ""
             sentence = f"{task.task} is lost{waits}"
@@ -53,11 +54,3 @@ def stuck(reading: Reading) -> Iterator[Finding]:
         sentence = f"no step has ended for {first.window_s:.0f} s: {first.task} waits for {first.waiting_on}"
         advice = "see what the threads are doing: stratagem status --stacks"
         yield Finding(Cause.STUCK, first.task, sentence, advice, 1.0, others)
-
-
-def _waiting_for(reading: Reading, task: TaskReading) -> tuple[str, ...]:
-    return tuple(
-        f"{one.task} has waited {one.waiting_s:.1f} s for {one.waiting_on}"
-        for one in reading.tasks
-        if task.task in one.waiting_on
-    )

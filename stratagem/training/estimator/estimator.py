@@ -157,7 +157,11 @@ class Estimator(WithWaysOut):
         results = evaluation.evaluate(restored, given, path, steps)
         if restored.strategy.is_lead:
             step = int(results["global_step"])
-            self._summaries_of(name).write({key: results[key] for key in results if key != "global_step"}, step)
+            # One file for all evaluations of a process: readers order files by the second of their name.
+            folder = self.model_dir / (f"eval_{name}" if name else "eval")
+            self._evaluations.setdefault(name, Summaries(folder)).write(
+                {key: results[key] for key in results if key != "global_step"}, step
+            )
             logger.info("evaluated step %d: %s", step, ", ".join(f"{k} {v:.6g}" for k, v in results.items()))
         return results
 
@@ -217,10 +221,6 @@ class Estimator(WithWaysOut):
             device = default_device() if self._training is None else self._training.strategy.local_devices[0]
             self._restored[mode] = RestoredObjects(self._function, mode, strategy, device)
         return self._restored[mode]
-
-    def _summaries_of(self, name: str | None) -> Summaries:
-        # One file for all evaluations of a process: readers order files by the second of their name.
-        return self._evaluations.setdefault(name, Summaries(self.model_dir / (f"eval_{name}" if name else "eval")))
 
     def _checkpoint(self, path: str | os.PathLike[str] | None) -> Path | None:
         check_kind(path, str, os.PathLike, NoneType)
