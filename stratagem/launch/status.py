@@ -163,8 +163,7 @@ class StatusPoller:
             self.latest = from_reply(call.result())
         except grpc.RpcError:
             if self._security.certificates() != self._certificates:  # a channel keeps the one it was made with
-                self._channel.close()
-                self._connect()
+                self.move(self._address)
             return False
         return True
 

@@ -24,7 +24,7 @@ from stratagem.training.export.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.fit import loop as fit_loop
 from stratagem.training.fit import sources
 from stratagem.training.fit.agreement import FitAgreement, FitOnServers, InStep, check_groups
-from stratagem.training.fit.evaluation import Evaluation, at_epochs
+from stratagem.training.fit.loop import Evaluation, at_epochs
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.fit.steps import Compiled, FitSteps, sample_of, unpack

@@ -14,9 +14,8 @@ import stratagem as sg
 from stratagem.launch.manifests.kubernetes import render
 from stratagem.launch.manifests.workload import Workload
 from stratagem.launch.submit import compose_target
-from stratagem.launch.submit.build_context import read_context
+from stratagem.launch.submit.build_context import IgnoreRules, read_context
 from stratagem.launch.submit.compose_target import FILE
-from stratagem.launch.submit.dockerignore import IgnoreRules
 from stratagem.launch.submit.record import JobRecord
 from stratagem.launch.submit.request import machine_of
 from tests.deploy.containers import need_engine, run, wait_for

@@ -91,14 +91,10 @@ class FitPosition:
             self.validation.take_over(state["validation"])
 
     def _place(self) -> dict[str, Any]:
+        own = ("epoch", "step", "num_steps", "is_trained", "is_over", "example")
         return {
             "num_before": self._num_before,
-            "epoch": self.epoch,
-            "step": self.step,
-            "num_steps": self.num_steps,
-            "is_trained": self.is_trained,
-            "is_over": self.is_over,
-            "example": self.example,
+            **{name: getattr(self, name) for name in own},
             "callbacks": [
                 {"kind": type(callback).__name__, "state": callback.state_dict()} for callback in self._callbacks
             ],

@@ -11,8 +11,7 @@ import pytest
 
 from stratagem.errors import ConfigurationError
 from stratagem.launch.submit import build_context
-from stratagem.launch.submit.build_context import read_context
-from stratagem.launch.submit.dockerignore import IgnoreRules
+from stratagem.launch.submit.build_context import IgnoreRules, read_context
 
 
 @pytest.mark.parametrize(
