@@ -46,17 +46,11 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class JobVerdict:
+class JobVerdict(Finding):
     """What makes a job slow, or that nothing does."""
 
-    cause: Cause
-    task: str
-    sentence: str
-    advice: str
-    share: float
-    sure: str
-    """"sure", "fairly sure" or "not sure"."""
-    evidence: tuple[str, ...] = ()
+    sure: str = "sure"
+    """Or "fairly sure" or "not sure"."""
     also: tuple[str, ...] = ()
     """What else was found, in the order of what it costs."""
 

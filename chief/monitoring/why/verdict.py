@@ -38,23 +38,16 @@ def judge(reading: Reading) -> JobVerdict:
             "check the chief's log and machine, restart it (with --state-dir it resumes where it was), or read the "
             "summary of a finished run: stratagem why --summary FILE",
             1.0,
-            "fairly sure",
+            sure="fairly sure",
         )
     found = [finding for rule in RULES for finding in rule(reading) if finding.share >= WORTH]
     found.sort(key=lambda finding: (_RANKS.get(finding.cause, 0), finding.share), reverse=True)
     if not found:
         return _nothing(reading)
     first = found[0]
-    return JobVerdict(
-        first.cause,
-        first.task,
-        first.sentence,
-        first.advice,
-        round(min(1.0, first.share), 3),
-        _how_sure(reading, first, found),
-        (*first.evidence, *_table(reading)),
-        tuple(finding.sentence for finding in found[1:4]),
-    )
+    whole = vars(first) | {"share": round(min(1.0, first.share), 3), "evidence": (*first.evidence, *_table(reading))}
+    also = tuple(finding.sentence for finding in found[1:4])
+    return JobVerdict(**whole, sure=_how_sure(reading, first, found), also=also)
 
 
 class WatchedVerdict:
@@ -96,7 +89,6 @@ def _nothing(reading: Reading) -> JobVerdict:
             f"no worker has finished a step {f'in the last {window_s:.0f} s' if is_long else 'yet'}{why}",
             "see what the threads are doing: stratagem status --stacks" if is_long else "ask again in a moment",
             0.0,
-            "sure",
             tuple(waiting),
         )
     computing = min(worker.share(*measures.COMPUTING) for worker in working)
@@ -108,8 +100,8 @@ def _nothing(reading: Reading) -> JobVerdict:
         f"nothing to gain: the workers compute {percent(computing)} of the time",
         "",
         0.0,
-        _how_sure(reading, None, []),
         _table(reading),
+        _how_sure(reading, None, []),
         (no_core,) if starved >= 0.2 else (),  # what is outside the job
     )
 
