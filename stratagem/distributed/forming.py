@@ -27,7 +27,7 @@ from stratagem.distributed.nccl import Nccl
 from stratagem.distributed.open_groups import refuse_forked
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.rpc.binding import is_loopback
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
@@ -193,7 +193,10 @@ def _security(config: WorkerConfig, token: Token) -> Security:
 
 def _check_reachable(tasks: list[str], addresses: list[str], places: list[str]) -> None:
     for task, address, place in zip(tasks, addresses, places, strict=True):
-        host = split_address(address)[0]
+        try:
+            host = split_address(address)[0]
+        except ClusterSpecError as error:
+            raise ClusterSpecError(f"{task} has put no address into the store: {error}") from None
         if is_loopback(host) and any(place != other for other in places):
             raise ConfigurationError(
                 f"{task} listens on {host}, where ranks on other hosts cannot reach it. Give it STRATAGEM_BIND="

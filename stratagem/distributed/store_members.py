@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, StratagemError
+from stratagem.rpc.logs import shortened
 from stratagem.rpc.security import Security
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,9 @@ _TELL_S = 20.0
 """After so long a rank says for whom it waits: torch gives a ``new_group`` half an hour, whatever the others have."""
 _LEAD_S = 20.0
 """So long a rank waits for rank 0's call before it looks at what rank 0 wants: until then it may be one of before."""
+_WORD = re.compile(r"[^\x00-\x1f\ufffd]{0,1000}(\nworker:\d{1,9})+")
+_CALL = re.compile(r"[0-9a-f]{16}/")
+"""What ranks write; anything else in their place is not theirs."""
 
 
 class Rendezvous:
@@ -61,13 +66,13 @@ class Rendezvous:
         except RuntimeError:
             if not self._missing("arrival", [0]):
                 self._word(0, "arrival/0", "rank 0")  # it wants a group without this rank?
-        return self._wait(key, "rank 0", [0])
+        return self._wait(key, "rank 0", [0], _CALL)
 
     def _call(self) -> None:
         """Rank 0's: a name may be one of before, so a rank that has got another is called again."""
         for rank in range(1, len(self._tasks)):
             key = f"arrival/{rank}"
-            if self._store.check([key]) and (name := self._store.get(key).decode().split("\n")[0]) not in self._called:
+            if self._store.check([key]) and (name := self._read(key, _WORD).split("\n")[0]) not in self._called:
                 self._called.add(name)
                 self._store.set(f"call of {name}/0", self._prefix)
         time.sleep(0.001 * len(self._tasks))
@@ -76,13 +81,23 @@ class Rendezvous:
         word, *tasks = self._wait(key, what, range(len(self._tasks))).split("\n")
         if tasks != self._tasks:
             raise ConfigurationError(
-                f"{self._tasks[self._rank]} wants a group of {', '.join(self._tasks)}, and rank {rank} one of "
-                f"{', '.join(tasks)}: WORLD_SIZE, and the ranks given to new_group, have to be the same on every rank"
+                f"{self._tasks[self._rank]} wants a group of {shortened(', '.join(self._tasks))}, and rank {rank} one "
+                f"of {shortened(', '.join(tasks))}: WORLD_SIZE, and the ranks given to new_group, have to be the same "
+                "on every rank"
             )
         return word
 
-    def _wait(self, key: str, what: str, ranks: Sequence[int]) -> str:
-        """``ranks``: who has such a key."""
+    def _read(self, key: str, form: re.Pattern[str]) -> str:
+        text = self._store.get(key).decode(errors="replace")
+        if form.fullmatch(text) is None:
+            raise ConfigurationError(
+                f"{self._tasks[self._rank]} found {text[:80]!r} under {key!r} in the store, which no rank writes "
+                "there: does another program use it? Give this job a store, a MASTER_PORT or a path of its own"
+            )
+        return text
+
+    def _wait(self, key: str, what: str, ranks: Sequence[int], form: re.Pattern[str] = _WORD) -> str:
+        """``ranks``: who has such a key, of this ``form``."""
         try:
             told_at = time.monotonic() + _TELL_S
             while not self._store.check([key]) and (left_s := self._left_s()) > 0.01:
@@ -94,17 +109,20 @@ class Rendezvous:
                         self._store.wait([key], datetime.timedelta(seconds=seconds))
                 if time.monotonic() >= told_at:
                     told_at = math.inf
-                    whom = ", ".join(self._missing(key.rpartition("/")[0], ranks))
+                    whom = ", ".join(self._missing(key.rpartition("/")[0], ranks)) or "the store"
                     logger.warning("%s waits for %s (%s), at most %.0f s", self._tasks[self._rank], whom, what, left_s)
             self._store.wait([key], datetime.timedelta(seconds=self._left_s()))
-            return self._store.get(key).decode()
+            return self._read(key, form)
         except RuntimeError as error:  # DistStoreError is one
-            missing = self._missing(key.rpartition("/")[0], ranks)
-            whom = ", ".join(missing) or f"the store ({str(error).splitlines()[0]})"
+            if not (missing := self._missing(key.rpartition("/")[0], ranks)):
+                raise ClusterTimeoutError(
+                    f"{self._tasks[self._rank]} cannot read the store ({str(error).splitlines()[0]}), waiting for "
+                    f"{what}: does the process that holds it (torchrun, or rank 0) still run?"
+                ) from None
             raise ClusterTimeoutError(
-                f"{self._tasks[self._rank]} did not find {whom} within {self._timeout_s:g} s, waiting for {what}. Did "
-                "every rank reach the same point in the script: init_process_group, new_group with the same ranks, or "
-                "a strategy?"
+                f"{self._tasks[self._rank]} did not find {', '.join(missing)} within {self._timeout_s:g} s, waiting "
+                f"for {what}. Did every rank reach the same point in the script: init_process_group, new_group with "
+                "the same ranks, or a strategy?"
             ) from None
 
     def _left_s(self) -> float:

@@ -112,7 +112,7 @@ class Peers:
                     raise ClusterTimeoutError(
                         f"the ring did not form: {self._session.task} did not meet all of "
                         f"{', '.join(rank.task for rank in self.members.ranks)} at {first.task}: {error}. Does every "
-                        f"worker build a MultiWorkerMirroredStrategy, and reach {first.address}?"
+                        f"rank come to this point of the script, and can it reach {first.address}?"
                     ) from None
                 if time.monotonic() > quiet_until:
                     quiet_until = time.monotonic() + PATIENCE_S

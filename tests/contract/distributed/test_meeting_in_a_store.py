@@ -8,16 +8,20 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import DistNetworkError
 
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.distributed.forming import form, own_host
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
-from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
+from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError, StratagemError
+from stratagem.rpc.binding import free_port
+from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
 from stratagem.strategy.torchrun import with_addresses
@@ -169,6 +173,76 @@ def test_ranks_of_two_torchruns_meet_though_these_count_restarts_apart(monkeypat
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(meet, range(2))
     assert one == other and len(one.worker) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("arrival/1", b"\xff\xfe", "worker:0 found '��' under 'arrival/1' in the store, which no rank writes there"),
+        ("arrival/1", "x" * 5000, "Give this job a store, a MASTER_PORT or a path of its own"),
+        ("its ranks/1", "other\0words\nworker:0\nworker:1", "its ranks/1' in the store, which no rank writes there"),
+        (
+            "the address/1",
+            f"hello {own_host_id()}\nworker:0\nworker:1",
+            "worker:1 has put no address into the store: expected an address like",
+        ),
+        ("the address/1", "", "worker:0 found '' under"),
+    ],
+    ids=["no text", "long", "signs", "no address", "empty"],
+)
+def test_what_no_rank_wrote_is_refused(key: str, value: Any, told: str) -> None:
+    store = HashStore()
+
+    class Altered(PrefixStore):
+        def set(self, name: str, word: Any) -> None:
+            super().set(name, value if name.endswith(key) else word)
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(form, Altered("group", store), 1, [0, 1], 0.5)
+        with pytest.raises(ConfigurationError) as refused:
+            form(PrefixStore("group", store), 0, [0, 1], 20.0)
+        assert told in str(refused.value) and len(str(refused.value)) < 1000
+        assert isinstance(other.exception(), StratagemError)
+
+
+def test_a_call_that_rank_0_did_not_write_is_refused() -> None:
+    class Altered(PrefixStore):
+        def set(self, name: str, word: Any) -> None:
+            super().set(name, "elsewhere" if name.startswith("call of") else word)
+
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        lead = pool.submit(lambda: Rendezvous(Altered("group", store), 0, TASKS[:2], 0.5).exchange("words", "here"))
+        with pytest.raises(ConfigurationError, match="worker:1 found 'elsewhere' under 'call of "):
+            Rendezvous(PrefixStore("group", store), 1, TASKS[:2], 20.0)
+        assert isinstance(lead.exception(), ClusterTimeoutError)
+
+
+def test_a_store_that_is_gone_is_named() -> None:
+    class Gone(PrefixStore):
+        def check(self, keys: list[str]) -> bool:
+            raise DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(ClusterTimeoutError, match=r"worker:0 cannot read the store \(Connection reset by peer\), wait"):
+        Rendezvous(Gone("group", HashStore()), 0, TASKS, 20.0).exchange("words", "here")
+
+
+def test_a_rank_that_is_out_of_reach_is_named_with_its_address() -> None:
+    address, store = f"127.0.0.1:{free_port('127.0.0.1')}", HashStore()
+
+    class Altered(PrefixStore):
+        def set(self, name: str, word: str) -> None:
+            own = name.endswith("the address/0")
+            super().set(name, f"{address} {own_host_id()}\nworker:0\nworker:1" if own else word)
+
+    def meet(rank: int) -> str:
+        with pytest.raises(ClusterTimeoutError) as late:
+            form(Altered("group", store), rank, [0, 1], 0.5)
+        return str(late.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for text in pool.map(meet, range(2)):
+            assert text.endswith(f"Does every rank come to this point of the script, and can it reach {address}?")
 
 
 @pytest.mark.parametrize("rank", [2, -3])
