@@ -83,7 +83,7 @@ class Rendezvous:
             raise ConfigurationError(
                 f"{self._tasks[self._rank]} wants a group of {shortened(', '.join(self._tasks))}, and rank {rank} one "
                 f"of {shortened(', '.join(tasks))}: WORLD_SIZE, and the ranks given to new_group, have to be the same "
-                "on every rank"
+                "on every rank, and groups made in the same order"
             )
         return word
 
@@ -111,6 +111,8 @@ class Rendezvous:
                     told_at = math.inf
                     whom = ", ".join(self._missing(key.rpartition("/")[0], ranks)) or "the store"
                     logger.warning("%s waits for %s (%s), at most %.0f s", self._tasks[self._rank], whom, what, left_s)
+                    # Whoever took its place since makes another group at this point of the script.
+                    self._word(self._rank, f"arrival/{self._rank}", what)
             self._store.wait([key], datetime.timedelta(seconds=self._left_s()))
             return self._read(key, form)
         except RuntimeError as error:  # DistStoreError is one

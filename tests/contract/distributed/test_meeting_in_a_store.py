@@ -106,6 +106,31 @@ def test_ranks_that_want_different_groups_are_told_at_once() -> None:
     assert told[1].startswith("worker:1 wants a group of worker:0, worker:1, worker:2, and rank 0 one of worker:0, w")
 
 
+@pytest.mark.parametrize(("rank", "others", "their_rank"), [(1, ["worker:0", "worker:2"], 1), (0, ["worker:1"], 0)])
+def test_groups_made_in_another_order_are_told_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, rank: int, others: list[str], their_rank: int
+) -> None:
+    """Torch numbers the groups of each rank: two that are not the same meet under one number."""
+    for name in ("_TELL_S", "_LEAD_S"):
+        monkeypatch.setattr(f"stratagem.distributed.store_members.{name}", 0.2)
+    store, has_come = HashStore(), threading.Event()
+
+    class Watched(PrefixStore):
+        def set(self, name: str, word: str) -> None:
+            super().set(name, word)
+            has_come.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        one = pool.submit(lambda: Rendezvous(Watched("1", store), rank, TASKS[:2], 60.0).exchange("words", "here"))
+        assert has_come.wait(20.0)
+        with contextlib.suppress(ClusterTimeoutError):
+            Rendezvous(PrefixStore("1", store), their_rank, others, 0.05).exchange("words", "there")
+        with pytest.raises(
+            ConfigurationError, match=f"and rank {rank} one of {', '.join(others)}: .*in the same order"
+        ):
+            one.result(40.0)
+
+
 def test_a_second_life_of_a_group_does_not_read_words_of_the_first() -> None:
     store = HashStore()
 
