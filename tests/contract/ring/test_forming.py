@@ -122,7 +122,7 @@ def test_who_waits_for_a_ring_says_whom_it_cannot_reach(
         service.meet(Incarnation("worker:0", 1), 0, 1, RankInfo("worker:0"))
     service.close()
     member = RingMember(cut_off, session_of(1, known), BytesMeter())
-    with pytest.raises(ClusterTimeoutError, match=r"worker:0 cannot be reached .*, and reach 127\.0\.0\.1:1\?"):
+    with pytest.raises(ClusterTimeoutError, match=r"worker:0 cannot be reached .*, and can it reach 127\.0\.0\.1:1\?"):
         member.form(OVER_TCP, CPU, 1.0)
     member.close("the test is over")
     assert "Waiting for the ring to form at worker:0 (127.0.0.1:1): worker:0 cannot be reached" in caplog.text
