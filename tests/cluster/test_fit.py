@@ -97,3 +97,14 @@ def test_parameter_servers_train_and_their_checkpoint_evaluates_elsewhere(cluste
         assert len(losses) == len(one["history"]["loss"]) and losses[-1] < losses[0]
     newest = sg.load_checkpoint(tmp_path / "checkpoints" / "ckpt_8")
     assert newest["0.weight"].shape == (16, 7)
+
+
+def test_a_model_checkpoint_that_may_not_save_on_parameter_servers_is_refused_before_the_first_step(
+    cluster: Start, tmp_path: Path
+) -> None:
+    flags = ["--checkpoint-roots", str(tmp_path / "allowed"), "--max-restarts", "0"]
+    arguments = ["--out", tmp_path / "ps", "--checkpoints", tmp_path / "elsewhere"]
+    done = cluster(1, 1, "fit.py", *arguments, flags=flags).finish()
+    assert done.code != 0
+    assert "ForbiddenError: checkpoints may lie below" in done.stderr
+    assert done.summary["steps"] == 0, done.stderr

@@ -62,3 +62,10 @@ def test_a_script_whose_last_save_is_older_than_the_chief_s_goes_on_with_the_chi
         assert done.code == 0, done.stderr
         assert f"each example: {words}" in done.stdout
     assert "the job continues with 8 updates, what was restored has 3" in done.stderr
+
+
+def test_a_manager_that_may_not_save_says_so_before_the_first_step(cluster: Start, tmp_path: Path) -> None:
+    flags = ["--checkpoint-roots", str(tmp_path / "allowed"), "--max-restarts", "0"]
+    done = cluster(1, 1, "saves_early.py", tmp_path / "elsewhere", 0, flags=flags).finish()
+    assert done.code == 0, done.stderr
+    assert "CheckpointManager.save() will fail: checkpoints may lie below" in done.stderr

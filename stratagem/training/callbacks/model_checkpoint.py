@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -22,7 +23,8 @@ class ModelCheckpoint(Callback):
     """Saves a checkpoint after each epoch, or every n-th batch; all workers save one together.
 
     ``Model.load_weights``, ``sg.Checkpoint.restore`` and ``sg.latest_checkpoint`` read it.
-    On parameter servers the lead saves; an epoch whose batches were all taken by other workers has no checkpoint.
+    On parameter servers the lead saves; an epoch whose batches were all taken by other workers has no checkpoint. There
+    ``fit`` refuses a path at which their chief or a ps may not save, before its first step (ForbiddenError).
 
     Args:
         filepath: a folder for each checkpoint, which may contain "{epoch}" (from 1) and values of the logs:
@@ -68,6 +70,11 @@ class ModelCheckpoint(Callback):
     def best(self) -> float:
         """The best value so far; NaN before the first."""
         return self._monitor.best
+
+    def on_train_begin(self, logs: LogsArgument = None) -> None:
+        servers = self.model.strategy.servers
+        if servers is not None and self.model.strategy.is_lead:  # the first save may be long after the first step
+            servers.chief.check_folder(os.path.abspath(re.sub(r"{[^}]*}", "0", self._template)))
 
     def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
         self._named = {"epoch": epoch + 1}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 
 from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import named, newest_undamaged, remove
 from stratagem.checkpoint.manifest import Manifest
+from stratagem.errors import ForbiddenError
 from stratagem.tensorflow_names import WithWaysOut
 from stratagem.training.saving.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 @checked
@@ -38,6 +42,11 @@ class CheckpointManager(WithWaysOut):
         self.directory = pathlib.Path(directory)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
+        if checkpoint.strategy.servers is not None and checkpoint.strategy.is_lead:
+            try:  # the first save may be long after the first step
+                checkpoint.strategy.servers.chief.check_folder(str(self.directory.absolute()))
+            except ForbiddenError as error:  # whoever only restores from there need not save
+                logger.warning("CheckpointManager.save() will fail: %s", error)
 
     @property
     def checkpoints(self) -> list[str]:
