@@ -50,13 +50,17 @@ class JournalLock:
         os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
 
+    @property
+    def holder(self) -> str:
+        """Whose it is, or was last, as ``"process 7 on host-b"``."""
+        return os.pread(self._fd, 256, 0).decode(errors="replace") or "another process"
+
     async def wait(self, standby: bool) -> bool:
         """Waits until it is ours, on ``standby`` for as long as that takes, otherwise for as long as a chief needs to
         end; returns whether another chief had it. ConfigurationError: another chief keeps it."""
         if self.acquire():
             return False
-        holder = os.pread(self._fd, 256, 0).decode(errors="replace") or "another process"
-        where = self._path.parent
+        holder, where = self.holder, self._path.parent
         if standby:
             logger.info("Standing by: the chief is %s, with the journal in %s", holder, where)
         deadline, turn = time.monotonic() + PREDECESSOR_S, JournalLock(str(where), STANDBY_NAME) if standby else None

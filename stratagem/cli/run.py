@@ -19,8 +19,8 @@ from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError
-from stratagem.launch.local import run_local
-from stratagem.launch.plan import AUTO, LocalJob, RunFolders, check_size, current_folder, plan_launch
+from stratagem.launch.local import only_writer, run_local
+from stratagem.launch.plan import AUTO, LocalJob, RunFolders, check_size, check_threads, current_folder, plan_launch
 from stratagem.rpc.security import security_of
 
 COMMUNICATION = (
@@ -95,8 +95,9 @@ class _RunCommand(click.Command):
 def _check_tasks(job: LocalJob) -> None:
     """Reads what each task will be told, and its certificate, as it does; what is wrong is said before any starts.
     ConfigurationError: a flag or variable that is unknown, or out of range; a certificate that cannot be used; more
-    tasks than this host bears."""
+    tasks than this host, or this user, bears."""
     check_size(job.num_workers, job.num_ps, job.num_threads)
+    check_threads(job)
     for task in (*job.servers, *job.workers):
         launch = plan_launch(job, task, RunFolders(Path()), os.environ, 1, chief_address="127.0.0.1:1")
         role, *arguments = launch.command[launch.command.index(task.type) :]
@@ -198,4 +199,5 @@ def run_command(**options: Any) -> int:
     _check_tasks(job)
     _check_script(job)
     _warn_of_late_flags(job)
-    return run_local(job)
+    with only_writer(job.log_dir):
+        return run_local(job)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from stratagem.checkpoint.catalog import newest
+from stratagem.checkpoint.durable import way_out
+from stratagem.chief.journal.lock import JournalLock
 from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
@@ -111,6 +114,26 @@ def run_local(
                 shutil.rmtree(folders.root, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def only_writer(log_dir: Path | None) -> Iterator[None]:
+    """Inside, no other launcher keeps its logs there, unless locks cannot be had. ConfigurationError: another does."""
+    lock, is_ours = None, True
+    with contextlib.suppress(OSError):  # a folder that cannot be written is refused by :func:`run_local`
+        if log_dir is not None:
+            lock = JournalLock(str(log_dir), ".run.lock")
+            is_ours = lock.acquire()
+    try:
+        if lock is not None and not is_ours:
+            raise ConfigurationError(
+                f"--log-dir: another `stratagem run` ({lock.holder}) keeps its logs in {log_dir}; give this one "
+                "another folder, or wait until that one ends"
+            )
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
 def _is_kept(job: LocalJob, supervisor: Supervisor) -> bool:
     """Whether the run folder stays: where the user asked for it, or after a failure, for its logs."""
     return job.state_dir is not None or supervisor.failure is not None
@@ -180,13 +203,17 @@ def _make_folders(job: LocalJob) -> RunFolders:
         except OSError as error:
             words = f"{option}: cannot write to the folder {folder}: {error.strerror}"
             raise ConfigurationError(words) from None
+    root = ""
     try:
-        folders = RunFolders(Path(tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)).resolve())
+        root = tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)
+        folders = RunFolders(Path(root).resolve())
+        for folder in (folders.journal, job.checkpoint_dir or folders.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        shutil.rmtree(root, ignore_errors=True)
+        elsewhere = "set TMPDIR to a writable folder with free space (in a container: --tmpfs /tmp)"
         raise ConfigurationError(
-            f"cannot create a folder for the job's own files: {error.strerror}; set TMPDIR to a writable folder (in "
-            "a container: --tmpfs /tmp)"
+            f"cannot create {error.filename or 'a folder'} for the job's own files: {error.strerror}; "
+            f"{way_out(error, elsewhere)}"
         ) from None
-    for folder in (folders.journal, job.checkpoint_dir or folders.checkpoints):
-        folder.mkdir(parents=True, exist_ok=True)
     return folders

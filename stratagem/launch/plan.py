@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import resource
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,9 @@ OF_RING = ("wire_dtype", "bucket_bytes", "chunk_bytes", "stripes", "compression"
 _LOCAL = "127.0.0.1:0"
 PER_CORE, FEWEST = 16, 64
 """Workers and ps that a host is trusted with: this many for each core, and this many whatever cores it has."""
+_THREADS = {"chief": 9, "ps": 16, "worker": 11, "evaluator": 11}
+"""Of each task beside the script's own, on two cores (a ring's worker has 13); gRPC starts more on more cores."""
+_THREADS_OF_LAUNCHER = 8
 OF_ONE_TASK = (
     *("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "SLURM_STEP_NUM_TASKS",  # makes a process one of several tasks of srun
@@ -206,6 +210,17 @@ def check_size(num_workers: int, num_ps: int, num_threads: int = 0, num_cores: i
         raise ConfigurationError(
             f"--threads {num_threads} on this host with {num_cores} cores: expected at most {most}; more threads than "
             "cores only wait for one another, and 0 shares the cores"
+        )
+
+
+def check_threads(job: LocalJob) -> None:
+    """Refuses a cluster that this user may not start: gRPC retries for ever where it gets no thread."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    needed = _THREADS_OF_LAUNCHER + sum(_THREADS[task.type] for task in (*job.servers, *job.workers))
+    if job.servers and 0 <= most < needed and os.getuid() != 0:  # root has no such limit
+        raise ConfigurationError(
+            f"this user may have {most} processes and threads, and this job alone needs at least {needed}: raise "
+            "`ulimit -u`, or start fewer --workers and --ps"
         )
 
 
