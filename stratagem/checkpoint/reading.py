@@ -6,7 +6,8 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import safetensors
@@ -15,7 +16,7 @@ import torch
 from stratagem.arguments import checked
 from stratagem.checkpoint.catalog import HOST, check, newest, offer, read_step
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
-from stratagem.checkpoint.server_state import ServerState, has_server_state
+from stratagem.checkpoint.server_state import SavedRows, ServerState, has_server_state
 from stratagem.checkpoint.tensor_file import DTYPES
 from stratagem.checkpoint.tree import EncodedState, Json, decode, encode
 from stratagem.errors import CheckpointError
@@ -113,8 +114,9 @@ def is_of_variables(path: pathlib.Path) -> bool:
     return has_server_state(path) and not (path / HOST).exists()
 
 
-def read_states(saved: SavedCheckpoint, names: list[str]) -> dict[str, EncodedState]:
-    """The states of these objects, whole: nothing in them refers to parameter servers any more.
+def read_states(saved: SavedCheckpoint, names: list[str], tables: Collection[str] = ()) -> dict[str, EncodedState]:
+    """The states of these objects, whole: nothing in them refers to parameter servers any more, but for ``tables``,
+    names of variables, whose rows :func:`kind_and_state` finds.
 
     Raises:
         CheckpointError: one is not in the checkpoint, or a file is damaged.
@@ -126,7 +128,7 @@ def read_states(saved: SavedCheckpoint, names: list[str]) -> dict[str, EncodedSt
             f"the checkpoint {saved.path} has no {', '.join(missing)}; it has {has}. Name what it has: "
             "sg.Checkpoint(name=object).restore(path), or sg.load_checkpoint(path, name) for a plain state"
         )
-    servers = ServerState(saved.path) if saved.has_servers else None
+    servers = ServerState(saved.path, tables) if saved.has_servers else None
     return {name: _read(saved, name, servers) for name in names}
 
 
@@ -149,9 +151,10 @@ def _read(saved: SavedCheckpoint, name: str, servers: ServerState | None) -> Enc
     return encode(value, name, copy=False).of_kind(kind)
 
 
-def kind_and_state(state: EncodedState) -> tuple[str, Any]:
-    """What :func:`read_states` gave, as the object wants it."""
-    return state.tree["kind"], decode(state.tree["state"], state.tensors)
+def kind_and_state(state: EncodedState, path: str = "") -> tuple[str, Any]:
+    """What :func:`read_states` gave, as the object wants it; tables are :class:`SavedRows` of the checkpoint ``path``.
+    CheckpointError: these cannot be read."""
+    return state.tree["kind"], decode(state.tree["state"], state.tensors, partial(SavedRows, pathlib.Path(path)))
 
 
 @checked

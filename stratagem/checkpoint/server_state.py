@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import safetensors
 import torch
 
 from stratagem.checkpoint.manifest import UNREADABLE
+from stratagem.checkpoint.tree import StateOnServers
 from stratagem.errors import CheckpointError
 
 
@@ -26,12 +27,15 @@ def _reading(what: object) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read: {error!r}") from None
 
 
-def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torch.Tensor]:
+def consolidate(
+    directory: str | pathlib.Path, slot: str = "", without: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
     """Every variable of a checkpoint under its own name, whole.
 
     Args:
         slot: name of an optimizer slot ("exp_avg") to read instead of weights; variables without it are left out. Of
             one that was never updated (frozen, say) some ps may have it, for what they hold beside it: zeros.
+        without: variables that are not read.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged; names the variable or file.
@@ -49,7 +53,8 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
             groups = json.loads(part.read_text())["groups"]
             for shard in [shard for group in groups for shard in group["shards"]]:
                 rows[shard["variable"]] = rows.get(shard["variable"], 0) + shard["num_rows"]
-            wanted = [shard for group in groups if not slot or slot in group["slots"] for shard in group["shards"]]
+            chosen = [shard for group in groups if not slot or slot in group["slots"] for shard in group["shards"]]
+            wanted = [shard for shard in chosen if shard["variable"] not in without]
             if not wanted:
                 continue
             with safetensors.safe_open(source, "pt") as tensors:
@@ -69,30 +74,32 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
 
 
 class ServerState:
-    """What parameter servers wrote into a checkpoint; weights and slots are read when first asked for."""
+    """What parameter servers wrote into a checkpoint; weights and slots are read when first asked for. For ``tables``,
+    names of variables, is given what stands for a :class:`SavedRows`."""
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, tables: Collection[str] = ()) -> None:
         self._path = path
         self._slots: dict[str, dict[str, torch.Tensor]] = {}
+        self._tables = {name: form for name, form in self.forms().items() if name in tables} if tables else {}
 
     @property
     def variables(self) -> Mapping[str, torch.Tensor]:
-        """Every variable whole, by name.
+        """Every variable whole, by name, but for the tables.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
         return self._slot("")
 
-    def variable(self, name: str) -> torch.Tensor:
+    def variable(self, name: str) -> torch.Tensor | StateOnServers:
         """One of them.
 
         Raises:
             CheckpointError: there is none of that name.
         """
-        if name not in self.variables:
+        if name not in self._tables and name not in self.variables:
             raise CheckpointError(f"the checkpoint {self._path} has no variable {name}: it is from a different model")
-        return self.variables[name]
+        return self._value(name)
 
     def optimizer_state(
         self, names: Sequence[str], param_groups: Iterable[Mapping[str, Any]]
@@ -100,7 +107,7 @@ class ServerState:
         """The part ``state`` of the ``state_dict()`` of an optimizer whose parameters have these names on the ps, in
         its order, beside the ``param_groups`` of it."""
         facts: dict[str, tuple[dict[str, Any], int]] = {}
-        for group, position, shard in self._shards():
+        for _, group, position, shard in _shards(self._path):
             if group["optimizer"]:  # of a variable that was cut its first part
                 facts.setdefault(shard["variable"], (group, position))
         state: dict[int, dict[str, Any]] = {}
@@ -112,15 +119,21 @@ class ServerState:
             if group["counts_steps"]:
                 entry["step"] = torch.tensor(float(group["counts"][position]))
             entry |= {scalar: torch.tensor(values[position]) for scalar, values in group["scalars"].items()}
-            entry |= {slot: self._slot(slot)[name] for slot in group["slots"]}
+            entry |= {slot: self._value(name, slot) for slot in group["slots"]}
             if entry:
                 state[index] = entry
-        add_first_sums(state, param_groups, lambda index: self.variables.get(names[index]))
+        blank = {name: torch.empty((), dtype=form.dtype).expand(form.shape) for name, form in self._tables.items()}
+        add_first_sums(state, param_groups, lambda index: {**self.variables, **blank}.get(names[index]))
         return state
+
+    def _value(self, name: str, slot: str = "") -> torch.Tensor | StateOnServers:
+        if name in self._tables:
+            return StateOnServers(f"slot/{slot}/{name}" if slot else name)
+        return self._slot(slot)[name]
 
     def _slot(self, slot: str) -> dict[str, torch.Tensor]:
         if slot not in self._slots:
-            self._slots[slot] = consolidate(self._path, slot)
+            self._slots[slot] = consolidate(self._path, slot, self._tables)
         return self._slots[slot]
 
     def forms(self) -> dict[str, torch.Tensor]:
@@ -132,16 +145,57 @@ class ServerState:
         with _reading(self._path):
             return {
                 shard["variable"]: torch.empty(shard["shape"], dtype=getattr(torch, group["dtype"]), device="meta")
-                for group, _, shard in self._shards()
+                for _, group, _, shard in _shards(self._path)
             }
 
-    def _shards(self) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:
-        """Of every ps: each shard, after its group and its place in there."""
-        for part in sorted(self._path.glob("ps-*.json")):
-            with _reading(part):
-                groups = json.loads(part.read_text())["groups"]
-                shards = [(group, *each) for group in groups for each in enumerate(group["shards"])]
-            yield from shards
+
+class SavedRows:
+    """A table that parameter servers wrote, or a slot of it: ``rows[first:stop]`` reads these, and no others.
+
+    Args:
+        path: the checkpoint.
+        name: of the variable; of a slot of it ``slot/<slot>/<name>``, which is zero where a ps has none.
+
+    Raises:
+        CheckpointError: a row is on no ps, or a file cannot be read; so does reading rows.
+    """
+
+    device, layout = torch.device("cpu"), torch.strided
+
+    def __init__(self, path: pathlib.Path, name: str) -> None:
+        *_, slot, variable = ["", *name.split("/", 2)[1:]] if name.startswith("slot/") else ["", name]
+        self._parts: list[tuple[int, int, pathlib.Path, str]] = []
+        self.shape, num_rows = torch.Size((1,)), 0
+        with _reading(path):
+            for part, group, _, shard in _shards(path):
+                if shard["variable"] != variable:
+                    continue
+                self.shape, self.dtype = torch.Size(shard["shape"]), getattr(torch, group["dtype"])
+                num_rows += shard["num_rows"]
+                if not slot or slot in group["slots"]:
+                    file = part.with_suffix(".slots.safetensors" if slot else ".safetensors")
+                    key = f"slot/{slot}/{shard['key']}" if slot else shard["key"]
+                    self._parts.append((shard["first_row"], shard["first_row"] + shard["num_rows"], file, key))
+        if num_rows != self.shape[0]:
+            raise CheckpointError(f"checkpoint {path}: expected {self.shape[0]} rows of {variable}, found {num_rows}")
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        first, stop, _ = rows.indices(self.shape[0])
+        found = torch.zeros((stop - first, *self.shape[1:]), dtype=self.dtype)
+        for begin, end, file, key in self._parts:
+            if (low := max(first, begin)) < (high := min(stop, end)):
+                with _reading(file), safetensors.safe_open(file, "pt") as tensors:  # open, it would keep what was read
+                    found[low - first : high - first] = tensors.get_slice(key)[low - begin : high - begin]
+        return found
+
+
+def _shards(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any], int, dict[str, Any]]]:
+    """Of every ps: each shard, after its file, its group and its place in there."""
+    for part in sorted(path.glob("ps-*.json")):
+        with _reading(part):
+            groups = json.loads(part.read_text())["groups"]
+            shards = [(part, group, *each) for group in groups for each in enumerate(group["shards"])]
+        yield from shards
 
 
 def add_first_sums(

@@ -136,9 +136,7 @@ def _no_variable(name: str) -> torch.Tensor:
     raise CheckpointError(f"variable {name} is not in the checkpoint: parameter servers should have written it")
 
 
-def decode(
-    tree: Json, tensors: Mapping[str, torch.Tensor], variable: Callable[[str], torch.Tensor] = _no_variable
-) -> Any:
+def decode(tree: Json, tensors: Mapping[str, torch.Tensor], variable: Callable[[str], object] = _no_variable) -> Any:
     """The inverse of :func:`encode`; ``variable`` gives a variable of parameter servers by its name.
 
     Raises:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from stratagem.arguments import checked
+from stratagem.checkpoint.server_state import SavedRows
 from stratagem.cluster.initial_rows import Distribution, InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows
@@ -245,7 +246,7 @@ class RemoteRows(nn.Module):
         key = prefix + "weight"
         if (value := state_dict.get(key)) is None:
             missing_keys.append(key)
-        elif not isinstance(value, torch.Tensor):
+        elif not isinstance(value, torch.Tensor | SavedRows):
             error_msgs.append(f"{key}: expected a tensor, got a {type(value).__name__}; torch.from_numpy(array) is one")
         elif value.device.type == "meta":
             error_msgs.append(

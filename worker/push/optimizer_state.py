@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stratagem.checkpoint.server_state import add_first_sums
+from stratagem.checkpoint.server_state import SavedRows, add_first_sums
 from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
 from stratagem.worker.push.host_tensors import WeightTargets
 from stratagem.worker.push.remote_table import RemoteTable
@@ -199,7 +199,7 @@ class TableState:
                 nothing = torch.zeros((), dtype=table.handle.dtype).expand(table.num_rows, table.width)
                 state = dict.fromkeys(_TABLE_SLOTS.get(type(self._optimizer), ()), nothing)
             for name, value in state.items():
-                if name != "step" and isinstance(value, torch.Tensor):
+                if name != "step" and isinstance(value, torch.Tensor | SavedRows):
                     table.assign(value, name, num_updates)
 
 

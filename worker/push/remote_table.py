@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from stratagem.checkpoint.server_state import SavedRows
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
 from stratagem.measuring import measures
@@ -163,7 +164,7 @@ class RemoteTable:
 
     # -- values from outside -----------------------------------------------------------------------------------
 
-    def assign(self, values: torch.Tensor, slot: str = "", num_updates: int = 0) -> None:
+    def assign(self, values: torch.Tensor | SavedRows, slot: str = "", num_updates: int = 0) -> None:
         """Gives the ps values of the whole table, a part at a time; only the lead's reach them.
 
         Before ``prepare`` they are kept, and the table begins with them.
@@ -181,11 +182,13 @@ class RemoteTable:
                 f"expected values of a table of shape {[self.num_rows, self.width]}, got {list(values.shape)}"
             )
         if self._link is None and not slot:
-            self.begin_with(values)
+            self.begin_with(values[: self.num_rows])
         elif self.link.runtime.may_assign():
             self._assign_all(values, self.link.placement.servers, slot, num_updates)
 
-    def _assign_all(self, values: torch.Tensor, servers: Sequence[int], slot: str = "", num_updates: int = 0) -> None:
+    def _assign_all(
+        self, values: torch.Tensor | SavedRows, servers: Sequence[int], slot: str = "", num_updates: int = 0
+    ) -> None:
         link = self.link
         at_once = self._rows_at_once
         for shard in link.placement.shards:

@@ -221,6 +221,11 @@ class Servers:
         """
         return {place_of(tensor): name for name, tensor in self._groups.optimized}
 
+    @property
+    def table_names(self) -> frozenset[str]:
+        """Names of the tables, whose rows no worker keeps."""
+        return self._groups.table_names
+
     def load_once(
         self, load: Callable[[], object] | None, num_updates: int | None = None, resumes: bool = False
     ) -> None:

@@ -156,6 +156,10 @@ class VariableGroups:
         return [*dense, *((table.link.name, table.handle) for table in self._tables)]
 
     @property
+    def table_names(self) -> frozenset[str]:
+        return frozenset(table.link.name for table in self._tables)
+
+    @property
     def store_epochs(self) -> list[int]:
         """Of each ps: the store to which everything is attached."""
         return [self._epochs[client.index] for client in self._runtime.clients]

@@ -245,20 +245,22 @@ class Checkpoint:
                 self._servers.load_once(None)
             return None
 
+        tables = self._servers.table_names if self._servers is not None else ()
+
         def read() -> dict[str, EncodedState]:
             saved = found["saved"]
             lacking = self._added - saved.objects.keys()
             wanted = {name: item for name, item in self._objects.items() if name not in lacking}
             if saved.has_servers and not saved.objects:
                 try:
-                    return states_of_variables(wanted, ServerState(saved.path))
+                    return states_of_variables(wanted, ServerState(saved.path, tables))
                 except CheckpointError as error:
                     raise CheckpointError(f"cannot restore {saved.path}: {error}. {offer(saved.path)}") from None
-            return reading.read_states(saved, [*wanted, *((RANDOM,) if place["random"] else ())])
+            return reading.read_states(saved, [*wanted, *((RANDOM,) if place["random"] else ())], tables)
 
         states = self._members.states_from_first(read)
         own = {name: item for name, item in self._objects.items() if name in states}
-        values = {name: reading.kind_and_state(states[name]) for name in own}
+        values = {name: reading.kind_and_state(states[name], place["path"]) for name in own}
         if self._servers is None:
             put_back(own, values)
         else:
@@ -270,7 +272,7 @@ class Checkpoint:
             generators = reading.kind_and_state(states[RANDOM])[1]
             if self._members.rank < len(generators):
                 set_all_random_states(generators[self._members.rank], self._strategy)
-        del states, values  # with tables of parameter servers they are larger than all that this process needs
+        del states, values
         give_back_freed_memory()
         return Restored(place["path"], place["step"])
 

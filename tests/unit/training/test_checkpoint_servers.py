@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem.checkpoint.catalog import check, find_damage, next_number
 from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
 from stratagem.checkpoint.reading import LEASED, OBJECT, latest_checkpoint, load_checkpoint, summarize
+from stratagem.checkpoint.server_state import SavedRows, consolidate
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
@@ -309,3 +310,20 @@ def test_the_epoch_is_carried_over_between_servers_and_another_strategy(
     assert data.epoch == 3
     assert "data starts at the beginning of epoch 3: " in caplog.text
     assert not by_servers or len(list(data)) == 3
+
+
+def test_rows_of_a_table_are_read_as_they_are_asked_for(by_chief: Path) -> None:
+    whole = {
+        "weight": consolidate(by_chief)["weight"],
+        "slot/exp_avg/weight": consolidate(by_chief, "exp_avg")["weight"],
+    }
+    for name, expected in whole.items():
+        rows = SavedRows(by_chief, name)
+        assert rows.shape == (ROWS, 4) and rows.dtype == torch.float32
+        for first, stop in ((0, ROWS), (1, 2), (2, 4), (4, 9)):
+            assert torch.equal(rows[first:stop], expected[first:stop])
+    with pytest.raises(CheckpointError, match="rows of other, found 0"):
+        SavedRows(by_chief, "other")
+    (by_chief / "ps-1.json").unlink()
+    with pytest.raises(CheckpointError, match="expected 5 rows of weight, found 3"):
+        SavedRows(by_chief, "weight")
