@@ -17,7 +17,7 @@ import torch
 
 from stratagem.checkpoint.ended import note_leaving
 from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
-from stratagem.cluster.exit_codes import EXIT_FAILED, EXIT_NO_RETRY, EXIT_USAGE
+from stratagem.cluster.exit_codes import EXIT_FAILED, EXIT_NO_RETRY, EXIT_PREEMPTED, EXIT_USAGE
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import FencedError, StratagemError
 from stratagem.measuring.flight import FLIGHT
@@ -67,6 +67,8 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
         outcome = Outcome(EXIT_FAILED, f"{type(error).__name__}: {error}")
     runtime = active_runtime()
     reason = runtime.stop_reason() if runtime is not None else None
+    if outcome.exit_code == EXIT_PREEMPTED and isinstance(reason, FencedError):  # by :func:`interrupts.end_soon`
+        outcome = Outcome(EXIT_FAILED, str(reason), follows=True)
     if outcome.exit_code == EXIT_FAILED and reason is not None and str(reason) not in outcome.message:
         # The script failed because the job was already over for it: say so.
         outcome = dataclasses.replace(outcome, message=f"{outcome.message} [{reason}]", follows=True)

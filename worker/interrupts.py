@@ -10,6 +10,7 @@ has been asked to end (:mod:`stratagem.worker.reduction.backward_status`), so al
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -23,7 +24,8 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.worker.ring.communicator import Communicator
 
-AGAIN_S = 0.02
+logger = logging.getLogger(__name__)
+AGAIN_S, END_S = 0.02, 3.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _before: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
 """Handlers that were there when somebody began to watch."""
@@ -79,6 +81,16 @@ class PreemptionRequest:
         self._timer.daemon = True
         self._timer.start()
         return True
+
+    def end_soon(self, reason: str) -> None:
+        """This process takes part no more: has it end within seconds, in the middle of a step if the script comes to
+        nothing of the job sooner. From any thread; not where the script handles SIGTERM by itself."""
+        if signal.getsignal(signal.SIGTERM) is not _on_signal:
+            return
+        logger.warning("This process ends, in the middle of a step if need be: %s", reason)
+        timer = threading.Timer(END_S, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.daemon = True
+        timer.start()
 
     def agree(self, workers: Communicator | None) -> bool:
         """Whether any rank has been asked, by a collective of its own. Every rank has to call it. Without ``workers``

@@ -19,7 +19,7 @@ from stratagem.cluster.sources import Layer, environment_layer, resolve
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease
-from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, StratagemError
 from stratagem.measuring import measures
 from stratagem.measuring.flight import FLIGHT
 from stratagem.measuring.process_use import ProcessUse
@@ -159,7 +159,7 @@ class WorkerRuntime:
         self.ring = RingMember(ring_service, self.session, self.bytes, self.chief.take_in)
         """This worker's part in a ring, once a strategy forms one."""
         self.meter.peer = self.ring.waiting
-        self.session.on_stop = _preempt
+        self.session.on_stop = _end
         self._ended = False
         self._assigns: bool | None = None
         _newest = self
@@ -301,7 +301,10 @@ class WorkerRuntime:
         return ChiefProcess(resolve(ChiefConfig, layers).config)
 
 
-def _preempt(reason: JobStoppedError) -> None:
-    """The chief was told to end, and so is this worker."""
-    if reason.exit_code == EXIT_PREEMPTED:
+def _end(reason: StratagemError) -> None:
+    """The chief was told to end, and so is this worker; or the others continue without it, and a new process in its
+    place may take part again."""
+    if isinstance(reason, FencedError):
+        preemption.end_soon(str(reason))
+    elif isinstance(reason, JobStoppedError) and reason.exit_code == EXIT_PREEMPTED:
         preemption.request()

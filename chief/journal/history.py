@@ -18,7 +18,7 @@ _AS_THEY_ARE = (
     *("chief_epoch", "newest_incarnation", "live", "prepared", "done", "fenced", "ready", "initialized", "next_step"),
     *("checkpoint", "restored", "updates_undone", "ending", "stopped", "earlier_incarnations", "put_back"),
     *("is_rerouted", "num_routings", "steps_per_unit", "joining", "taken_in", "has_begun", "unsaved", "exit_code"),
-    "updates_in_part",
+    *("updates_in_part", "pids"),
 )
 """Fields of the history that are JSON."""
 
@@ -38,6 +38,8 @@ class JobHistory:
     """Of each ps the newest incarnation that had been brought up to date."""
     put_back: dict[str, int] = dataclasses.field(default_factory=dict)
     """Of each ps the newest process that went back to a checkpoint alone: it may lack units that are reported yet."""
+    pids: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The process of the newest incarnation of each task, on its host."""
     done: dict[str, int] = dataclasses.field(default_factory=dict)
     """Incarnations of tasks that said goodbye with 0."""
     fenced: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -131,6 +133,7 @@ class JobHistory:
             case "join":
                 self.newest_incarnation = max(self.newest_incarnation, record["incarnation"])
                 self.live[record["task"]] = record["incarnation"]
+                self.pids[record["task"]] = record.get("pid", 0)
                 self.done.pop(record["task"], None)
                 if record.get("joining"):
                     self.joining[record["task"]] = record["incarnation"]
@@ -224,10 +227,10 @@ class JobHistory:
             value = getattr(self, name)
             if not isinstance(value, (str, type(None)) if name == "stopped" else type(usual)):
                 raise TypeError(f"{name} is {value!r}")
-        for name in ("live", "prepared", "put_back", "done", "fenced", "joining", "taken_in"):
+        for name in ("live", "prepared", "put_back", "done", "fenced", "joining", "taken_in", "pids"):
             for task, number in getattr(self, name).items():
                 TaskId.parse(str(task))
-                _check_number(name, number)
+                _check_number(name, number, 1 << (32 if name == "pids" else 64))
         for task in self.initialized:
             TaskId.parse(str(task))
         for name in ("num_ps", "told_ps", "wanted_ps", "wanted_workers"):

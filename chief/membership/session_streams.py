@@ -150,7 +150,7 @@ class SessionStreams(ChiefPart):
             self.progress.pop(join.task, None)  # of the process before it
             self.waiting_steps.pop(join.task, None)
             late = {"joining": True} if session.joining else {}
-            self._journal.write("join", task=join.task, incarnation=session.number, **late)
+            self._journal.write("join", task=join.task, incarnation=session.number, pid=join.pid, **late)
         # So many tasks may send heartbeats that they would keep the chief busy.
         shared_s = min(HEARTBEAT_S * len(self._sessions.required), self._config.session_timeout_s / 4)
         outbox.put_nowait(

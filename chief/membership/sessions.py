@@ -68,6 +68,7 @@ class Sessions(Roster):
                 session.joining = history.joining.get(task) == incarnation
                 session.taken_in = incarnation if history.taken_in.get(task) == incarnation else 0
         for task, session in self.tasks.items():
+            session.pid = history.pids.get(task, 0)  # whose process may run, out of reach, until its launcher ends it
             if self.ready and session.state is SessionState.WAITING and task in self.required:
                 session.state, session.lost_at, session.number = SessionState.LOST, now, self.fenced.get(task, 0)
 

@@ -108,8 +108,8 @@ class SessionClient:
         """Why the session is over; None while it lives."""
         self._closing = False
         self._callbacks: list[Callable[[Membership], None]] = []
-        self.on_stop: Callable[[JobStoppedError], object] = bool
-        """Called (in the session's thread) when the chief says that the job is over."""
+        self.on_stop: Callable[[StratagemError], object] = bool
+        """Called (in the session's thread) when the chief says that the job is over, or this task none of it."""
         self.security = security
         self._certificates = security.certificates()
         self._where = ChiefAddress(chief_address)
@@ -366,7 +366,7 @@ class SessionClient:
         if kind == "membership" and not (isinstance(stopped, JobStoppedError) and stopped.exit_code == EXIT_PREEMPTED):
             for callback in self._callbacks:
                 callback(self.membership)
-        elif kind == "stop" and isinstance(stopped, JobStoppedError):
+        elif stopped is not None and kind in ("stop", "fenced"):
             self.on_stop(stopped)
 
     def _explained(self, error: StratagemError) -> StratagemError:
@@ -387,6 +387,7 @@ class SessionClient:
             is_final = isinstance(error, ProtocolError | FencedError) or not self.incarnation
             if is_final and not isinstance(error, PeerUnavailableError):
                 self.stopped = error
+                self.on_stop(error)
             elif self._welcomed and lost_s > self._chief_timeout_s:
                 self.stopped = PeerUnavailableError(
                     f"{self.task} lost the chief at {self.chief_address} {lost_s:.0f} s ago and could not reconnect: "

@@ -205,7 +205,7 @@ class Cluster:
         sessions = self.chief_job.sessions.tasks if chief is not None and chief.alive and self.chief_job else {}
         for name, process in [*self.tasks.items()]:
             session = sessions.get(name)
-            if session is None or session.task.type != "worker" or session.address != process.address:
+            if session is None or session.task.type != "worker" or session.pid != process.pid:
                 continue
             if process.alive and session.state is SessionState.LOST and now > session.lost_at + AWAY_S:
                 process.kill()

@@ -23,11 +23,13 @@ from stratagem.ps import optimizers, snapshot
 from stratagem.ps.peer_client import PeerStore
 from stratagem.rpc import channels, handshake, host_id
 from stratagem.strategy import roles
+from stratagem.worker.interrupts import END_S
 from stratagem.worker.reduction import backward
 from stratagem.worker.ring import ring_member
 from tests.simulation import copies, invariants, rings, schedule
 from tests.simulation.disk import Os
 from tests.simulation.threads import Future, Futures, Queue, Threading, ThreadPoolExecutor, Time, here
+from tests.simulation.world import Process
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -91,6 +93,12 @@ class _Gc:
         """A process of its own keeps what it has when it is complete."""
 
 
+def _process() -> Process:
+    thread = here().thread
+    assert thread is not None, "nothing of the product runs outside of threads here"
+    return thread.process
+
+
 class _Preemption:
     """In the place of the worker's: no signal is sent."""
 
@@ -99,6 +107,19 @@ class _Preemption:
     @staticmethod
     def request() -> None:
         """The worker sees by its session that the job is over."""
+
+    @staticmethod
+    def end_soon(reason: str) -> None:
+        process = _process()
+        process.world.after(END_S, process, process.end, 1)
+
+
+class _Ids:
+    """In the place of the module ``os``, of which only the id of the process is asked."""
+
+    @staticmethod
+    def getpid() -> int:
+        return _process().pid
 
 
 def _cluster() -> Cluster:
@@ -150,6 +171,7 @@ def installed() -> Iterator[None]:
     for lock in (JournalLock, CheckpointsLock):
         put(sys.modules["stratagem.chief.__main__"], lock.__name__, _taken_from_the_dead(lock))
     put(sys.modules["stratagem.worker.runtime"], "preemption", _Preemption)
+    put(sys.modules["stratagem.rpc.session"], "os", _Ids)
     put(PeerStore.__init__, "__defaults__", ("grpc",))
     put(optimizers, "warm_up", lambda: None)
     put(roles, "say_goodbye_at_exit", lambda runtime: None)

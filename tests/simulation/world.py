@@ -38,6 +38,7 @@ class Process:
         self.world = world
         self.name = name
         self.address = address
+        self.pid = int(address.rpartition(":")[2])
         self.alive = True
         self.paused_until = 0.0
         self.wall_offset_s = 0.0

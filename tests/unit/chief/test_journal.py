@@ -120,9 +120,9 @@ def test_a_full_disk_under_a_new_journal_is_to_be_freed(tmp_path: Path, monkeypa
 
 def write_all(journal: Journal) -> None:
     journal.write("chief", epoch=4)
-    journal.write("join", task="worker:0", incarnation=1)
-    journal.write("join", task="worker:1", incarnation=2)
-    journal.write("join", task="ps:0", incarnation=3)
+    journal.write("join", task="worker:0", incarnation=1, pid=10)
+    journal.write("join", task="worker:1", incarnation=2, pid=20)
+    journal.write("join", task="ps:0", incarnation=3, pid=30)
     journal.write("ready")
     journal.write("initialized", tasks=["ps:0"])
     journal.write("plan", dataset=1, plan={**PLAN, "staleness": math.inf, "seed": 7})
@@ -131,7 +131,7 @@ def write_all(journal: Journal) -> None:
     journal.write("accepted", durable=False, units=[[1, 0, 2], [1, 0, 3]], oldest_step=6)
     journal.write("close_step", step=6, included=[[1, 0, 4]])
     journal.write("over", task="worker:0", incarnation=1, done=False)
-    journal.write("join", task="worker:0", incarnation=4)
+    journal.write("join", task="worker:0", incarnation=4, pid=40)
     journal.write("over", task="worker:1", incarnation=2, done=True)
     journal.write("prepared", task="ps:0", incarnation=3)
     journal.write("put_back", task="ps:0", incarnation=3)
@@ -145,6 +145,7 @@ EXPECTED = JobHistory(
     chief_epoch=4,
     newest_incarnation=4,
     live={"worker:0": 4, "ps:0": 3},
+    pids={"worker:0": 40, "worker:1": 20, "ps:0": 30},
     prepared={"ps:0": 3},
     put_back={"ps:0": 3},
     done={"worker:1": 2},
@@ -227,6 +228,7 @@ def test_a_whole_line_of_another_version_is_refused_also_at_the_end(tmp_path: Pa
         {"kind": "chief", "epoch": 1, "num_ps": []},
         {"kind": "join", "task": 5, "incarnation": 1},
         {"kind": "join", "task": "worker:0", "incarnation": [1]},
+        {"kind": "join", "task": "worker:0", "incarnation": 1, "pid": 1 << 40},
         {"kind": "over", "task": 5, "incarnation": 1, "done": True},
         {"kind": "accepted", "units": [[1, 0, 1 << 70]], "oldest_step": 1},
         {"kind": "plan", "dataset": 1, "plan": PLAN | {"batch_size": 0}},

@@ -332,6 +332,13 @@ def test_a_restarted_chief_waits_for_the_sessions_that_were_live() -> None:
     assert sessions.tasks["worker:1"].number == 4
 
 
+def test_a_restarted_chief_knows_the_process_of_a_worker_that_stays_out_of_reach() -> None:
+    sessions = make(newest_incarnation=1, awaited={"worker:0": 1}, pids={"worker:0": 17}, ready=True)
+    sessions.tick(18.5)
+    assert sessions.tasks["worker:0"].state is SessionState.LOST
+    assert sessions.tasks["worker:0"].pid == 17, "its launcher ends what it knows by this number"
+
+
 def test_a_restarted_chief_remembers_who_was_done_or_lost() -> None:
     sessions = make(newest_incarnation=3, done={"worker:0": 1}, fenced={"worker:1": 2}, ready=True, awaited={"ps:0": 3})
     assert sessions.tasks["worker:0"].state is SessionState.DONE

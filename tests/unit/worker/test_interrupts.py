@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
 import types
 from types import FrameType
+
+import pytest
 
 from stratagem.worker.interrupts import inside_grpc
 
@@ -46,3 +49,23 @@ def test_waiting_may_be_interrupted() -> None:
     finally:
         event.set()
         waiter.join()
+
+
+FENCED = """
+import signal, sys, threading, time
+from stratagem.worker import interrupts
+interrupts.END_S = 0.1
+interrupts.install()
+if sys.argv[1] == "handles it":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("by its own handler"))
+interrupts.preemption.end_soon("the chief calls it dead")
+print(threading.active_count(), flush=True)
+if threading.active_count() > 1:
+    time.sleep(600)  # a step that takes long
+"""
+
+
+@pytest.mark.parametrize(("script", "ends_with"), [("has none", 143), ("handles it", 0)])
+def test_a_worker_that_takes_part_no_more_ends_in_the_middle_of_a_step(script: str, ends_with: int) -> None:
+    done = subprocess.run([sys.executable, "-c", FENCED, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == ends_with, done.stderr
