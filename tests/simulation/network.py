@@ -323,15 +323,19 @@ class Call:
 
     def _take_request(self, message: bytes | None) -> None:
         self.requests.append(message)
+        self._happened("message ")
         if self._aio_requests is not None:
             self._aio_requests.set()
         else:
             self._requests_changed.notify_all()
 
+    def _happened(self, what: str) -> None:
+        self.world.faults.happened(what + self.method.rpartition("/")[2])  # type: ignore[attr-defined]
+
     def _serve(self, request: bytes | None) -> None:
         if self.over_at_server or self._target is None:
             return
-        self.world.faults.happened(self.method.rpartition("/")[2])  # type: ignore[attr-defined]
+        self._happened("")
         handler = self._target.handler(self.method)
         if self._target.loop is not None:
             loop = self._target.loop
@@ -413,7 +417,7 @@ class Call:
         if self.over_at_server or self.server is None or self._broken or self._is_reset():
             return
         self.network.post(self.server, self.client, self._arrival(False), self._take_reply, message)
-        self.world.faults.happened(f"reply {self.method.rpartition('/')[2]}")  # type: ignore[attr-defined]
+        self._happened("reply ")
 
     def end_at_server(self, error: RpcError | None) -> None:
         """The handler is through."""

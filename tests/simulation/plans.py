@@ -23,12 +23,14 @@ MOMENTS = (
     *("put_back", "restored", "roll_back", "lost", "routed", "untold", "steps_per_unit", "ending", "begun", "plan"),
     *2 * ("Fence", "CloseStep", "DescribeUnits", "HoldCommits", "AdmitUpdates", "SaveShards", "ReleaseCommits"),
     *2 * ("RestoreShards", "MarkLost", "TakeOver", "CreateVariables", "AssignValues", "CloseUnits", "StartStep"),
-    *("NextUnits", "SaveCheckpoint", "Agree", "Session", "Hello", "CommitUpdate", "PrepareUpdate", "PullWeights"),
+    *("NextUnits", "SaveCheckpoint", "Agree", "Session", "Hello", "Meet"),
+    *4 * ("message Transfer",),
 )
 """Records of the journal, each of which says that something has been decided, and methods of the services."""
 MOMENTS_OF_RING = (
     *("join", "over", "ready", "taken_in", "taken_in", "Meet", "Meet", "OpenLane", "OpenLane", "Abort", "Abort"),
     *("TakeIn", "TakeIn", "GetPosition", "Session", "Agree", "OpenDataset", "Exchange"),
+    *6 * ("message Exchange",),
 )
 FORMS = ("", "table", "fit", "ring", "storm", "ring-storm")
 
@@ -166,10 +168,12 @@ def _at_moments(
     """What goes wrong, in most cases a death, goes wrong at one of ``moments`` or just after."""
     tasks = ["chief:0", *(f"worker:{i}" for i in range(job.num_workers)), *(f"ps:{i}" for i in range(job.num_ps))]
     for _ in range(rng.choice((1, 2, 3))):
-        what = rng.choice(("", "", "reply ")) + rng.choice(moments)
-        if what.startswith("reply ") and what[6].islower():  # a record has none
-            what = what.removeprefix("reply ")
-        moment = Moment(what, rng.choice((1, 1, 2, 5)), rng.choice((0.0, 0.0, 0.01, 0.1)) * rng.random())
+        what, number = rng.choice(moments), rng.choice((1, 1, 2, 5))
+        if what.startswith("message "):
+            number = rng.randrange(1, 60)
+        elif what[0].isupper() and rng.random() < 0.3:
+            what = f"reply {what}"
+        moment = Moment(what, number, rng.choice((0.0, 0.0, 0.01, 0.1)) * rng.random())
         task = rng.choice(("chief:0", rng.choice(tasks), rng.choice(tasks)))
         kind = "crash" if task == "chief:0" and rng.random() < 0.3 else "kill"
         fault = Fault(0.0, kind, task) if rng.random() < 0.6 else draw(rng, job)

@@ -21,8 +21,9 @@ from tests.simulation.world import START, SimulationError, World
 
 
 class Moment(NamedTuple):
-    """When the chief writes a record of this kind into its journal, a request for this method arrives, or (``reply``
-    and the method) its reply leaves: the next time, or a later one, and then ``soon_s``."""
+    """When the chief writes a record of this kind into its journal, a request for this method arrives, or (``message``
+    or ``reply`` and the method) a message of its stream arrives or its reply leaves: the next time, or a later one, and
+    then ``soon_s``."""
 
     what: str
     number: int = 1
