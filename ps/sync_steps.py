@@ -95,8 +95,12 @@ class SyncSteps:
     def prepare(self, key: StepKey, contribution: Contribution) -> None:
         """Takes a slice. ProtocolError: another plan of the step, or the unit is not in it. ConfigurationError:
         hyper-parameters or merge differ from another slice's; names both senders."""
-        step = self._open.setdefault(key, _Step(contribution.slice.units))
-        if step.planned != contribution.slice.units or contribution.unit not in step.planned:
+        planned, closing = contribution.slice.units, self._closings.get(key[0])
+        step = self._open.setdefault(key, _Step(planned))
+        is_alike = step.planned == planned
+        if not is_alike and closing is not None:  # a chief that was started again leases it without what was closed out
+            is_alike = closing.included.isdisjoint({*step.planned} ^ {*planned})
+        if not is_alike or contribution.unit not in planned:
             raise ProtocolError(
                 f"step {key[0]}: expected the planned slices {[str(unit) for unit in step.planned]}, got "
                 f"{[str(unit) for unit in contribution.slice.units]} "

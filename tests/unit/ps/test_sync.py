@@ -294,6 +294,24 @@ def test_a_slice_applied_here_already_adds_nothing() -> None:
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 3.0)]))
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_restarted_chief_leases_what_is_left_of_a_step_without_the_slice_that_was_closed_out(is_first: bool) -> None:
+    store, workers = started(2)
+    units = units_of(1, 3)
+    store.commits.sync.close_step(CHIEF, 1, units[:2], [], CALL)
+    plans = [units, units[:2]] if is_first else [units[:2], units]
+    calls = [
+        commit(worker, torch.full((SIZE,), value), unit, part_of(1, plan, 2))
+        for worker, unit, plan, value in zip(workers, units, plans, (1.0, 3.0), strict=False)
+    ]
+    assert all(call.result().applied for call in calls)
+    torch.testing.assert_close(weights(store), reference([torch.full((SIZE,), 2.0)]))
+    short, long = units_of(2, 2), units_of(2, 3)  # nothing is closed out of this step
+    workers[0].prepare(workers[0].stage(torch.ones(SIZE)), short[0], part_of(2, short, 2))
+    with pytest.raises(ProtocolError, match="expected the planned slices"):
+        workers[1].prepare(workers[1].stage(torch.ones(SIZE)), long[2], part_of(2, long, 2))
+
+
 def test_resent_commit_of_an_applied_step_gets_the_weights() -> None:
     store, (one,) = started(1)
     units = units_of(1, 1)
