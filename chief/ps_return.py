@@ -264,6 +264,10 @@ class PsReturn(ChiefPart):
         self._in_doubt[server.incarnation] = self._in_doubt.get(last, {})
         if last in self.restarted:  # what that one lacks of what is reported later, this one lacks too
             self._note_put_back(server)
+        if not self._state.is_open:  # which then counts what it lacks, unless the job starts anew
+            self._note_put_back(server)
+            logger.warning("%s resumes from what %s had a copy of", task, holder.task)
+            return True
         num_lost, step = await self._mark_lost(server, self._lease_book.positions())
         logger.warning(
             "%s resumes from step %d, of which %s had a copy: %d updates lost", task, step, holder.task, num_lost

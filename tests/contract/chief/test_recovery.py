@@ -557,6 +557,46 @@ async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: 
         await worker.die()
 
 
+async def test_a_job_that_begins_anew_closes_nothing_on_a_ps_that_had_gone_on_from_a_copy(tmp_path: Path) -> None:
+    """What was accepted before all had died comes again, and that ps alone left it out, without a word."""
+    asked = asyncio.Event()
+
+    class Silent(FakePs):
+        async def DescribeUnits(self, request: Any, context: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+    config: dict[str, Any] = {"num_workers": 1, "ps_replicas": 2, "state_dir": str(tmp_path / "state")}
+    config["checkpoint_dir"] = str(tmp_path)
+    async with chief(**config) as first:
+        async with ps(first.address, FakePs(0)) as one, ps(first.address, FakePs(1)) as other:
+            worker = Task(first.address, "worker:0")
+            await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
+            await worker.open()
+            await worker.next()
+            applied([one, other], 0, close=True)
+            await worker.next([0], wait=False)
+            assert first.job.lease_book.positions()
+            await first.kill()
+        await worker.die()
+    async with chief(**config) as second, contextlib.AsyncExitStack() as stack:
+        put_back = [FakePs(0), Silent(1)]
+        for each in put_back:
+            each.initialized, each.refusal = False, "the other one has no complete copy"
+            await stack.enter_async_context(ps(second.address, each))
+        await until(lambda: all(each.restored_from for each in put_back))
+        worker = Task(second.address, "worker:0")
+        await asked.wait()  # the books are being opened
+        await lose(second, put_back[1])
+        copied = FakePs(1)
+        copied.initialized = False
+        async with ps(second.address, copied):
+            await until(lambda: second.job.is_open)
+            assert copied.taken_from and second.job.get_status().updates_lost == 0 and not copied.closed
+            await worker.die()
+
+
 async def test_a_ps_that_is_lost_as_it_is_asked_for_a_copy_says_nothing_of_its_next_process(tmp_path: Path) -> None:
     """That one was taken for a survivor, with the memory that nobody had: what was accepted was gone without a word."""
 
