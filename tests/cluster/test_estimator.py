@@ -77,6 +77,14 @@ def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, 
     torch.testing.assert_close(*both, **TOLERANCE)
 
 
+def test_an_evaluator_that_could_restore_no_checkpoint_fails(cluster: Start, tmp_path: Path) -> None:
+    """The training goes on; the evaluator had ended as if it had evaluated."""
+    arguments = ["--model-dir", tmp_path, "--max-steps", 9, "--wider-evaluation"]
+    done = cluster(2, 0, "estimate.py", *arguments, flags=["--evaluator"]).finish()
+    assert done.code == 1 and steps_in(tmp_path) == [8, 9], done.stderr
+    assert "evaluator:0: CheckpointError: the checkpoint is of a different model than net" in done.stderr
+
+
 @pytest.mark.parametrize("num_ps", [0, 1])
 def test_two_estimators_of_one_script(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     flags = ["--staleness", "0", "--max-restarts", "0"]

@@ -109,6 +109,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     Raises:
         ConfigurationError: incompatible arguments.
         JobStoppedError: in the evaluator: the job failed.
+        CheckpointError: in the evaluator: no checkpoint could be restored.
     """
     placement = placement_from_environment(os.environ)
     evaluation = _Evaluation(estimator, eval_spec)
@@ -197,6 +198,7 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
     """What an evaluator does beside a training cluster."""
     spec, model_dir = evaluation.spec, evaluation.estimator.model_dir
     schedule = EvaluatorSchedule(max_steps, spec.start_delay_secs, spec.throttle_secs, time.monotonic())
+    skipped: CheckpointError | None = None
     with JobWatch(str(model_dir)) as job:
         while True:
             # Asked before the look: a checkpoint saved before the end is seen by the look after it.
@@ -214,7 +216,10 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
                 if was_removed(path):
                     continue  # training keeps the newest ones only, and this one was too old meanwhile
                 logger.error("Skipped a checkpoint: %s", error)
+                skipped = error
             schedule.evaluated(step, started)
     if reason is not None and not (isinstance(reason, JobStoppedError) and reason.exit_code == 0):
         raise reason
+    if skipped is not None and evaluation.newest is None:
+        raise skipped  # every one, as of a model_fn that makes another model in mode EVAL
     return evaluation.newest

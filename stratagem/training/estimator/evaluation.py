@@ -24,6 +24,7 @@ from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.sources import devices_of, for_evaluation, for_prediction
 from stratagem.training.fit.steps import sample_of
 from stratagem.training.metrics import Mean, Metric, metrics_of
+from stratagem.training.saving.object_states import put_back
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class RestoredObjects:
 
     def load(self, path: Path | None) -> int:
         """Takes the weights of a checkpoint; returns its step. None: those that the objects were created with.
-        CheckpointError: it is damaged, gone, or lacks an object."""
+        CheckpointError: it is damaged, gone, lacks an object, or is of another model."""
         step = 0
         if path is None:
             logger.warning("There is no checkpoint: the model is as it was created")
@@ -67,8 +68,8 @@ class RestoredObjects:
             check(path)
             saved = describe(path)
             states = read_states(saved, list(self.objects.modules))
-            for name, state in states.items():
-                self.objects.in_use[name].load_state_dict(kind_and_state(state)[1])
+            found = {name: kind_and_state(state) for name, state in states.items()}
+            put_back({name: self.objects.in_use[name] for name in found}, found)
             step = saved.step
         self.objects.global_step, self._loaded = step, path
         return step

@@ -28,6 +28,7 @@ from stratagem.training.fit.agreement import check_alike, check_alike_on_servers
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
+from stratagem.training.saving.object_states import put_back
 from stratagem.worker import interrupts
 from stratagem.worker.interrupts import preemption
 from stratagem.worker.ring.communicator import Communicator
@@ -238,18 +239,16 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     modules before they are prepared: a worker that was started again then takes the live values, and the older ones of
     the checkpoint are forgotten. The step at which the job started is a variable too. The lead creates it last, and
     whoever has got it knows that the state of the optimizers is in place as well. CheckpointError: there are
-    checkpoints, and none can be restored.
+    checkpoints, and none can be restored, or the newest is of another model.
     """
     path, step, states = _read_newest(model_dir, list(objects.made))
-    for name, module in objects.modules.items():
-        if name in states:
-            module.load_state_dict(states[name])
+    put_back({name: module for name, module in objects.modules.items() if name in states}, states)
     objects.prepare(strategy, True, arguments)
     for name in objects.optimizers:
         optimizer = objects.in_use[name]
         # A lead that joins a running job must not put old slots over the live ones.
         if name in states and (not strategy.is_lead or not optimizer.state_dict()["state"]):
-            optimizer.load_state_dict(states[name])
+            put_back({name: optimizer}, states)
     start = nn.Module()
     start.register_buffer("step", torch.tensor(step))
     strategy.prepare(start)
@@ -259,12 +258,12 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     return job_step
 
 
-def _read_newest(model_dir: Path, names: list[str]) -> tuple[Path | None, int, dict[str, Any]]:
-    """The newest checkpoint, its step and the states in it; None, 0 and none where there is none."""
+def _read_newest(model_dir: Path, names: list[str]) -> tuple[Path | None, int, dict[str, tuple[str, Any]]]:
+    """The newest checkpoint, its step, and the states in it with their kinds; None, 0 and none if there is none."""
     while (path := newest_undamaged(model_dir, CHECKPOINT_NAME)) is not None:
         try:
             states = read_states(describe(path), names)
-            return path, read_step(path) or 0, {name: kind_and_state(state)[1] for name, state in states.items()}
+            return path, read_step(path) or 0, {name: kind_and_state(state) for name, state in states.items()}
         except CheckpointError:
             if path.exists():
                 raise  # else the job that runs has newer ones, and removed it

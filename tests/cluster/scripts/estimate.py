@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def input_of_its_place(mode: ModeKeys, input_context: sg.InputContext | None = N
 
 def net_fn(features: Mapping[str, torch.Tensor], labels: Any, mode: ModeKeys) -> EstimatorSpec:
     """A net with momenta."""
-    net = get_or_create("net", lambda: nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 2)))
+    width = 20 if mode == ModeKeys.EVAL and "--wider-evaluation" in sys.argv else 16
+    net = get_or_create("net", lambda: nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 2)))
     logits = net(features["x"])
     if mode == ModeKeys.PREDICT:
         return EstimatorSpec(mode, predictions=logits)
@@ -104,6 +106,7 @@ def main() -> None:
     parser.add_argument("--strategy")
     parser.add_argument("--strategy-first", action="store_true")
     parser.add_argument("--place", action="store_true")
+    parser.add_argument("--wider-evaluation", action="store_true", help="another net in mode EVAL")
     options = parser.parse_args()
     distribute = (lambda: sg.strategy_from_environment(options.strategy)) if options.strategy else None
     config = RunConfig(

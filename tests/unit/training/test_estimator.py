@@ -388,6 +388,8 @@ def test_checkpoints_of_another_model_are_refused_again(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="of a different model than net"):
             estimator.train(loader, steps=2)
     assert steps_in(tmp_path) == [1]
+    with pytest.raises(CheckpointError, match="of a different model than net"):
+        estimator.evaluate(loader)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
