@@ -16,6 +16,7 @@ from torch import nn
 
 from stratagem.arguments import check_kind
 from stratagem.checkpoint.catalog import newest_undamaged, read_step
+from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.reading import describe, kind_and_state, read_states
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -93,8 +94,10 @@ class EstimatorTraining:
         elif self.strategy.servers is not None:
             place = self.strategy.servers.chief.new_group("training of an Estimator")
             check_alike_on_servers(self.strategy.servers, "an Estimator", place, told)
-            if self.strategy.is_lead:  # the first checkpoint may be long after the first step
+        if self.strategy.is_lead:  # the first checkpoint may be long after the first step
+            if self.strategy.servers is not None:
                 self.strategy.servers.chief.check_folder(str(self._model_dir.absolute()))
+            CheckpointDraft(self._model_dir).close()
         feed = open_feed(self.strategy, given, self._build)
         manager = self._prepare(feed)
         target = self._step + steps if steps is not None else max_steps

@@ -392,6 +392,16 @@ def test_checkpoints_of_another_model_are_refused_again(tmp_path: Path) -> None:
         estimator.evaluate(loader)
 
 
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_batch(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+
+    def unread() -> Any:
+        raise AssertionError("the input was opened")
+
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/model: File exists"):
+        make(tmp_path / "model").train(unread, steps=1)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
