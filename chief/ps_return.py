@@ -202,7 +202,8 @@ class PsReturn(ChiefPart):
                 server,
                 1,
                 f"{server.incarnation.task} restarted without its variables, and there is no checkpoint to restore "
-                "them from. Start the job with --checkpoint-dir to survive the loss of a ps.",
+                "them from. Start the job with --checkpoint-dir (`python train.py`: every task "
+                "with STRATAGEM_CHECKPOINT_DIR) to survive the loss of a ps.",
             )
             return
         if server not in self._ps_pool.servers:

@@ -12,6 +12,7 @@ _NONE = (None,)
 _DATA = "DataLoader(..., num_workers=, prefetch_factor=) says how data is read"
 _DRAWN = "a callback of your own writes it, in on_epoch_end, with torch.utils.tensorboard.SummaryWriter"
 _HOOK = "what a hook would do, model_fn does in each step, and a function of saving_listeners= at each checkpoint"
+_EARLY = "Model.fit takes callbacks.EarlyStopping; of an Estimator call train(steps=) and evaluate() in turn"
 _PROCESSES = "train_distribute= says on which devices, `stratagem run` in which processes"
 _PROGRAM = "example_inputs= says what the exported program is called with"
 _FITTING = "module.load_state_dict(state, strict=False) before compile takes what fits"
@@ -245,12 +246,9 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
             for kind in ("DNN", "Linear", "Baseline", "DNNLinearCombined", "BoostedTrees")
             for what in ("Classifier", "Regressor", "Estimator")
         },
-        **{
-            f"{kind}{what}": _HOOK
-            for kind in ("SessionRun", "CheckpointSaver", "StopAtStep", "LoggingTensor", "NanTensor", "StepCounter")
-            for what in ("Hook", "Listener")
-        },
-        "WarmStartSettings": _FITTING,
+        **{f"stop_if_{when}_hook": _EARLY for when in ("higher", "lower", "no_increase", "no_decrease")},
+        "make_early_stopping_hook": _EARLY,
+        **dict.fromkeys(("WarmStartSettings", "init_from_checkpoint"), _FITTING),
         "feature_column": "sg.nn.Embedding and EmbeddingBag are columns of categories, and a module makes the others",
         "inputs": "an input_fn returns a DataLoader, or batches",
         "export": "Estimator.export_model(path, example_inputs) writes a program that torch runs alone",
@@ -386,7 +384,8 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
 
 def no_attribute(owner: str, name: str, *kinds: str) -> AttributeError:
     """Says that ``owner``, one of ``kinds``, has no ``name``, and what to write instead."""
-    hint = next((hint for kind in kinds if (hint := _ATTRIBUTES.get(kind, {}).get(name))), "")
+    hint = _HOOK if name.endswith(("Hook", "SaverListener")) else ""
+    hint = next((found for kind in kinds if (found := _ATTRIBUTES.get(kind, {}).get(name))), hint)
     return AttributeError(f"{owner} has no attribute {name!r}{': ' if hint else ''}{hint}")
 
 

@@ -93,7 +93,7 @@ class ClusterSpec(WithWaysOut):
             have = ", ".join(role for role in TASK_TYPES if getattr(self, role)) or "nothing"
             raise ClusterSpecError(
                 f"expected at least one worker, got a cluster of {have}; only workers run the training script, "
-                "so add them under 'worker' (the chief is not a replica)"
+                "so add them under 'worker' (the chief is not a replica), or unset TF_CONFIG to train in one process"
             )
         self._check_duplicates()
         if split_address(self.chief_address)[1] == 0:

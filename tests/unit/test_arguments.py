@@ -276,8 +276,9 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
     with pytest.raises(AttributeError, match=r"Model has no attribute 'nothing'$"):
         _ = model.nothing
     ours = ("GradientTape", "models", "WarmStartSettings", "NanTensorHook", "BoostedTreesClassifier", "feature_column")
+    hooks = ("InMemoryEvaluatorHook", "stop_if_no_decrease_hook", "make_early_stopping_hook", "init_from_checkpoint")
     others = ((checkpoint, "read"), (sg.callbacks, "ProgbarLogger"), (sg.nn, "embedding_lookup_sparse"))
-    for room, name in (*others, *((sg, one) for one in ours)):
+    for room, name in (*others, *((sg, one) for one in (*ours, *hooks))):
         with pytest.raises(AttributeError, match=rf"has no attribute '{name}': \w"):
             getattr(room, name)
     strategy.close()

@@ -249,6 +249,8 @@ def _model_dir(own: str | os.PathLike[str] | None, of_config: str | os.PathLike[
     if own is not None and of_config is not None and Path(own) != Path(of_config):
         raise ConfigurationError(f"expected one model_dir, got {os.fspath(own)!r} and RunConfig's {of_config!r}")
     chosen = own if own is not None else of_config
+    if chosen == "":
+        raise ConfigurationError('expected model_dir= a folder, got "" (of a variable that is not set?)')
     if chosen is not None:
         return Path(chosen)
     if placement_from_environment(os.environ) is not None:

@@ -751,6 +751,7 @@ async def test_a_ps_that_lost_everything_without_a_checkpoint_stops_the_job() ->
         async with ps(running.address, reborn):
             stop = await until(lambda: workers[0].ended("stop"))
             assert stop.exit_code == 1 and "restarted without its variables" in stop.reason
+            assert "STRATAGEM_CHECKPOINT_DIR" in stop.reason
 
 
 def serves(worker: Task, task: str) -> bool:

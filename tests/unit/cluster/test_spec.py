@@ -66,7 +66,7 @@ def test_free_ports_may_repeat() -> None:
         ({"master": ["a:1"]}, ["unknown role 'master'", "a master, which trains, is worker 0 here"]),
         ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, ["at most one chief", "got 2", "a:1, b:1"]),
         ({"evaluator": ["a:1", "b:1"], "worker": ["c:1"]}, ["at most one evaluator"]),
-        ({"chief": ["a:1"]}, ["at least one worker", "a cluster of chief", "not a replica"]),
+        ({"chief": ["a:1"]}, ["at least one worker", "a cluster of chief", "not a replica", "unset TF_CONFIG"]),
         ({"ps": ["a:1"]}, ["at least one worker"]),
         ({}, ["at least one worker", "cluster of nothing"]),
         ({"worker": ["a:1", "a:1"]}, ["worker:0 and worker:1 have the same address 'a:1'"]),

@@ -540,6 +540,8 @@ def test_the_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Estimator(model_fn, config=RunConfig(model_dir=tmp_path)).model_dir == tmp_path
     with pytest.raises(ConfigurationError, match="one model_dir"):
         Estimator(model_fn, tmp_path, RunConfig(model_dir=tmp_path / "other"))
+    with pytest.raises(ConfigurationError, match='model_dir= a folder, got ""'):
+        Estimator(model_fn, config=RunConfig(model_dir=""))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert Estimator(model_fn).model_dir.parent == tmp_path
