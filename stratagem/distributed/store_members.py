@@ -24,7 +24,7 @@ _TELL_S = 20.0
 """After so long a rank says for whom it waits: torch gives a ``new_group`` half an hour, whatever the others have."""
 _LEAD_S = 20.0
 """So long a rank waits for rank 0's call before it looks at what rank 0 wants: until then it may be one of before."""
-_WORD = re.compile(r"[^\x00-\x1f\ufffd]{0,1000}(\nworker:\d{1,9})+")
+_WORD = re.compile(r"[\x20-\x7e]{0,1000}(\nworker:\d{1,9})+")
 _CALL = re.compile(r"[0-9a-f]{16}/")
 """What ranks write; anything else in their place is not theirs."""
 

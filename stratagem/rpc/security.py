@@ -41,14 +41,13 @@ class Token:
         """The token in a file; space around it does not count. ConfigurationError: the file cannot be read, or holds no
         token."""
         try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
-            raise ConfigurationError(f"cannot read the token file {path}: {reason}") from None
-        if len(text) < MIN_CHARACTERS or not text.isprintable() or " " in text:
+            text = Path(path).read_text(errors="replace").strip()
+        except OSError as error:
+            raise ConfigurationError(f"cannot read the token file {path}: {error.strerror}") from None
+        if len(text) < MIN_CHARACTERS or not text.isprintable() or not text.isascii() or " " in text:
             raise ConfigurationError(
-                f"expected one word of at least {MIN_CHARACTERS} characters in the token file {path}, got {len(text)} "
-                f"characters; make one with: (umask 077; openssl rand -hex 32 > {shlex.quote(path)})"
+                f"expected one ASCII word of at least {MIN_CHARACTERS} characters in the token file {path}, got "
+                f"{len(text)} characters; make one with: (umask 077; openssl rand -hex 32 > {shlex.quote(path)})"
             )
         warn_if_open(Path(path), "token file")
         return cls(text)

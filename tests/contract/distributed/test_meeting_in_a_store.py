@@ -206,6 +206,7 @@ def test_ranks_of_two_torchruns_meet_though_these_count_restarts_apart(monkeypat
         ("arrival/1", b"\xff\xfe", "worker:0 found '��' under 'arrival/1' in the store, which no rank writes there"),
         ("arrival/1", "x" * 5000, "Give this job a store, a MASTER_PORT or a path of its own"),
         ("its ranks/1", "other\0words\nworker:0\nworker:1", "its ranks/1' in the store, which no rank writes there"),
+        ("its ranks/1", "é" * 16 + "\nworker:0\nworker:1", "its ranks/1' in the store, which no rank writes there"),
         (
             "the address/1",
             f"hello {own_host_id()}\nworker:0\nworker:1",
@@ -213,7 +214,7 @@ def test_ranks_of_two_torchruns_meet_though_these_count_restarts_apart(monkeypat
         ),
         ("the address/1", "", "worker:0 found '' under"),
     ],
-    ids=["no text", "long", "signs", "no address", "empty"],
+    ids=["no text", "long", "signs", "no ASCII", "no address", "empty"],
 )
 def test_what_no_rank_wrote_is_refused(key: str, value: Any, told: str) -> None:
     store = HashStore()

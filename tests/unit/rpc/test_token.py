@@ -15,7 +15,7 @@ SECRET = "0123456789abcdef"
 
 
 def write(path: Path, text: str, mode: int = 0o600) -> str:
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     path.chmod(mode)
     return str(path)
 
@@ -44,7 +44,8 @@ def test_the_comparison_takes_the_same_time_everywhere(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "text", ["", "short", SECRET[: MIN_CHARACTERS - 1], f"{SECRET} {SECRET}", f"{SECRET}\n{SECRET}"]
+    "text",
+    ["", "short", SECRET[: MIN_CHARACTERS - 1], f"{SECRET} {SECRET}", f"{SECRET}\n{SECRET}", "é" * 20, "\udcff" * 20],
 )
 def test_a_file_without_one_good_word_is_refused_and_not_quoted(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"openssl rand -hex 32 > '.*/a file'") as refused:
@@ -55,9 +56,6 @@ def test_a_file_without_one_good_word_is_refused_and_not_quoted(tmp_path: Path, 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No such file"):
         Token.read(str(tmp_path / "nowhere"))
-    (tmp_path / "bytes").write_bytes(b"\xff" * 20)
-    with pytest.raises(ConfigurationError, match="not ASCII"):
-        Token.read(str(tmp_path / "bytes"))
 
 
 def test_a_file_that_others_can_read_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
