@@ -122,8 +122,7 @@ class ServerState:
             entry |= {slot: self._value(name, slot) for slot in group["slots"]}
             if entry:
                 state[index] = entry
-        blank = {name: torch.empty((), dtype=form.dtype).expand(form.shape) for name, form in self._tables.items()}
-        add_first_sums(state, param_groups, lambda index: {**self.variables, **blank}.get(names[index]))
+        add_first_sums(state, param_groups, lambda index: self.variables.get(names[index]))  # of tables: the worker
         return state
 
     def _value(self, name: str, slot: str = "") -> torch.Tensor | StateOnServers:

@@ -64,6 +64,7 @@ ROWS, WIDTH = 23, 3
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
+    "sums from 0.5": lambda parameters: torch.optim.Adagrad(parameters, 0.1, initial_accumulator_value=0.5),
     "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, 0.01),
 }
 

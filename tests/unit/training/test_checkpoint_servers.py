@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem.checkpoint.catalog import check, find_damage, next_number
 from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
 from stratagem.checkpoint.reading import LEASED, OBJECT, latest_checkpoint, load_checkpoint, summarize
-from stratagem.checkpoint.server_state import SavedRows, consolidate
+from stratagem.checkpoint.server_state import SavedRows, ServerState, consolidate
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
@@ -127,6 +127,9 @@ def test_adagrad_goes_on_where_servers_had_no_update_of_it(tmp_path: Path) -> No
     train(expected, first, range(2))
     train(model, optimizer, range(2))
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    of_table = ServerState(tmp_path / "step-00000000", ["weight"])
+    state = of_table.optimizer_state(["weight", "bias"], first.state_dict()["param_groups"])
+    assert state.keys() == {1}, "a table's sums begin on the ps"
 
 
 def test_a_plain_state_dict(by_chief: Path) -> None:
