@@ -24,7 +24,8 @@ class WorkerServicer:
 
     def Meet(self, request: worker_pb2.MeetRequest, context: grpc.ServicerContext) -> worker_pb2.MeetReply:
         caller, info = incarnation_from_proto(request.sender), from_message(RankInfo, request.description)
-        said = self._ring_service.meet(caller, request.generation, request.round, info)
+        patience_s = context.time_remaining() / 2  # the rest is for the way
+        said = self._ring_service.meet(caller, request.generation, request.round, info, patience_s)
         return worker_pb2.MeetReply(descriptions=[to_message(worker_pb2.Description, info) for info in said])
 
     def OpenLane(self, request: lane_pb2.OpenLaneRequest, context: grpc.ServicerContext) -> lane_pb2.OpenLaneReply:

@@ -38,7 +38,9 @@ from stratagem.worker.ring.two_level_group import TwoLevelGroup
 logger = logging.getLogger(__name__)
 
 OPEN_S = 15.0
-"""Seconds that opening the lanes of one plan may take."""
+"""Seconds that opening the lanes of one plan may take, if the timeout leaves so many."""
+LEAST_S = 2.0
+"""Seconds that it may take however late it is: some ranks came just in time."""
 GIVE_UP_S = 1.0
 """Seconds to wait until the other ranks have heard that a lane could not be opened."""
 MOST_TRIES = 3
@@ -304,7 +306,12 @@ class RingMember:
         num_tries = 0
         while True:
             plan = plan_lanes(said, options, failures)
-            opener = building.Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
+            now = time.monotonic()
+            left_s = max(LEAST_S, deadline - now)
+            opener = building.Opener(self.ring_service, peers, self._meter, now + min(OPEN_S, left_s))
+            # A rank that has its lanes waits in the first barrier for those that have not. NCCL keeps what it gets.
+            barrier_s = self._timeout_s if plan.nccl else min(self._timeout_s, left_s)
+            options = dataclasses.replace(options, timeout_seconds=barrier_s)
             group, told, num_tries = None, RankInfo(me.task), num_tries + 1
             purpose = f"round {peers.num_meetings}"
             try:
@@ -326,13 +333,15 @@ class RingMember:
             new = building.failed_lanes(replies)
             if not new and group is not None:
                 self.ring_service.has_formed()
+                group.timeout_s = self._timeout_s
                 break
             if group is not None:
                 group.close("another rank could not open its lanes")
-            if any(one.connection_broke for one in replies) and num_tries < MOST_TRIES:
+            is_late = time.monotonic() > deadline
+            if any(one.connection_broke for one in replies) and num_tries < MOST_TRIES and not is_late:
                 continue
             building.check_reached(replies, me, self._session.membership.min_workers)
-            if not new.keys() - failures.keys():
+            if is_late or not new.keys() - failures.keys():
                 raise PeerUnavailableError(f"the ring did not form: {'; '.join(new.values())}")
             failures, num_tries = failures | new, 0
         self._meter.chose("ring", group.name, plan.reason, building.better(plan, options, said, failures))

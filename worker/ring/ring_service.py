@@ -112,16 +112,18 @@ class RingService:
         self._lanes: dict[PeerKey, ServedGrpcLane] = {}
         self.is_closed = False
 
-    def meet(self, caller: Incarnation, generation: int, meeting: int, info: RankInfo) -> Sequence[RankInfo]:
+    def meet(
+        self, caller: Incarnation, generation: int, meeting: int, info: RankInfo, patience_s: float = PATIENCE_S
+    ) -> Sequence[RankInfo]:
         """Holds the caller until every rank has come; returns what all said, in rank order. Raises
-        PeerUnavailableError: not all came for now; ask again."""
+        PeerUnavailableError: not all came within ``patience_s`` seconds, at most :data:`PATIENCE_S`; ask again."""
         membership = self._membership()
         members = members_of(membership)
         self._check(caller)
         if membership.generation not in (0, generation):
             raise PeerUnavailableError(f"generation {generation} is not known here; ask again")
         rank = members.rank_of(caller.task)
-        said = self._room.meet(generation, meeting, len(members.ranks), rank, info, PATIENCE_S)
+        said = self._room.meet(generation, meeting, len(members.ranks), rank, info, min(patience_s, PATIENCE_S))
         if said is None:
             came = self._room.came(generation, meeting)
             missing = [one.task for index, one in enumerate(members.ranks) if index not in came]

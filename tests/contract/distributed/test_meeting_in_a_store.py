@@ -25,6 +25,7 @@ from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
 from stratagem.strategy.torchrun import with_addresses
+from stratagem.worker.ring.building import Opener
 from stratagem.worker.ring.lane_plan import RankInfo
 from stratagem.worker.ring.ring_service import RingService
 
@@ -269,6 +270,36 @@ def test_a_rank_that_is_out_of_reach_is_named_with_its_address() -> None:
     with ThreadPoolExecutor(2) as pool:
         for text in pool.map(meet, range(2)):
             assert text.endswith(f"Does every rank come to this point of the script, and can it reach {address}?")
+
+
+@pytest.mark.parametrize("kind", ["closed", "swapped"])
+def test_lanes_that_cannot_be_opened_do_not_outlast_the_timeout(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """What ended after 15 s, and with two addresses swapped after 90 s."""
+    address, store = f"127.0.0.1:{free_port('127.0.0.1')}", HashStore()
+    given_s: list[float] = []
+
+    class Timed(Opener):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            given_s.append(self.deadline - time.monotonic())
+
+    monkeypatch.setattr("stratagem.worker.ring.building.Opener", Timed)
+
+    class Altered(PrefixStore):
+        def set(self, name: str, word: str) -> None:
+            if name.endswith("the address/1") and kind == "closed":
+                word = f"{address} {own_host_id()}\nworker:0\nworker:1"
+            if "the address/" in name and kind == "swapped":
+                name = name[:-1] + str(1 - int(name[-1]))
+            super().set(name, word)
+
+    def meet(rank: int) -> None:
+        with pytest.raises((PeerUnavailableError, ClusterTimeoutError), match="the ring did not form: "):
+            form(Altered("group", store), rank, [0, 1], 3.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(meet, range(2)))
+    assert len(given_s) >= 2 and max(given_s) <= 3.0, "no try of a lane is longer than the timeout"
 
 
 @pytest.mark.parametrize("rank", [2, -3])
