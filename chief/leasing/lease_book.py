@@ -266,6 +266,10 @@ class LeaseBook:
         leases = self.epoch(dataset, epoch)
         return self.remove([Unit(dataset, epoch, index) for index in leases.held_by(incarnation)], {})
 
+    def who_left(self, dataset: int, epoch: int) -> list[str]:
+        """Tasks that left their loop over this epoch, and run on."""
+        return sorted(worker.task for worker, *of in self._left if of == [dataset, epoch])
+
     def remove(self, units: Sequence[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
         """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`, or
         :meth:`mark_accepted`.

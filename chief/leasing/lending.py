@@ -194,10 +194,12 @@ class TrainingUnits(UnitLender[TrainingPass]):
         units = self._lease_book.steps.open[number].units
         num_parts = len(plan.units_of(plan.batch_of(units[0].index)))
         if len(units) < num_parts and not self._has_rest:
+            left = ", ".join(self._lease_book.who_left(units[0].dataset, units[0].epoch))
             logger.warning(
-                "Step %d has %d of the %d parts of its batch, as fewer workers take part than before: the other "
-                "parts become an update of their own, in later batches too, unlike in a single process",
+                "Step %d has %d of the %d parts of its batch, as %s: the other parts become an update of their own, in "
+                "later batches too, unlike in a single process",
                 *(number, len(units), num_parts),
+                f"{left} left the dataset early (break, return)" if left else "fewer workers take part than before",
             )
         self._has_rest = len(units) < num_parts
 

@@ -29,6 +29,7 @@ CHIEF_S = 1.0
 TELL_S = 3.0
 """Seconds to wait until the other ranks have heard of a failure."""
 LOST = "who waits for each other may be on a network that drops large packets: look at its MTU"
+LEFT = "did one of them leave its loop early, with break or return, or skip a call that the other makes?"
 LIVES_S = 5.0
 """Seconds that a rank may take to say where it stands, while nothing has failed."""
 
@@ -130,7 +131,7 @@ class FailureDiagnosis:
         with self._changed:
             self._explaining = True
             self.suspect = error.rank
-        cause = self.reason() or self._cause or self._find_cause(error)
+        cause = self.reason() or self._cause or self._find_cause(error, position)
         with self._changed:
             is_new = isinstance(error, OutOfStepError) and not self.is_out_of_step
             self.is_out_of_step |= is_new
@@ -144,7 +145,7 @@ class FailureDiagnosis:
             self._peers.abort(self._reason, self.is_out_of_step, TELL_S)
         return CollectiveError(f"aborted at {position}: {cause if first else self._reason}", error.rank)
 
-    def _find_cause(self, error: CollectiveError) -> str:
+    def _find_cause(self, error: CollectiveError, position: Position | None = None) -> str:
         deadline = time.monotonic() + BLAME_S
         suspect = error.rank
         asked: dict[int, None] = {}
@@ -161,8 +162,11 @@ class FailureDiagnosis:
                 return self.reason() or self._from_chief() or self._lost_rank
             if reply.broken:
                 return reply.broken
+            left = ""
+            if position is not None and isinstance(error, OutOfStepError) and reply.ordinal == position.ordinal:
+                left = f" ({LEFT})" if f"({position.what.split()[0]}" not in reply.position else ""
             if reply.waiting_on is None:
-                return f"{task} is at {reply.position} and does not take part: {error}"
+                return f"{task} is at {reply.position} and does not take part: {error}{left}"
             if reply.waiting_on == self._peers.rank and len(asked) > 1:
                 # Two that are cut off from each other answer the others: one finds out. So did who is out of step.
                 if self._explaining and not isinstance(error, OutOfStepError):
@@ -172,7 +176,7 @@ class FailureDiagnosis:
                     self._reason or f"{self._session.task} waits for {', which waits for '.join(tasks)}: {error}{hint}"
                 )
             if reply.waiting_on == self._peers.rank:
-                return f"{task} is at {reply.position} and waits for {self._session.task}: {error}{hint}"
+                return f"{task} is at {reply.position} and waits for {self._session.task}: {error}{hint}{left}"
             suspect = reply.waiting_on
         told = str(error)
         if suspect in asked:

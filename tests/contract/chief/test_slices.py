@@ -354,8 +354,12 @@ async def test_what_was_lost_of_an_epoch_that_is_over_is_lost_for_a_chief_that_f
                 await task.die()
 
 
-async def test_it_is_said_when_batches_have_more_parts_than_there_are_workers(caplog: pytest.LogCaptureFixture) -> None:
-    """A worker had ended early, with 0, and nobody heard that its parts became updates of their own."""
+@pytest.mark.parametrize("breaks", [True, False])
+async def test_it_is_said_when_batches_have_more_parts_than_there_are_workers(
+    caplog: pytest.LogCaptureFixture, breaks: bool
+) -> None:
+    """A worker had ended early, with 0, or left its loop, and nobody heard that its parts became updates of their own,
+    or why."""
     async with cluster() as (running, workers, servers):
         for worker in workers:
             await worker.open(**SYNC)
@@ -363,11 +367,15 @@ async def test_it_is_said_when_batches_have_more_parts_than_there_are_workers(ca
         applied(servers, 0, 1)
         await workers[1].next([1], wait=False)
         assert "parts of its batch" not in caplog.text
-        workers[1].goodbye()
-        await until(lambda: len(running.job.sessions.live("worker")) == 1)
+        if breaks:
+            await workers[1].next(want=0, wait=False, leave=True)
+        else:
+            workers[1].goodbye()
+            await until(lambda: len(running.job.sessions.live("worker")) == 1)
         accepted = 0
         for _ in range(2):
             [lease] = (await workers[0].next([accepted])).leases
             accepted = lease.unit.index
             applied(servers, accepted)
-        assert caplog.text.count("has 1 of the 2 parts of its batch") == 1
+        why = "worker:1 left the dataset early" if breaks else "fewer workers take part than before"
+        assert caplog.text.count(f"has 1 of the 2 parts of its batch, as {why}") == 1

@@ -13,6 +13,7 @@ from stratagem.errors import CollectiveError
 from stratagem.worker.ring import failure_diagnosis
 from stratagem.worker.ring.communicator import Position
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
+from stratagem.worker.ring.group import OutOfStepError
 from stratagem.worker.ring.members import Members, RankPosition
 
 RANKS = tuple(Member(f"worker:{rank}", "", rank + 1, live=True) for rank in range(3))
@@ -50,3 +51,20 @@ def test_a_circle_of_waits_that_nobody_explains_names_every_link(monkeypatch: py
     monkeypatch.setattr(failure_diagnosis, "BLAME_S", 0.2)
     error = diagnosis_of_rank_0(threading.Event()).explain(CollectiveError("late", 2), Position())
     assert "worker:0 waits for worker:2, which waits for worker:1, which waits for worker:0: late" in str(error)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(
+    ("ordinal", "own", "is_told"),
+    [(30, "barrier", True), (30, "all_reduce sum of 8 float32", False), (31, "barrier", False)],
+)
+def test_a_loop_that_one_rank_left_early_is_asked_for(ordinal: int, own: str, is_told: bool, waits: bool) -> None:
+    """What it calls next is of another kind; the error gave fingerprints alone."""
+    diagnosis = diagnosis_of_rank_0(threading.Event())
+    at = str(Position(30, 11, "all_reduce sum of 32 float32"))
+    reply = RankPosition(at, 30, waiting_on=0 if waits else None)
+    diagnosis._peers.position = lambda rank, timeout_s: reply  # type: ignore[method-assign]
+    error = diagnosis.explain(OutOfStepError("fingerprints", 2), Position(ordinal, 11, own))
+    what = "waits for worker:0" if waits else "does not take part"
+    assert f"worker:2 is at {at} and {what}: fingerprints" in str(error)
+    assert ("leave its loop early, with break or return" in str(error)) == is_told
