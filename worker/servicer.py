@@ -12,6 +12,7 @@ from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import lane_pb2, worker_pb2
 from stratagem.rpc.units import incarnation_from_proto
 from stratagem.worker.ring.lane_plan import PairLane, RankInfo
+from stratagem.worker.ring.peers import PATIENCE_S
 from stratagem.worker.ring.ring_service import RingService
 
 _LANES: dict[int, PairLane] = {lane_pb2.GRPC: "grpc", lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
@@ -24,7 +25,7 @@ class WorkerServicer:
 
     def Meet(self, request: worker_pb2.MeetRequest, context: grpc.ServicerContext) -> worker_pb2.MeetReply:
         caller, info = incarnation_from_proto(request.sender), from_message(RankInfo, request.description)
-        patience_s = context.time_remaining() / 2  # the rest is for the way
+        patience_s = (context.time_remaining() or PATIENCE_S) / 2  # the rest is for the way
         said = self._ring_service.meet(caller, request.generation, request.round, info, patience_s)
         return worker_pb2.MeetReply(descriptions=[to_message(worker_pb2.Description, info) for info in said])
 

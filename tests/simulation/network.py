@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import math
 import types
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -211,6 +212,9 @@ class Context:
     def done(self) -> bool:
         return self._call.over_at_server
 
+    def time_remaining(self) -> float:
+        return max(0.0, self._call.deadline - self._call.world.now)
+
     def add_callback(self, callback: Callable[[], None]) -> bool:
         if self._call.over_at_server:
             return False
@@ -261,6 +265,7 @@ class Call:
         self.metadata = metadata
         self.callbacks: list[Callable[[], None]] = []
         self.over_at_server = False
+        self.deadline = math.inf
         self.error: RpcError | None = None
         self._broken = False
         self.ended = False
@@ -603,16 +608,17 @@ class Unary:
     def __init__(self, begin: Callable[[], Call], encode: Any, decode: Any) -> None:
         self._begin_call, self._encode, self._decode = begin, encode, decode
 
-    def _begin(self, request: Any) -> Call:
+    def _begin(self, request: Any, timeout: float | None) -> Call:
         call = self._begin_call()
+        call.deadline = math.inf if timeout is None else call.world.now + timeout
         call.begin(self._encode(request))
         return call
 
     def future(self, request: Any, timeout: float | None = None) -> Pending:
-        return Pending(self._begin(request), self._decode)
+        return Pending(self._begin(request, timeout), self._decode)
 
     def __call__(self, request: Any, timeout: float | None = None) -> Any:
-        call = self._begin(request)
+        call = self._begin(request, timeout)
         if not call.wait(timeout):
             call.exceeded()
         if call.replies:
