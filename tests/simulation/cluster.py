@@ -288,8 +288,8 @@ class Cluster:
         stopping = None if self.chief_job is None else self.chief_job.sessions.stopping
         if stopping is not None and stopping.exit_code not in (0, 143):  # of the next job nobody has asked for others
             self._want_all()
-            if process.name == "chief:0" and code is None:  # which it begins: those that had finished are started, too
-                for name in [name for name, each in self.tasks.items() if each.exit_code == 0]:
+            if not self.tasks["chief:0"].alive and self.tasks["chief:0"].exit_code is None:
+                for name in [name for name, each in self.tasks.items() if each.exit_code == 0]:  # it begins that
                     self.world.after(0.2 * self.world.random.random(), None, self.start_task, name)
         wanted = self.wanted.get(kind, 1 << 30)
         if kind == "ps" and self.chief_job is not None:  # needed until others have its rows
