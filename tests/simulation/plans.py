@@ -32,7 +32,7 @@ MOMENTS_OF_RING = (
     *("TakeIn", "TakeIn", "GetPosition", "Session", "Agree", "OpenDataset", "Exchange"),
     *6 * ("message Exchange",),
 )
-FORMS = ("", "table", "fit", "ring", "storm", "ring-storm")
+FORMS = ("", "table", "copies", "fit", "ring", "storm", "ring-storm")
 
 
 def form_of(seed: int) -> str:
@@ -47,8 +47,9 @@ def plan(seed: int, form: str = "") -> Schedule:
     """The schedule of a seed.
 
     Args:
-        form: "table": the job has one for sure; "fit": workers call ``Model.fit``; "ring": it is one of a ring that
-            heals; "storm", "ring-storm": with :func:`_storm`; empty: as the seed says.
+        form: "table": the job has one for sure; "copies": of what each ps holds another one has a copy; "fit": workers
+            call ``Model.fit``; "ring": it is one of a ring that heals; "storm", "ring-storm": with :func:`_storm`;
+            empty: as the seed says.
     """
     form = form or form_of(seed)
     if form.startswith("ring"):
@@ -84,7 +85,10 @@ def plan(seed: int, form: str = "") -> Schedule:
     if changes := [*_changes(random.Random(-seed - 1), job)]:
         faults += changes
         job = dataclasses.replace(job, epochs=job.epochs + 2)
-    if job.staleness and job.num_ps > 1 and (copied := random.Random(-5 * seed - 1)).random() < 0.5:
+    if form == "copies":
+        job = dataclasses.replace(job, staleness=job.staleness or math.inf, num_ps=2, max_ps=0)
+    copied = random.Random(-5 * seed - 1)
+    if job.staleness and job.num_ps > 1 and (copied.random() < 0.5 or form == "copies"):
         job, faults = _copied(copied, job, faults)
     forms = random.Random(-6 * seed - 1)
     if form == "table" or (forms.random() < 0.25 and not is_estranged):

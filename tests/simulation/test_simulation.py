@@ -43,6 +43,6 @@ def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_a_broken_protocol_is_found_in_few_schedules(name: str) -> None:
-    form = {"rows": "table", "fit:": "fit", "ring:": "ring"}.get(name.partition(" ")[0], "")
+    form = {"rows": "table", "copy": "copies", "fit:": "fit", "ring:": "ring"}.get(name.partition(" ")[0], "")
     found = simulate("--first", "1", "--seeds", str(NUM_SCHEDULES), "--mutation", name, "--form", form)
     assert found.returncode == 1 and "failed:" in found.stdout, found.stdout[-2000:] + found.stderr[-2000:]
