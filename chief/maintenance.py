@@ -77,7 +77,7 @@ class Maintenance(ChiefPart):
             # None between the initial values and the first checkpoint, unless some were before, nor while a ps is away
             # or without values: what it holds may be initial values.
             is_whole = self._has_first and self._num_groups is not None and self._num_groups >= num_groups
-            if is_whole or self._is_blank or self._is_trained:
+            if is_whole or (self._is_blank and not num_groups) or self._is_trained:
                 return
             await asyncio.sleep(RETRY_S)
             if self._lacking:

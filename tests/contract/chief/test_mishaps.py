@@ -787,6 +787,18 @@ async def test_units_are_leased_again_whose_updates_keep_the_first_checkpoint_fr
         await again.die()
 
 
+async def test_no_unit_of_a_model_is_leased_where_a_ps_lost_its_first_values_before_anybody_had_looked(
+    tmp_path: Path,
+) -> None:
+    """It was taken for a script without variables, and what it trained before the first checkpoint died with a ps."""
+    async with cluster(initialized=False, checkpoint_dir=str(tmp_path), num_workers=1) as (_, [worker], servers):
+        await worker.open()
+        for server in servers:
+            server.groups = []
+        assert isinstance(await refused(worker.next(num_groups=1)), StaleStoreError)
+        assert (await worker.next()).leases, "of a script without variables"
+
+
 async def test_the_first_checkpoint_goes_on_when_who_waits_for_it_asks_again(tmp_path: Path) -> None:
     """One that took longer than a call of a worker began anew with each call, for ever."""
     sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
