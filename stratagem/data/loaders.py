@@ -191,7 +191,7 @@ def carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
 def _refuse_position(loader: Any) -> None:
     """From now on torchdata's StatefulDataLoader is not asked for a position: it knows that of passes over itself."""
 
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise ConfigurationError(
             f"the {type(loader).__name__} does not know how far the distributed dataset over it is, and cannot set it: "
             "sg.Checkpoint (or BackupAndRestore of fit) keeps the position in the data, and resumes there"

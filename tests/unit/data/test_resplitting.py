@@ -368,7 +368,7 @@ def test_a_stateful_loader_of_torchdata_is_not_asked_for_a_position() -> None:
     loader, moved = StatefulDataLoader(Numbers(4), batch_size=2), StatefulDataLoader(Numbers(4), batch_size=2)
     dataset = distribute(loader, placement=InputPlacement((CPU,)))
     next(iter(dataset))
-    for call in (loader.state_dict, lambda: loader.load_state_dict({"_num_yielded": 1})):
+    for call in (loader.state_dict, lambda: loader.load_state_dict(state={"_num_yielded": 1})):
         with pytest.raises(ConfigurationError, match=r"sg\.Checkpoint .* keeps the position"):
             call()
     moved.load_state_dict({"_num_yielded": 1})
