@@ -263,10 +263,11 @@ class PsReturn(ChiefPart):
         if refusal != "":
             return refusal is None  # it is lost: there is nobody to put back
         self._in_doubt[server.incarnation] = self._in_doubt.get(last, {})
-        if last in self.restarted:  # what that one lacks of what is reported later, this one lacks too
+        # What the last one lacks of what is reported later, this one lacks too; and what it lacks when the books are
+        # opened counts then, unless the job starts anew.
+        if last in self.restarted or not self._state.is_open:
             self._note_put_back(server)
-        if not self._state.is_open:  # which then counts what it lacks, unless the job starts anew
-            self._note_put_back(server)
+        if not self._state.is_open:
             logger.warning("%s resumes from what %s had a copy of", task, holder.task)
             return True
         num_lost, step = await self._mark_lost(server, self._lease_book.positions())

@@ -47,8 +47,7 @@ def consolidate(
     state: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
     for part in parts:
-        stem = part.name.removesuffix(".json")
-        source = path / (f"{stem}.slots.safetensors" if slot else f"{stem}.safetensors")
+        source = _file_of(part, slot)
         with _reading(source):
             groups = json.loads(part.read_text())["groups"]
             for shard in [shard for group in groups for shard in group["shards"]]:
@@ -60,7 +59,7 @@ def consolidate(
             with safetensors.safe_open(source, "pt") as tensors:
                 for shard in wanted:
                     name, shape = shard["variable"], tuple(shard["shape"])
-                    tensor = tensors.get_tensor(f"slot/{slot}/{shard['key']}" if slot else shard["key"])
+                    tensor = tensors.get_tensor(_key_of(shard, slot))
                     if name not in state:  # once, not for every part: tables fill the memory
                         state[name] = torch.zeros(shape, dtype=tensor.dtype)
                     whole = state[name]
@@ -172,9 +171,8 @@ class SavedRows:
                 self.shape, self.dtype = torch.Size(shard["shape"]), getattr(torch, group["dtype"])
                 num_rows += shard["num_rows"]
                 if not slot or slot in group["slots"]:
-                    file = part.with_suffix(".slots.safetensors" if slot else ".safetensors")
-                    key = f"slot/{slot}/{shard['key']}" if slot else shard["key"]
-                    self._parts.append((shard["first_row"], shard["first_row"] + shard["num_rows"], file, key))
+                    stop = shard["first_row"] + shard["num_rows"]
+                    self._parts.append((shard["first_row"], stop, _file_of(part, slot), _key_of(shard, slot)))
         if num_rows != self.shape[0]:
             raise CheckpointError(f"checkpoint {path}: expected {self.shape[0]} rows of {variable}, found {num_rows}")
 
@@ -186,6 +184,15 @@ class SavedRows:
                 with _reading(file), safetensors.safe_open(file, "pt") as tensors:  # open, it would keep what was read
                     found[low - first : high - first] = tensors.get_slice(key)[low - begin : high - begin]
         return found
+
+
+def _file_of(part: pathlib.Path, slot: str) -> pathlib.Path:
+    """Where a ps wrote its weights, or slots; ``part``: its description."""
+    return part.with_suffix(".slots.safetensors" if slot else ".safetensors")
+
+
+def _key_of(shard: Mapping[str, Any], slot: str) -> str:
+    return f"slot/{slot}/{shard['key']}" if slot else str(shard["key"])
 
 
 def _shards(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any], int, dict[str, Any]]]:
