@@ -64,7 +64,8 @@ def _hang_up_ends() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        if signal.getsignal(signal.SIGHUP) is end:  # who has been told is told no more, also as it ends
+            signal.signal(signal.SIGHUP, before)
 
 
 def _once(role: str, config: RoleConfig, *arguments: object) -> int:

@@ -47,6 +47,7 @@ with _hang_up_ends():
     signal.raise_signal(signal.SIGHUP)
     print("step", flush=True)
     Path("saved").write_text(" ".join(told))
+signal.raise_signal(signal.SIGHUP)
 """
 
 
@@ -78,6 +79,7 @@ def test_a_reader_that_goes_away_ends_the_job_in_order(tmp_path: Path, monkeypat
 
 
 def test_a_task_whose_terminal_closes_is_told_once_and_may_print(tmp_path: Path) -> None:
+    """Also when the second word of it comes as the task ends: by then its role has left its own part."""
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-c", HANGS_UP], cwd=tmp_path, stdout=theirs, stderr=theirs) as task:
         assert b"ready" in os.read(ours, 100)
