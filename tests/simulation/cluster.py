@@ -291,7 +291,7 @@ class Cluster:
             if not self.tasks["chief:0"].alive and self.tasks["chief:0"].exit_code is None:
                 for name in [name for name, each in self.tasks.items() if each.exit_code == 0]:  # it begins that
                     self.world.after(0.2 * self.world.random.random(), None, self.start_task, name)
-        wanted = self.wanted.get(kind, 1 << 30)
+        wanted = self._num_wanted(kind)
         if kind == "ps" and self.chief_job is not None:  # needed until others have its rows
             wanted = max(wanted, self.chief_job.sessions.num_ps)
         if int(index) >= wanted:
@@ -308,8 +308,13 @@ class Cluster:
     def _want_all(self) -> None:
         self.wanted = {"ps": self.job.max_ps} if self.job.max_ps else {}
         for name in sorted(self.dismissed):
-            self.world.after(0.2 * self.world.random.random(), None, self.start_task, name)
-        self.dismissed.clear()
+            kind, _, index = name.partition(":")
+            if int(index) < self._num_wanted(kind):
+                self.world.after(0.2 * self.world.random.random(), None, self.start_task, name)
+                self.dismissed.discard(name)
+
+    def _num_wanted(self, kind: str) -> int:
+        return self.wanted.get(kind, {"ps": self.job.num_ps, "worker": self.job.num_workers}.get(kind, 1))
 
     def signal(self, ps: Process) -> None:
         """SIGTERM to a ps."""
