@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection
 
 from stratagem.chief.checkpointing import checkpoints
-from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, content_of, untaken
+from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, check_taken, content_of, untaken
 from stratagem.chief.chief_state import ChiefPart, ChiefState, Work
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.servers import ServerDescription
@@ -174,6 +174,7 @@ class Maintenance(ChiefPart):
                     is_kept = not newest.manifest.automatic and newest.manifest.step == content_of(described)[0]
                     if is_kept or not newest.lacks(described):
                         return self._saved(newest)
+                check_taken([*described])  # once they have all of it, that may be what is there already
                 await self.save()
             except (CheckpointError, ForbiddenError) as error:  # as it is, a ps was not started for the folder
                 self._stop(2, str(error))

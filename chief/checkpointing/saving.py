@@ -81,13 +81,7 @@ class Saving(ChiefPart):
             raise PeerUnavailableError(
                 f"a checkpoint needs the values of {', '.join(lacking)}, which no worker has given"
             )
-        if num_untaken := untaken(described):
-            raise PeerUnavailableError(
-                f"a checkpoint needs all variables, and {num_untaken:,} elements of the one that the ps began from are "
-                "on none of them yet: no worker has said which is to hold them. It is repeated. A model that lacks "
-                "a variable of that checkpoint begins in a checkpoint directory of its own, with what it takes of "
-                "sg.load_checkpoint"
-            )
+        check_taken(described)
         return dict(zip(servers, described, strict=True))
 
     async def _write(
@@ -161,6 +155,17 @@ def untaken(described: Sequence[ServerDescription]) -> int:
     if not described or not all(each.origin_elements for each in described):
         return 0  # one of them has gone back to a checkpoint that was made since, which had all
     return max(0, max(each.origin_elements for each in described) - sum(each.taken_elements for each in described))
+
+
+def check_taken(described: Sequence[ServerDescription]) -> None:
+    """PeerUnavailableError: ps have not taken all of the checkpoint of another number of ps that they began from."""
+    if num_untaken := untaken(described):
+        raise PeerUnavailableError(
+            f"a checkpoint needs all variables, and {num_untaken:,} elements of the one that the ps began from are "
+            "on none of them yet: no worker has said which is to hold them. It is repeated. A model that lacks "
+            "a variable of that checkpoint begins in a checkpoint directory of its own, with what it takes of "
+            "sg.load_checkpoint"
+        )
 
 
 def applied_units(described: Mapping[Incarnation, ServerDescription], accepted: Positions) -> Positions:

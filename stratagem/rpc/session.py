@@ -344,8 +344,6 @@ class SessionClient:
         kind = event.WhichOneof("event")
         with self._changed:
             if kind == "welcome":
-                if self.incarnation and self.incarnation != event.welcome.incarnation:
-                    self.stopped = FencedError(f"{self.task} reconnected too late: the job continues without it")
                 self.incarnation = event.welcome.incarnation
                 self._heartbeat_interval_s = event.welcome.heartbeat_interval_s
                 self.job_started = event.welcome.job_started

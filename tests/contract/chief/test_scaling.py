@@ -366,6 +366,46 @@ async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows
             assert job.journal.history.initialized == ["ps:0", "ps:1"], "a worker may tell it more"
 
 
+class TakesMeanwhile(Told):
+    """Workers tell it what to take of that checkpoint just before commits are held for the next one."""
+
+    def take(self) -> None:
+        self.num_taken, self.step = 4, 1
+
+    async def HoldCommits(self, request: Any, context: Any) -> Any:
+        self.take()
+        return await super().HoldCommits(request, context)
+
+
+async def test_what_ps_take_of_a_checkpoint_of_another_number_is_not_saved_as_another_one(tmp_path: Path) -> None:
+    """Both are of the same step, and the chief, which had seen ps of step 0, ended the job."""
+    sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path)}
+    async with cluster(num_ps=1, **sizes) as (running, [worker], [server]):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next()
+        applied([server], 0, close=True)
+        await worker.next([0], wait=False)
+        made = await running.job._maintenance.save()
+    both = TakesMeanwhile(0), TakesMeanwhile(1)
+    for each in both:
+        each.num_taken = 0
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(num_ps=2, **sizes))
+        for each in both:
+            await stack.enter_async_context(ps(running.address, each))
+        worker = Task(running.address, "worker:0")
+        stack.push_async_callback(worker.die)
+        maintenance = running.job._maintenance
+        await until(lambda: maintenance._delay[0] or running.job.sessions.stopping)
+        assert "needs all variables, and 8 elements" in maintenance._delay[0]
+        for each in both:
+            each.take()
+        await until(lambda: maintenance.newest)
+        assert maintenance.newest is not None and maintenance.newest.path == made.path
+        assert all("save" not in each.calls for each in both)
+
+
 async def test_half_a_batch_that_a_ps_lacked_all_of_another_number_lack(tmp_path: Path) -> None:
     """Of two optimizers: the first one's update was gone with it, the second one's came to all, and was taken for the
     batch."""
