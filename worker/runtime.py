@@ -153,8 +153,7 @@ class WorkerRuntime:
             chief_timeout_s=config.peer_timeout_s,
             security=security,
         )
-        if cluster.chief:
-            self.session.waits_for = "the task chief:0"
+        self.session.waits_for = "the task chief:0" if cluster.chief else "worker:0 starts it"
         self.chief = ChiefClient(self.session, config.peer_timeout_s)
         self.ring = RingMember(ring_service, self.session, self.bytes, self.chief.take_in)
         """This worker's part in a ring, once a strategy forms one."""

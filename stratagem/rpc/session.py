@@ -87,7 +87,7 @@ class SessionClient:
         self.membership = Membership()
         self.job_started = False
         self.ps_replicas = 1
-        self.waits_for = "worker:0 starts it if no task is the chief"
+        self.waits_for = "the task chief:0, or worker:0 where the cluster names no chief"
         self._failure: StratagemError | str = "no answer yet"  # of the last attempt to reach the chief
         self._progress = progress
         self._measures = measures
@@ -101,7 +101,7 @@ class SessionClient:
         self._hurry = threading.Event()
         """Set when there is something to say at once, a goodbye too, and when the session is closed."""
         self._connected = False
-        self._lost_since = 0.0  # when the chief was there last, while it is away
+        self._lost_since, self._told_away = 0.0, False  # when the chief was there last, and whether the log says so
         self._changed = threading.Condition()
         self._welcomed = False
         self.stopped: StratagemError | None = None
@@ -235,9 +235,7 @@ class SessionClient:
                 if self._thread.is_alive() or isinstance(self.stopped, PeerUnavailableError):
                     logger.warning("%s will count as lost: the chief did not reply within peer_timeout_s", self.task)
         if exit_code == 0 and isinstance(self.stopped, FencedError):
-            logger.info(
-                "Finished; the chief at %s considered %s lost and has to be told", self.chief_address, self.task
-            )
+            logger.info("Finished; telling the chief at %s, which took %s for lost", self.chief_address, self.task)
             self._insist()
         self.close()
 
@@ -349,7 +347,9 @@ class SessionClient:
                 self.job_started = event.welcome.job_started
                 self.ps_replicas = event.welcome.ps_replicas
                 (PACKAGE.addHandler if event.welcome.wants_log else PACKAGE.removeHandler)(self._log)
-                self._welcomed = self._connected = True
+                if self._told_away:
+                    logger.warning("The chief is back, at %s", self._tried)
+                self._welcomed, self._connected, self._told_away = True, True, False
             elif kind == "membership":
                 said = event.membership
                 members = tuple(from_message(Member, info) for info in said.tasks)
@@ -391,4 +391,8 @@ class SessionClient:
                     f"{self.task} lost the chief at {self.chief_address} {lost_s:.0f} s ago and could not reconnect: "
                     f"{error}"
                 )
+            elif self._welcomed and lost_s >= SILENCE_S and self._goodbye is None and not self._told_away:
+                left_s = self._chief_timeout_s - lost_s
+                logger.warning("Waiting for the chief at %s, %.0f s more: %s", self.chief_address, left_s, error)
+                self._told_away = True
             self._changed.notify_all()

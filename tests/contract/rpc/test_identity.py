@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import queue
@@ -26,6 +27,7 @@ from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, JobStoppedError, StratagemError
 from stratagem.launch.status import StatusPoller, fetch_stack, fetch_status
 from stratagem.rpc import channels
+from stratagem.rpc import session as rpc_session
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, ps_pb2
 from stratagem.rpc.handshake import explain_refusal
@@ -94,6 +96,13 @@ def chief(security: Security, bind: str = "127.0.0.1:0") -> Iterator[tuple[Welco
     )
     yield servicer, running.address
     running.stop(0)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about within 30 s"
+        time.sleep(0.01)
 
 
 def why_not(address: str, task: str, security: Security) -> StratagemError:
@@ -183,6 +192,38 @@ def test_who_has_finished_waits_for_ever_for_a_chief_that_is_away_where_it_is_to
         with chief(OPEN) as (_, address):
             where.write_text(address)
             said.result(30.0)
+
+
+def test_a_task_whose_chief_is_away_says_so_once_and_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was silent until it gave up."""
+    monkeypatch.setattr(rpc_session, "SILENCE_S", 0.1)
+    monkeypatch.setattr(rpc_session, "RECONNECT_PAUSE_S", 0.02)
+    caplog.set_level(logging.WARNING, rpc_session.logger.name)
+    where = tmp_path / "chief.address"
+    with chief(OPEN) as (_, address):
+        where.write_text(address)
+        session = SessionClient(f"file:{where}", "ps:0", "", chief_timeout_s=60.0)
+        session.start(30.0)
+    attempts: list[StratagemError] = []
+    handle_loss = session._handle_loss
+
+    def counted(error: StratagemError) -> None:
+        handle_loss(error)
+        attempts.append(error)
+
+    monkeypatch.setattr(session, "_handle_loss", counted)
+    wait_until(lambda: caplog.messages)
+    wait_until(lambda: len(attempts) > 5)
+    with chief(OPEN) as (servicer, address):
+        where.write_text(address)
+        assert servicer.joined.get(timeout=30) == "ps:0"
+        wait_until(lambda: len(caplog.messages) > 1)
+        session.goodbye(0)
+    waits, back = caplog.messages
+    assert waits.startswith(f"Waiting for the chief at file:{where}, ") and " s more: chief cannot be reached" in waits
+    assert back == f"The chief is back, at {address}"
 
 
 def test_who_has_finished_says_that_its_chief_has_not_heard_it(caplog: pytest.LogCaptureFixture) -> None:
