@@ -41,6 +41,7 @@ class Maintenance(ChiefPart):
         """ps without values where others have theirs: they came back, and a worker that attaches gives them those."""
         self._next_save_at: float | None = None
         self._delay = "", False
+        """Why no checkpoint could be taken, as the log says, and whether updates may be lost; empty: one was taken."""
 
     def tick(self) -> None:
         """Starts what is due, one thing at a time."""
@@ -179,10 +180,7 @@ class Maintenance(ChiefPart):
             except (CheckpointError, ForbiddenError) as error:  # as it is, a ps was not started for the folder
                 self._stop(2, str(error))
             except StratagemError as error:
-                if self._delay != (delay := (str(error), is_trained)):
-                    self._delay = delay
-                    level = logging.WARNING if is_trained else logging.INFO
-                    logger.log(level, "The first checkpoint has to wait: %s", error)
+                self._tell_delay("The first checkpoint has to wait", error, is_trained)
 
     def _found(self) -> CommittedCheckpoint | None:
         """The newest that is there, of an earlier chief or job perhaps."""
@@ -194,8 +192,16 @@ class Maintenance(ChiefPart):
             if self.newest is None or self.newest.lacks(await self._described()):
                 await self.save()
         except StratagemError as error:
-            logger.warning("No checkpoint: %s", error)
-        self._saved(self.newest)
+            self._tell_delay("No checkpoint", error, True)
+            self._clock_next()
+        else:
+            self._saved(self.newest)
+
+    def _tell_delay(self, what: str, error: StratagemError, is_trained: bool) -> None:
+        """Once, until there is another reason or a checkpoint. ``is_trained``: updates may be lost meanwhile."""
+        if self._delay != (delay := (str(error), is_trained)):
+            self._delay = delay
+            logger.log(logging.WARNING if is_trained else logging.INFO, "%s: %s", what, error)
 
     async def save(self, *, complete: bool = True, replaces: bool = False) -> CommittedCheckpoint:
         """Takes an automatic checkpoint; see :meth:`Saving.save`."""
@@ -206,6 +212,9 @@ class Maintenance(ChiefPart):
 
     def _saved(self, newest: CommittedCheckpoint | None) -> None:
         """There is a checkpoint of now."""
-        self.newest = newest
+        self.newest, self._delay = newest, ("", False)
+        self._clock_next()
+
+    def _clock_next(self) -> None:
         every_s = self._config.checkpoint_every_s
         self._next_save_at = self._clock() + every_s if every_s else None

@@ -6,6 +6,7 @@ The reason travels as ``ErrorInfo`` (``grpcio-status``), so a client sees the sa
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,11 +17,14 @@ from grpc_status import rpc_status
 
 from stratagem import errors
 from stratagem.rpc.logs import shortened
-from stratagem.rpc.throttle import THROTTLE
+from stratagem.rpc.throttle import THROTTLE, Throttle
 
 logger = logging.getLogger(__name__)
 
 DOMAIN = "stratagem"
+AGAIN_S = 60.0
+"""Seconds after which the refusal of a call that is repeated is logged again."""
+_REPEATED = Throttle(burst=1, period_s=AGAIN_S)
 
 _CODES: dict[type[errors.StratagemError], int] = {
     errors.LimitError: code_pb2.RESOURCE_EXHAUSTED,
@@ -110,9 +114,12 @@ def _known_error(status: status_pb2.Status) -> errors.StratagemError | None:
 
 
 def log_refusal(method: str, error: errors.StratagemError) -> None:
-    """A line about a request that was refused; no warning where the caller asks again."""
-    name = method.rpartition("/")[2]
-    level = logging.INFO if isinstance(error, errors.PeerUnavailableError) else logging.WARNING
+    """A line about a request that was refused; where the caller asks again no warning, and one in :data:`AGAIN_S`."""
+    name, level = method.rpartition("/")[2], logging.WARNING
+    if isinstance(error, errors.PeerUnavailableError):
+        level = logging.INFO
+        if _REPEATED.admit(f"{name} {error}", time.monotonic()) is None:
+            return
     THROTTLE.log(logger, level, f"{name} {error.reason}", "%s refused: %s", name, error)
 
 

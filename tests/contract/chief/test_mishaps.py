@@ -518,6 +518,36 @@ async def test_a_ps_that_holds_no_variables_is_not_waited_for_and_one_without_va
             assert running.job.get_status().updates_lost == 1
 
 
+async def test_a_checkpoint_that_fails_again_and_again_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log said the same at every attempt, of the chief's clock and of a worker that asks ten times a second."""
+    caplog.set_level(logging.INFO, "stratagem")
+    config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "checkpoint_every_s": 0.001}
+    async with cluster(**config) as (running, [worker], servers):
+        await worker.open()
+        await worker.next()
+        assert servers[0].session is not None
+        await servers[0].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        save, ends = running.job._maintenance._save, asyncio.Semaphore(0)
+
+        async def counted() -> None:
+            await save()
+            ends.release()
+
+        running.job._maintenance._save = counted  # type: ignore[method-assign]
+        for _ in range(4):
+            await asyncio.wait_for(ends.acquire(), 30)
+        for _ in range(4):
+            await refused(worker.stub.SaveCheckpoint(chief_pb2.SaveCheckpointRequest(sender=worker.sender)))
+        assert sum(message.startswith("No checkpoint: ") for message in caplog.messages) == 1
+        assert sum(message.startswith("SaveCheckpoint refused: ") for message in caplog.messages) == 1
+        async with ps(running.address, FakePs(0)):
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            await until(lambda: not running.job._maintenance._delay[0])
+
+
 async def test_a_ps_without_values_is_told_of_though_the_first_checkpoint_waits_for_updates(tmp_path: Path) -> None:
     """It waited for those that the ps lacked, and whoever asked waited for it until the call was over, for ever."""
 
