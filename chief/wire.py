@@ -14,15 +14,13 @@ from stratagem.chief.monitoring.recent import Measures
 from stratagem.chief.monitoring.status import JobStatus
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
-from stratagem.cluster.units import Plan, Topic, Unit
+from stratagem.cluster.units import MAX_UNITS, Plan, Topic, Unit
 from stratagem.errors import LimitError, ProtocolError
 from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import chief_pb2, common_pb2
 from stratagem.rpc.logs import MAX_LINES_AT_ONCE, shortened
 from stratagem.rpc.units import incarnation_from_proto, lease_from_proto, lease_to_proto
 
-MAX_UNITS = 1 << 26
-"""In an epoch: every ps keeps a bit for each."""
 MAX_WANT = 1024
 """Units that one answer leases; who wants more asks again."""
 MAX_NAME = 1000

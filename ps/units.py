@@ -10,11 +10,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stratagem.cluster.units import Unit, UnitBitmap, Update
+from stratagem.cluster.units import MAX_UNITS, Unit, UnitBitmap, Update
 from stratagem.errors import LimitError, ProtocolError
 
-MAX_UNITS = 1 << 26
-"""Largest index of a unit in an epoch: its bitmap is 8 MiB."""
 MAX_LEDGER_BYTES = 1 << 30
 _EPOCH_BYTES = 256
 """What an epoch takes beyond its bitmap."""

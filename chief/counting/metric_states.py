@@ -15,6 +15,8 @@ from stratagem.cluster.units import MAX_STATE_BYTES, Topic, Unit, UnitBitmap
 from stratagem.errors import LimitError
 
 MAX_TOPIC_BYTES = 256 << 20
+MAX_LOGS_BYTES = 256 << 20
+"""Of what came of all topics."""
 
 Logs = tuple[tuple[str, float], ...]
 """Named numbers in their order."""
@@ -47,6 +49,7 @@ class MetricStates:
     _logs: dict[Topic, Logs] = dataclasses.field(default_factory=dict)
     _in_logs: dict[tuple[str, int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
     """By group, dataset and epoch: units of training data that are counted in what came of a topic."""
+    _logs_bytes: int = 0
 
     def check(self, state: MetricState) -> None:
         """Whether a state can be kept. LimitError: it is too large, or all of its topic are."""
@@ -56,6 +59,14 @@ class MetricStates:
             raise LimitError(
                 f"what was counted in {state.topic} is more than {MAX_TOPIC_BYTES >> 20} MiB: use larger batches, or "
                 "metrics that keep sums and not every output"
+            )
+
+    def check_logs(self, name: Topic, logs: Logs) -> None:
+        """Whether what came of a topic can be kept. LimitError: it is too much, with that of all others."""
+        if self._logs_bytes + _size_of(name, logs) > MAX_LOGS_BYTES:
+            raise LimitError(
+                f"what came of {name} and of all before is more than {MAX_LOGS_BYTES >> 20} MiB: report fewer metrics, "
+                "or call fit and evaluate less often"
             )
 
     def place(self, name: Topic) -> Topic:
@@ -105,6 +116,7 @@ class MetricStates:
         """Says what came of a topic, if nobody has."""
         if name not in self._logs:
             self._logs[name] = logs
+            self._logs_bytes += _size_of(name, logs)
             for unit in self._open.get(name, ()):
                 if unit.dataset:
                     self._in_logs.setdefault((name.group, unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
@@ -139,6 +151,11 @@ class MetricStates:
         for group, dataset, epoch, units in record["in_logs"]:
             metric_states._in_logs[group, dataset, epoch] = UnitBitmap(base64.b64decode(units))
         return metric_states
+
+
+def _size_of(name: Topic, logs: Logs) -> int:
+    """Bytes that the chief keeps, about: a number, its name and what holds them."""
+    return 256 + len(name.group) + sum(128 + len(each) for each, _ in logs)
 
 
 def encode_state(state: MetricState) -> dict[str, Any]:

@@ -8,6 +8,11 @@ from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page, encode_state
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Topic
+from stratagem.errors import LimitError
+
+MAX_AGREED_BYTES = 256 << 20
+_ENTRY_BYTES = 256
+"""What an entry of a book takes beyond its name."""
 
 
 class Agreements:
@@ -21,20 +26,36 @@ class Agreements:
         self._said: dict[Topic, dict[Incarnation, int]] = {}
         self._members: dict[str, set[Incarnation]] = {}
         self._left: dict[str, set[Incarnation]] = {}
+        self._num_bytes = sum(_ENTRY_BYTES + len(topic.group) for topic in decided)
 
     def say(self, incarnation: Incarnation, topic: Topic, value: int) -> None:
-        """``incarnation`` says a number; from now on it takes part in the group."""
-        self._members.setdefault(topic.group, set()).add(incarnation)
+        """``incarnation`` says a number; from now on it takes part in the group. LimitError: all have said too much."""
+        self._join(self._members, incarnation, topic.group)
         self._left.get(topic.group, set()).discard(incarnation)
         if topic not in self._decided:
-            self._said.setdefault(topic, {})[incarnation] = value
+            if incarnation not in (said := self._said.get(topic, {})):
+                self._count(topic.group)
+            self._said[topic] = {**said, incarnation: value}
+
+    def _join(self, groups: dict[str, set[Incarnation]], incarnation: Incarnation, group: str) -> None:
+        if incarnation not in groups.get(group, ()):
+            self._count(group)
+            groups.setdefault(group, set()).add(incarnation)
+
+    def _count(self, group: str) -> None:
+        if (num_bytes := self._num_bytes + _ENTRY_BYTES + len(group)) > MAX_AGREED_BYTES:
+            raise LimitError(
+                f"what workers agreed on takes more than {MAX_AGREED_BYTES >> 20} MiB: call fit for more epochs, and "
+                "less often"
+            )
+        self._num_bytes = num_bytes
 
     def decided(self, topic: Topic) -> int | None:
         return self._decided.get(topic)
 
     def leave(self, incarnation: Incarnation, group: str) -> None:
         """``incarnation`` takes part in a group no more, unless it says something again."""
-        self._left.setdefault(group, set()).add(incarnation)
+        self._join(self._left, incarnation, group)
 
     def has_left(self, incarnation: Incarnation, group: str) -> bool:
         return incarnation in self._left.get(group, ())
@@ -57,12 +78,14 @@ class Agreements:
 
     def forget(self, topic: Topic) -> None:
         """The topic is decided: what each said is of no interest any more."""
-        self._said.pop(topic, None)
+        num_said = len(self._said.pop(topic, {}))
+        self._num_bytes -= max(0, num_said - 1) * (_ENTRY_BYTES + len(topic.group))  # the decision stays
 
     def clear(self) -> None:
         self._said.clear()
         self._members.clear()
         self._left.clear()
+        self._num_bytes = 0
 
 
 class MetricStore(ChiefPart):
@@ -92,10 +115,11 @@ class MetricStore(ChiefPart):
         return Page(logs=metric_states.logs(name)) if only_logs else metric_states.page(name, first, self._page_bytes)
 
     async def record_logs(self, incarnation: Incarnation, name: Topic, logs: Logs) -> Logs:
-        """Says what came of a topic; returns what stands."""
+        """Says what came of a topic; returns what stands. LimitError: it is too much."""
         await self._admit(incarnation)
         metric_states = self._journal.history.metric_states
         if metric_states.logs(name) is None:
+            metric_states.check_logs(name, logs)
             self._journal.write("logs", topic=[name.group, name.ordinal], logs=logs)
         return metric_states.logs(name) or ()
 

@@ -11,8 +11,9 @@ from typing import Any
 from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
 from stratagem.chief.leasing.evaluations import Pin
 from stratagem.chief.leasing.positions import common, has, plus
+from stratagem.cluster.config import MAX_TASKS
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
+from stratagem.cluster.units import MAX_UNITS, Plan, Topic, Unit, UnitBitmap
 
 _AS_THEY_ARE = (
     *("chief_epoch", "newest_incarnation", "live", "prepared", "done", "fenced", "ready", "initialized", "next_step"),
@@ -157,7 +158,7 @@ class JobHistory:
             case "wanted":
                 self.wanted_workers, self.wanted_ps = record["workers"], record["ps"]
             case "routed":
-                self.num_ps, self.num_routings = record["num_ps"], self.num_routings + 1
+                self.num_ps, self.num_routings = _checked("num_ps", record["num_ps"], MAX_TASKS), self.num_routings + 1
                 self.initialized, self.is_rerouted = [f"ps:{index}" for index in range(self.num_ps)], True
                 self.prepared.clear()  # whatever they hold, it is for another number of them
             case "steps_per_unit":
@@ -172,7 +173,8 @@ class JobHistory:
                 self.plans[record["dataset"]] = Plan(**record["plan"])
             case "accepted":
                 for unit in (Unit(*unit) for unit in record["units"]):
-                    self.accepted.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+                    index = _checked("a unit", unit.index, MAX_UNITS - 1)
+                    self.accepted.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(index)
                 oldest = record["oldest_step"]
                 self.steps = {number: units for number, units in self.steps.items() if number >= oldest}
             case "step":
@@ -230,13 +232,13 @@ class JobHistory:
         for name in ("live", "prepared", "put_back", "done", "fenced", "joining", "taken_in", "pids"):
             for task, number in getattr(self, name).items():
                 TaskId.parse(str(task))
-                _check_number(name, number, 1 << (32 if name == "pids" else 64))
+                _checked(name, number, 1 << (32 if name == "pids" else 64))
         for task in self.initialized:
             TaskId.parse(str(task))
         for name in ("num_ps", "told_ps", "wanted_ps", "wanted_workers"):
-            _check_number(name, getattr(self, name), 1 << 20)
+            _checked(name, getattr(self, name), MAX_TASKS)
         for number in (*self.plans, *self.steps, *(part for key in self.accepted for part in key)):
-            _check_number("a dataset, epoch or step", number)
+            _checked("a dataset, epoch or step", number)
 
     def to_record(self) -> dict[str, Any]:
         """One record that says what all records so far said."""
@@ -268,9 +270,10 @@ class JobHistory:
         self.agreed = {Topic(group, n): value for group, n, value in record["agreed"]}
 
 
-def _check_number(name: str, number: object, most: int = 1 << 64) -> None:
-    if not isinstance(number, int) or not 0 <= number < most:
+def _checked(name: str, number: Any, most: int = 1 << 64) -> int:
+    if not isinstance(number, int) or not 0 <= number <= most:
         raise TypeError(f"{name} is {number!r}")
+    return number
 
 
 def encode_positions(positions: Mapping[tuple[int, int], UnitBitmap]) -> list[list[Any]]:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+MAX_UNITS = 1 << 26
+"""In an epoch: chief and ps keep a bit for each, 8 MiB."""
 MAX_STATE_BYTES = 1 << 20
 """What may be counted (loss, states of metrics) on one unit."""
 

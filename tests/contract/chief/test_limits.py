@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from stratagem.chief import wire
+from stratagem.chief.counting import metric_states, metric_store
 from stratagem.chief.events import Goodbye
 from stratagem.chief.membership import session_streams
 from stratagem.chief.membership.session import StopJob
@@ -80,6 +81,32 @@ async def test_what_a_task_calls_itself_is_checked_before_others_hear_of_it(what
             await anext(aiter(call))
         assert type(error_from_rpc(refusal.value, "chief:0")).__name__ == what
         assert running.job.get_status().tasks[-1].task == "worker:1"
+
+
+async def test_what_workers_say_and_count_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker that went on naming topics could fill the memory of the chief, and its journal."""
+    monkeypatch.setattr(metric_store, "MAX_AGREED_BYTES", 20_000)
+    monkeypatch.setattr(metric_states, "MAX_LOGS_BYTES", 20_000)
+    async with cluster(num_ps=0, num_workers=1) as (running, [worker], _):
+
+        async def until_refused(kind: str, **fields: Any) -> int:
+            for ordinal in range(100):
+                topic = chief_pb2.Topic(group=f"{kind} {ordinal}", ordinal=ordinal)
+                try:
+                    if kind == "logs":
+                        request = chief_pb2.RecordLogsRequest(sender=worker.sender, topic=topic, **fields)
+                        await worker.stub.RecordLogs(request)
+                    else:
+                        await worker.stub.Agree(chief_pb2.AgreeRequest(sender=worker.sender, topic=topic, **fields))
+                except grpc.RpcError as error:
+                    assert isinstance(found := error_from_rpc(error, "chief"), LimitError) and "MiB" in str(found)
+                    return ordinal
+            raise AssertionError("it took all")
+
+        assert 10 < await until_refused("logs", logs=[chief_pb2.Log(name="x" * 500, value=1.0)]) < 30
+        assert 30 < await until_refused("agree", value=1) < 50
+        running.job.metric_store.begin_anew()
+        assert 60 < await until_refused("leave", leave=True) < 90
 
 
 async def test_words_of_tasks_are_bounded() -> None:

@@ -231,6 +231,8 @@ def test_a_whole_line_of_another_version_is_refused_also_at_the_end(tmp_path: Pa
         {"kind": "join", "task": "worker:0", "incarnation": 1, "pid": 1 << 40},
         {"kind": "over", "task": 5, "incarnation": 1, "done": True},
         {"kind": "accepted", "units": [[1, 0, 1 << 70]], "oldest_step": 1},
+        {"kind": "accepted", "units": [[1, 0, 1 << 27]], "oldest_step": 1},
+        {"kind": "accepted", "units": [[1, 0, -1]], "oldest_step": 1},
         {"kind": "plan", "dataset": 1, "plan": PLAN | {"batch_size": 0}},
         {"kind": "initialized", "tasks": [[]]},
         {"kind": "wanted", "workers": "2", "ps": 2},
@@ -244,6 +246,12 @@ def test_a_journal_that_somebody_has_altered_is_refused(tmp_path: Path, record: 
     with pytest.raises(ConfigurationError, match="Move the file away"):
         Journal(str(tmp_path))
     assert (tmp_path / NAME).read_text() == text
+
+
+def test_a_number_of_ps_that_cannot_be_is_refused_before_anything_is_made_of_it() -> None:
+    """2**40 of them were named one by one."""
+    with pytest.raises(TypeError, match="num_ps is 4194304"):
+        JobHistory().apply({"kind": "routed", "num_ps": 1 << 22})
 
 
 def test_a_long_journal_is_replaced_by_its_summary(tmp_path: Path) -> None:

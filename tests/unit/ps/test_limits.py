@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratagem.cluster.units import Unit, UnitBitmap
+from stratagem.cluster.units import MAX_UNITS, Unit, UnitBitmap
 from stratagem.errors import CheckpointError, ForbiddenError, LimitError, ProtocolError, SequenceError
 from stratagem.ps import specs, units
 from stratagem.ps.frames import kind_of
@@ -102,7 +102,7 @@ def test_closed_units_of_made_up_epochs_are_bounded(monkeypatch: pytest.MonkeyPa
     with pytest.raises(LimitError, match="bitmaps of all epochs"):
         ledger.mark_lost({(2, epoch): UnitBitmap.of([8000]) for epoch in range(4)})
     with pytest.raises(LimitError, match="an epoch has at most"):
-        ledger.mark_lost({(1, 0): UnitBitmap.of([units.MAX_UNITS])})
+        ledger.mark_lost({(1, 0): UnitBitmap.of([MAX_UNITS])})
     # What a snapshot brings counts as well.
     full = UnitLedger.from_json({"closed": [[1, 0, "ff" * 3000]], "open": []})
     with pytest.raises(LimitError, match="bitmaps of all epochs"):
