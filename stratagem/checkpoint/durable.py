@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import pathlib
 import secrets
+import stat
 
 
 def write_durably(path: pathlib.Path, *pieces: bytes | memoryview) -> tuple[int, str]:
@@ -46,13 +48,26 @@ def sync(path: pathlib.Path) -> None:
         os.close(fd)
 
 
+def open_file(path: pathlib.Path) -> io.BufferedReader:
+    """Opens a file to read. A pipe or a device, which may never end or never begin, is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return file
+
+
 def hash_file(path: pathlib.Path) -> str:
     """SHA-256 of a file, in hex.
 
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
 
+from stratagem.checkpoint.durable import open_file
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 
@@ -86,7 +88,8 @@ def read_content(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         ValueError: it was altered, or is of another format. Any other of :data:`UNREADABLE`: it cannot be read.
     """
-    content: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    with open_file(path / MANIFEST) as file:
+        content: dict[str, Any] = json.load(file)
     told = content.pop("checksum", None)
     if content["format"] != FORMAT:
         raise ValueError(f"expected format {FORMAT}, got {content['format']}")

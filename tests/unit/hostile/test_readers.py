@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import random
 import socket
 import struct
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -226,6 +228,22 @@ def test_the_part_of_a_ps_is_read_or_refused(text: str) -> None:
             snapshot.load(folder, 0)
         with contextlib.suppress(CheckpointError):
             ServerState(folder).forms()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "ps-0.json"])
+def test_a_pipe_in_a_checkpoint_is_damage(name: str, tmp_path: pathlib.Path) -> None:
+    """Whoever looked at the checkpoint waited for somebody to write into it."""
+    if name != "manifest.json":
+        (tmp_path / "manifest.json").write_text(
+            json.dumps({**MANIFEST, "files": [{"ps": "ps:0", "name": name, "bytes": 0, "sha256": "x"}]})
+        )
+    os.mkfifo(tmp_path / name)
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(find_damage, tmp_path)
+        try:
+            assert any(name in line for line in found.result(20))
+        finally:
+            os.close(os.open(tmp_path / name, os.O_RDWR))  # ends who waits
 
 
 def test_a_file_of_another_size_is_not_read(tmp_path: pathlib.Path) -> None:
