@@ -28,8 +28,11 @@ def lacking(status: StatusView, num_workers: int, num_ps: int) -> str:
     if num_ps and status.num_ps != num_ps:
         parts.append(status.scaling or f"going from {status.num_ps} to {num_ps} ps")
     wanted = {*late, *(f"ps:{index}" for index in range(num_ps))}
-    states = {task.task: task.state for task in status.tasks if task.task in wanted and task.incarnation}
-    if ended := [task for task, state in states.items() if state == ("done" if task.startswith("ps:") else "waiting")]:
+    told = {task.task: task for task in status.tasks if task.task in wanted and task.incarnation}
+    ended = [name for name, task in told.items() if task.state == "done" and name.startswith("ps:")]
+    # A worker without an address is awaited by a new chief: it runs.
+    ended += [name for name, task in told.items() if task.state == "waiting" and task.address]
+    if ended:
         way_out = "start it again (Kubernetes: delete its Job, apply it)"
         parts.append(f"{', '.join(ended)} ended while not wanted: {way_out}")
     return "; ".join(parts)
@@ -79,8 +82,8 @@ def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, w
             break
         time.sleep(POLL_S)
     if left and wait_s and not status.stop_reason:
-        why = f"{later} since" if later else f"not complete after {wait_s:.0f} s"
-        raise ClusterTimeoutError(f"requested, but {why}: {left}")
+        why = f"{later} since" if later else f"not complete after {wait_s:.0f} s: {left}"
+        raise ClusterTimeoutError(f"requested, but {why}")
     live = sum(task.state == "live" for task in status.workers)
     if asking.as_json:
         click.echo(json.dumps({"workers": live, "ps": status.num_ps, "lacking": left, "ended": status.stop_reason}))
