@@ -104,7 +104,8 @@ class Sessions(Roster):
                     f"{task} is already running, in process {session.pid} at {session.address}"
                 )
             if session.open or session.state is SessionState.AWAITED:
-                actions += self._lose(session, now, "a new process joined in its place")
+                its = f"process {pid}" + f" at {address}" * bool(address)
+                actions += self._lose(session, now, f"a new process joined in its place ({its})")
             self._newest_incarnation += 1
             session.number, session.resumed, was_open = self._newest_incarnation, False, False
             session.heartbeats = Heartbeats(self._config.heartbeat_interval_s)

@@ -459,8 +459,9 @@ def test_a_grace_ends_when_nothing_listens_there_any_more_or_another_process_com
     sessions.join("worker:1", "", 1, W1.number, 9, 1.1)
     assert sessions.nobody_there(W1, 1.2) == [], "it has come back meanwhile"
     sessions = broken()
-    _, actions = sessions.join("worker:1", "", 1, 0, 9, 1.1)
-    assert any("a new process joined" in action.reason for action in actions if isinstance(action, Dismiss))
+    _, actions = sessions.join("worker:1", "elsewhere:9", 7, 0, 9, 1.1)
+    told = [action.reason for action in actions if isinstance(action, Dismiss)]
+    assert told and all("a new process joined in its place (process 7 at elsewhere:9)" in reason for reason in told)
 
 
 def test_who_breaks_off_while_the_job_ends_is_not_waited_for() -> None:
