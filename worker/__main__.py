@@ -134,7 +134,7 @@ def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> int:
         exit_code = _code(config, outcome, runtime.session)
         runtime.goodbye(exit_code, outcome.message, outcome.follows)
         return exit_code
-    if isinstance(config, WorkerConfig) and config.chief:
+    if isinstance(config, WorkerConfig) and config.chief and not outcome.is_over:
         return _end_without_strategy(config, outcome)
     return _code(config, outcome)
 

@@ -51,6 +51,8 @@ class Outcome:
     """Frames of the user's code only; empty where they would not help."""
     follows: bool = False
     """It failed because another task had."""
+    is_over: bool = False
+    """The job had ended for this task, which nobody waits for."""
 
 
 _kept: list[object] = []
@@ -104,7 +106,7 @@ def _of(error: BaseException) -> Outcome:
         case KeyboardInterrupt():
             return Outcome(130, "interrupted")
         case JobStoppedError():
-            return Outcome(error.exit_code, str(error))
+            return Outcome(error.exit_code, str(error), is_over=True)
         case StratagemError():
             code = EXIT_USAGE if isinstance(error, ConfigurationError | ForbiddenError) else EXIT_FAILED
             return Outcome(code, f"{type(error).__name__}: {error}{_place(error.__traceback__)}")

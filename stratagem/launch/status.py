@@ -105,7 +105,8 @@ def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
                 raise end from None
             if time.monotonic() > deadline:
                 raise ClusterTimeoutError(
-                    f"{config.task} got no cluster from its chief within {config.start_timeout_s:.0f} s: {error}"
+                    f"{config.task} got no cluster from its chief within {config.start_timeout_s:.0f} s: {error}. "
+                    "Start the chief first, or check the address in --chief or --cluster"
                 ) from None
             if time.monotonic() > quiet_until:
                 logger.info("Waiting for the chief: %s", error)

@@ -244,6 +244,25 @@ def test_a_worker_that_ends_before_there_is_a_chief_says_why_it_waits(
     assert "(to tell it how the script ended)" in next(waits)
 
 
+def test_a_worker_whose_job_ends_before_it_is_complete_waits_for_nobody(
+    tasks: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    addresses = free_addresses(3)
+    path.write_text(f"cluster: {{chief: {addresses[:1]}, worker: {addresses[1:]}}}\n")
+    command = [sys.executable, "-m", "stratagem.cli"]
+    words = ("worker", "--cluster", str(path), "--task", "worker:1", str(SCRIPTS / "count_examples.py"))
+    for each in (("chief", "--cluster", str(path)), words):
+        tasks.append(subprocess.Popen([*command, *each], stderr=subprocess.PIPE, text=True))
+    chief, worker = tasks
+    assert chief.stderr is not None and worker.stderr is not None
+    assert any("Waiting for the cluster: worker:0" in line for line in worker.stderr)
+    chief.send_signal(signal.SIGINT)
+    errors = worker.communicate(timeout=120)[1]
+    assert worker.returncode == 143 and "the chief got SIGINT" in errors, errors
+    assert "to tell it how the script ended" not in errors
+
+
 def test_a_worker_whose_chief_cannot_be_reached_says_so(tasks: list[subprocess.Popen[str]]) -> None:
     words = ("worker", "--task", "worker:1", "--chief", "127.0.0.1:1", "--start-timeout-s", "60", __file__)
     command = [sys.executable, "-m", "stratagem.cli", *words]

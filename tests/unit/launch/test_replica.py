@@ -109,7 +109,8 @@ def test_a_chief_that_is_still_starting_is_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(asking, "fetch_status", fetch)
     assert asking.ask_for_cluster(config("worker:0")).cluster.num_workers == 1
     answers += [PeerUnavailableError("gone")] * 2
-    with pytest.raises(ClusterTimeoutError, match=r"worker:0 got no cluster from its chief within 0 s: gone"):
+    told = r"worker:0 got no cluster from its chief within 0 s: gone\. Start the chief first"
+    with pytest.raises(ClusterTimeoutError, match=told):
         asking.ask_for_cluster(config("worker:0", start_timeout_s=1e-9))
 
 
