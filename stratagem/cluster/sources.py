@@ -168,6 +168,13 @@ def gather(
     return resolve(model, layers), placement
 
 
+def seed_of_job(environ: Mapping[str, str]) -> int:
+    """STRATAGEM_SEED, in a job without a chief. ConfigurationError: it is no seed."""
+    seed = {name: environ[name] for name in (f"{ENV_PREFIX}SEED",) if name in environ}
+    layers = [environment_layer(ChiefConfig, seed), Layer("default", {"num_workers": 1})]
+    return resolve(ChiefConfig, layers).config.seed
+
+
 def _known(values: Mapping[str, Any], model: type[RoleConfig]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in model.model_fields}
 

@@ -124,7 +124,9 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         return str(self.task) if len(self.local_devices) == 1 else f"{self.task}, {super()._label(replica)}"
 
     def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        if plan is None or self._runtime is None or (self._newcomers is not None and self._newcomers.is_new):
+        if self._runtime is None:
+            return super()._seed_of_dataset(ordinal, plan)
+        if plan is None or (self._newcomers is not None and self._newcomers.is_new):
             return 0  # a newcomer gets it from the others
         return self._runtime.chief.open_dataset(ordinal, plan)
 

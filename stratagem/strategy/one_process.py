@@ -24,13 +24,14 @@ class OneDeviceStrategy(SynchronousStrategy):
 
     Args:
         device: for example "cpu" or "cuda:0"; TensorFlow's "/gpu:0" and "/cpu:0" are accepted.
-        seed: seed of the order of the examples; the same seed gives the same order under every strategy.
+        seed: seed of the order of the examples; the same seed gives the same order under every strategy. None:
+            STRATAGEM_SEED, else 0.
 
     Raises:
         ConfigurationError: the device does not exist.
     """
 
-    def __init__(self, device: str | torch.device = "cpu", seed: int = 0) -> None:
+    def __init__(self, device: str | torch.device = "cpu", seed: int | None = None) -> None:
         self.device = parse_device(device)
         super().__init__((self.device,), StepMeter(), seed=seed)
 
@@ -47,7 +48,8 @@ class MirroredStrategy(SynchronousStrategy):
             ``["cpu:0", "cpu:1"]``, which take turns. None: all GPUs that torch sees, else one CPU.
         cross_device_ops: how gradients are reduced: an object or its class; None: NCCL if each replica has a GPU of its
             own, else :class:`ReductionToOneDevice`.
-        seed: seed of the order of the examples; the same seed gives the same order under every strategy.
+        seed: seed of the order of the examples; the same seed gives the same order under every strategy. None:
+            STRATAGEM_SEED, else 0.
 
     Raises:
         ConfigurationError: a device does not exist, or is listed twice.
@@ -58,7 +60,7 @@ class MirroredStrategy(SynchronousStrategy):
         devices: Sequence[str | torch.device] | None = None,
         cross_device_ops: CrossDeviceOps | type[CrossDeviceOps] | None = None,
         *,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(parse_devices(devices), StepMeter(), ops=cross_device_ops, seed=seed)
 
@@ -74,7 +76,8 @@ class CentralStorageStrategy(SynchronousStrategy):
     Args:
         compute_devices: as for :class:`MirroredStrategy`: one replica each.
         parameter_device: device of the only copy; None: the only device if there is one, else the CPU.
-        seed: seed of the order of the examples; the same seed gives the same order under every strategy.
+        seed: seed of the order of the examples; the same seed gives the same order under every strategy. None:
+            STRATAGEM_SEED, else 0.
 
     Raises:
         ConfigurationError: a device does not exist, or is listed twice.
@@ -85,7 +88,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         compute_devices: Sequence[str | torch.device] | None = None,
         parameter_device: str | torch.device | None = None,
         *,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         devices = parse_devices(compute_devices)
         if parameter_device is not None:

@@ -62,7 +62,7 @@ class SynchronousStrategy(SynchronousInput):
         ops: CrossDeviceOps | type[CrossDeviceOps] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         compression: GradientCompression | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         self._meter: StepMeter = meter
         watch_torch()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stratagem.arguments import checked
+from stratagem.cluster.sources import seed_of_job
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
@@ -34,7 +36,8 @@ class SynchronousInput(Strategy):
     _local: LocalReplicas
     _meter: StepMeter
     _num_datasets: int
-    _seed: int
+    _seed: int | None
+    """None: the job's."""
     _shares: StepShares
     _membership_callbacks: list[Callable[[int, int], None]]
     _drawn_in: threading.Thread | None = None
@@ -107,7 +110,9 @@ class SynchronousInput(Strategy):
         return None
 
     def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        """Seed of the order of a dataset, the same on every worker."""
+        """Seed of the order of a dataset, the same on every worker. Without a plan there is none of the job."""
+        if self._seed is None:
+            return 0 if plan is None else seed_of_job(os.environ)
         return self._seed
 
 

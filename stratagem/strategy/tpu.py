@@ -56,7 +56,7 @@ class TPUStrategy(SynchronousStrategy):
 
     Args:
         resolver: the cluster of hosts, to check that torch_xla has found replicas on all of them; None: no check.
-        seed: seed of the order of the examples.
+        seed: seed of the order of the examples; None: STRATAGEM_SEED, else 0.
 
     Raises:
         ConfigurationError: torch_xla is not installed or does not match torch, the cluster is another one, or there are
@@ -65,7 +65,7 @@ class TPUStrategy(SynchronousStrategy):
 
     communicator: Communicator
 
-    def __init__(self, resolver: ClusterResolver | None = None, *, seed: int = 0) -> None:
+    def __init__(self, resolver: ClusterResolver | None = None, *, seed: int | None = None) -> None:
         check_torch_xla()
         self._group = XlaGroup()
         _check_hosts(resolver, self._group.size)

@@ -43,6 +43,25 @@ def test_epochs_differ_and_seeds_differ() -> None:
     assert all(sorted(order) == list(range(50)) for order in orders)
 
 
+def test_the_seed_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable that a chief reads, for a job that has none."""
+
+    def first_epoch(strategy: sg.Strategy) -> list[float]:
+        batches = strategy.distribute_dataset(loader(shuffle=True))
+        return torch.cat([part[0] for batch in batches for part in strategy.local_results(batch)]).view(-1).tolist()
+
+    monkeypatch.setenv("STRATAGEM_SEED", "5")
+    expected = epoch_order(10, True, 5, 1, 0).tolist()
+    devices = ["cpu:0", "cpu:1"]
+    for strategy in (sg.strategy_from_environment("one", devices="cpu"), sg.MirroredStrategy(devices)):
+        assert first_epoch(strategy) == expected
+    assert first_epoch(sg.MultiWorkerMirroredStrategy(devices="cpu")) == expected
+    assert first_epoch(sg.OneDeviceStrategy(seed=0)) == epoch_order(10, True, 0, 1, 0).tolist()
+    monkeypatch.setenv("STRATAGEM_SEED", "-1")
+    with pytest.raises(sg.ConfigurationError, match="seed from environment STRATAGEM_SEED"):
+        sg.OneDeviceStrategy().distribute_dataset(loader(shuffle=True))
+
+
 def test_collate_and_dict_batches_are_carried() -> None:
     def collate(rows: list[tuple[torch.Tensor, ...]]) -> dict[str, torch.Tensor]:
         return {"x": torch.stack([row[0] for row in rows])}
