@@ -55,13 +55,13 @@ class CommunicationOptions:
     timeout_seconds: float | None = None
     """Seconds a collective may stall before the peer that holds it up is named; None: 300."""
     transport: Transport = "auto"
-    """Lane between peers. auto: shm inside a host, tcp between hosts."""
+    """Lane between peers. auto: NCCL as ``implementation`` says, else shm inside a host, tcp between hosts."""
     wire_dtype: WireDType = "float32"
     """Element type of float32 tensors between hosts; sums are always float32."""
     chunk_bytes: int = 0
     """Size of a chunk on a tcp or grpc lane in bytes; 0: chosen by a short trial at the start."""
     stripes: int = 1
-    """Parallel connections to each peer (grpc lane)."""
+    """Parallel connections to the next worker of a ring (tcp and grpc lanes)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "implementation", CommunicationImplementation(self.implementation))

@@ -190,17 +190,18 @@ class WorkerConfig(LaneConfig):
     """Devices of the replicas of this process, for example "cuda:0,cuda:1" or (logical ones) "cpu:0,cpu:1"; empty: its
     part of the GPUs of the host, else one CPU."""
     transport: Transport = "auto"
-    """Lane between workers. auto: nccl where each has a GPU of its own, else shm inside a host, tcp between hosts."""
+    """Lane to other workers and to ps. auto: shm inside a host, tcp between hosts, grpc where neither works; nccl in a
+    ring whose workers have a GPU each."""
     wire_dtype: WireDType = "float32"
-    """Element type of float32 gradients between hosts; sums are float32 always."""
+    """Element type of float32 gradients of a ring between hosts; sums are float32 always."""
     bucket_bytes: int = pydantic.Field(default=0, ge=0)
-    """Size of a gradient bucket of the ring; 0: 25 MiB."""
+    """Bytes in a gradient bucket of the ring; 0: 25 MiB."""
     chunk_bytes: int = pydantic.Field(default=0, ge=0)
-    """Size of a chunk on a ring's tcp or grpc lane; 0: a short trial at the start chooses."""
+    """Bytes in a chunk on a ring's tcp or grpc lane; 0: a short trial at the start chooses."""
     stripes: int = pydantic.Field(default=1, ge=1)
     """Parallel connections to the next worker of a ring."""
     collective_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """Seconds a collective may stall before the worker that holds it up is named."""
+    """Seconds a collective of a ring may stall before it fails, naming the worker that holds it up."""
     compression: str = ""
     """Compression of gradients in a ring: bf16, fp16, int8, powersgd or topk; empty: none."""
     max_inbox_bytes: int = pydantic.Field(default=4 << 30, ge=1 << 20)

@@ -18,14 +18,17 @@ from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
 from stratagem.launch.fork_server import COMMAND_PREFIX
-from stratagem.launch.manifests.workload import check_checkpoint_every, check_max_workers, check_staleness
+from stratagem.launch.manifests.workload import (
+    check_checkpoint_every,
+    check_max_workers,
+    check_of_ring,
+    check_staleness,
+)
 from stratagem.rpc import heap
 from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 
 AUTO = "auto"
 """In the place of a folder of certificates: throw-away ones are made for the run."""
-OF_RING = ("wire_dtype", "bucket_bytes", "chunk_bytes", "stripes", "compression")
-"""How workers talk that reduce together."""
 _LOCAL = "127.0.0.1:0"
 PER_CORE, FEWEST = 16, 64
 """Workers and ps that a host is trusted with: this many for each core, and this many whatever cores it has."""
@@ -104,11 +107,7 @@ class LocalJob:
             )
         check_checkpoint_every(self.checkpoint_every_s, self.num_ps)
         check_staleness(self.staleness, self.num_ps)
-        of_ring = [name.replace("_", "-") for name in OF_RING if self.num_ps and name in self.communication]
-        if of_ring:
-            raise ConfigurationError(
-                f"--{of_ring[0]} is for a ring of workers and has no effect with --ps: leave it out"
-            )
+        check_of_ring(self.communication, self.num_ps)
         if self.num_chiefs not in (1, 2):
             raise ConfigurationError(
                 f"expected --chiefs 1, or 2 for a standby (a lost chief is restarted at once, so a third "

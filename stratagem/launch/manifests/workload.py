@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
 from stratagem.cluster.spec import refuse_unknown
@@ -15,6 +15,8 @@ from stratagem.launch.machines import TASK_MACHINES, MachineConfig
 ACCESS_MODES = ("ReadWriteMany", "ReadWriteOnce")
 """Of a volume on Kubernetes: for pods on several nodes, or for pods that are all on one."""
 MOST_TASKS = 4096
+OF_RING = ("wire_dtype", "bucket_bytes", "chunk_bytes", "stripes", "collective_timeout_s", "compression")
+"""Fields of a worker's configuration: how workers talk that reduce together."""
 MAX_DNS_NAME, DNS_NAME = 253, re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 """What Kubernetes takes as the name of an object."""
 _NAME_CHARACTERS = 40
@@ -29,6 +31,12 @@ def check_staleness(staleness: float, num_ps: int) -> None:
         raise ConfigurationError(
             f"a staleness of {staleness:g} needs parameter servers: add ps; without them, workers train in step"
         )
+
+
+def check_of_ring(given: Iterable[str], num_ps: int) -> None:
+    """Refuses (ConfigurationError) options ``given`` with ps that say how workers reduce together."""
+    if of_ring := [name.replace("_", "-") for name in given if num_ps and name in OF_RING]:
+        raise ConfigurationError(f"--{of_ring[0]} is for a ring of workers and has no effect with ps: leave it out")
 
 
 def check_checkpoint_every(seconds: float, num_ps: int) -> None:

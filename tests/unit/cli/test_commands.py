@@ -451,6 +451,20 @@ def test_a_chief_refuses_flags_that_would_do_nothing(monkeypatch: pytest.MonkeyP
     assert invoke("chief", "--num-workers", "2")[0] == 0
 
 
+def test_a_worker_of_parameter_servers_refuses_flags_of_a_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "role_entry", lambda role: lambda config, *arguments: 0)
+    environ = os.environ | {"STRATAGEM_STRIPES": "2"}  # as it is said to a job of any kind
+    worker = ("worker", "--cluster", str(tmp_path / "c.yaml"), "--task", "worker:0")
+    flag = ("--collective-timeout-s", "9", __file__)
+    for ps, refused in (("  ps: [127.0.0.1:4003]\n", True), ("", False)):
+        (tmp_path / "c.yaml").write_text(f"cluster:\n  chief: [127.0.0.1:4000]\n  worker: [127.0.0.1:4001]\n{ps}")
+        monkeypatch.setattr(os, "environ", environ.copy())
+        code, _, err = invoke(*worker, __file__)
+        assert code == 0, err
+        code, _, err = invoke(*worker, *flag)
+        assert (code == 2) == ("--collective-timeout-s is for a ring of workers" in err) == refused
+
+
 def test_run_heeds_the_environment_behind_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (script := tmp_path / "train.py").touch()
     jobs: list[LocalJob] = []
