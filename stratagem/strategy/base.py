@@ -189,6 +189,7 @@ class Strategy(WithWaysOut):
         return weakref.WeakKeyDictionary()
 
     def keep_variable(self, variable: Any) -> None:
+        """Called by a variable that was created in this strategy's scope."""
         self._variables[variable] = None
 
     def variables(self) -> list[Any]:

@@ -176,10 +176,18 @@ def check_compose(words: list[str]) -> None:
         assert profile == "*" or profile in services
 
 
+def headings(page: Path) -> set[str]:
+    """The names by which a link reaches the headings of a page."""
+    words = (re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE))
+    return {each.strip().replace(" ", "-") for each in words}
+
+
 def test_every_link_leads_somewhere() -> None:
-    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text())]
-    assert len(links) > 40
-    assert [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
+    found = [(page, re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", page.read_text())) for page in PAGES]
+    links = [(page.parent / path if path else page, part) for page, several in found for path, part in several]
+    assert len(links) > 40 and sum(bool(part) for _, part in links) > 4
+    assert [path for path, _ in links if not path.exists()] == []
+    assert [(path, part) for path, part in links if part and part not in headings(path)] == []
 
 
 def test_the_readme_is_short() -> None:
