@@ -291,7 +291,6 @@ class WorkerRuntime:
             "bind": self.cluster.chief_address,
             "advertise": "",
             "chief": "",
-            "num_threads": 1,
             "num_workers": self.cluster.num_workers,
             "num_ps": self.cluster.num_ps,
         }

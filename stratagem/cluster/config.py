@@ -37,14 +37,8 @@ class RoleConfig(pydantic.BaseModel):
     """Folder with ca.crt and this task's certificate and key (`stratagem certs` makes them); empty: no TLS."""
     token_file: str = ""
     """File with a token by which the tasks of the job authenticate each other; empty: none."""
-    num_threads: int = pydantic.Field(default=1, ge=1)
-    """Intra-op threads of torch; 1 because several processes usually share a machine."""
     log_format: Literal["text", "json"] = "text"
     """Format of the log lines on stderr."""
-    max_message_bytes: int = pydantic.Field(default=64 << 20, ge=1 << 16, le=MAX_COUNT)
-    """Largest gRPC message accepted, in bytes. Payload travels in frames (a worker's frame_bytes)."""
-    peer_timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """Seconds to wait for a peer that restarts, before giving up with an error that names it."""
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """Seconds to wait for the whole cluster to come up, once one of its tasks is there."""
     checkpoint_dir: str = ""
@@ -69,6 +63,8 @@ class ServerConfig(RoleConfig):
     """host:port that others are told, if it differs from what this task listens on: a container listens on 0.0.0.0, a
     port may be mapped. Port 0 stands for the one really bound. Empty: the task's address in the cluster, without a
     cluster the one it listens on."""
+    max_message_bytes: int = pydantic.Field(default=64 << 20, ge=1 << 16, le=MAX_COUNT)
+    """Largest gRPC message accepted, in bytes. Payload travels in frames (a worker's frame_bytes)."""
     max_connections: int = pydantic.Field(default=4096, ge=1, le=MAX_COUNT)
     """gRPC connections at once; a further one is closed. A worker has up to three."""
     max_calls: int = pydantic.Field(default=2048, ge=1, le=MAX_COUNT)
@@ -84,7 +80,16 @@ class ServerConfig(RoleConfig):
     without being named. Chief and ps need the same. A worker tells the chief that it starts itself."""
 
 
-class LaneConfig(ServerConfig):
+class MemberConfig(RoleConfig):
+    """A role that is no chief, and computes."""
+
+    num_threads: int = pydantic.Field(default=1, ge=1)
+    """Intra-op threads of torch; 1 because several processes usually share a machine."""
+    peer_timeout_s: float = pydantic.Field(default=60.0, gt=0)
+    """Seconds to wait for a peer that restarts, before giving up with an error that names it."""
+
+
+class LaneConfig(ServerConfig, MemberConfig):
     """A role that opens lanes for others."""
 
     max_lanes_per_peer: int = pydantic.Field(default=128, ge=1)
@@ -219,7 +224,7 @@ class WorkerConfig(LaneConfig):
         return self
 
 
-class EvaluatorConfig(RoleConfig):
+class EvaluatorConfig(MemberConfig):
     """The evaluator: it reads checkpoints and stays outside the training cluster."""
 
     task: str = "evaluator:0"

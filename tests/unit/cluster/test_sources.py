@@ -163,6 +163,7 @@ def test_gather_from_the_environment() -> None:
 def test_gather_from_a_file() -> None:
     document = {"cluster": CLUSTER.as_dict(), "ps": {"bind": "0.0.0.0:9"}}
     resolved, _ = gather("ps", {}, {"task": "ps:0", "num_threads": 2}, document, "c.yaml")
+    assert isinstance(resolved.config, PsConfig)
     assert (resolved.config.bind, resolved.config.chief, resolved.config.num_threads) == ("0.0.0.0:9", "c:1", 2)
     assert (resolved.origins["bind"], resolved.origins["chief"]) == ("c.yaml (ps)", "c.yaml (cluster)")
 
