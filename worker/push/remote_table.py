@@ -71,7 +71,7 @@ class RemoteTable:
         self.width = width
         self.dtype = dtype
         self._rows_at_once = max(1, MAX_BYTES // (width * dtype.itemsize))
-        self._values: torch.Tensor | None = None
+        self._values: torch.Tensor | SavedRows | None = None
         self.handle = TableHandle(torch.empty((num_rows, width), dtype=dtype, device="meta"))
         """What optimizers and ``parameters()`` get in the table's stead: shape and dtype, no memory."""
         self.pending = PendingRows(self.handle)
@@ -79,7 +79,7 @@ class RemoteTable:
         self._link: TableLink | None = None
         self.begin_with(initial)
 
-    def begin_with(self, initial: InitialRows | torch.Tensor) -> None:
+    def begin_with(self, initial: InitialRows | torch.Tensor | SavedRows) -> None:
         """Chooses other initial values. Rows that are given are kept: a ps that lost all it had gets them again. Raises
         ConfigurationError: the rows have their values."""
         if self._link is not None:
@@ -87,11 +87,18 @@ class RemoteTable:
                 "initial values of a table are chosen before strategy.prepare: by now its rows have values. To "
                 f"replace them, on every worker:\n    {LOAD}"
             )
-        if isinstance(initial, torch.Tensor):
-            self._values = initial.detach()
-            self._initial = InitialRows("assigned")
-        else:
+        if isinstance(initial, InitialRows):
             self._values, self._initial = None, initial
+        else:
+            self._values = initial.detach() if isinstance(initial, torch.Tensor) else initial
+            self._initial = InitialRows("assigned")
+
+    @property
+    def begins_with(self) -> InitialRows | torch.Tensor | SavedRows | None:
+        """What the rows are to be; None: they are on the ps."""
+        if self._link is not None:
+            return None
+        return self._initial if self._values is None else self._values
 
     @property
     def link(self) -> TableLink:
@@ -182,7 +189,7 @@ class RemoteTable:
                 f"expected values of a table of shape {[self.num_rows, self.width]}, got {list(values.shape)}"
             )
         if self._link is None and not slot:
-            self.begin_with(values[: self.num_rows])
+            self.begin_with(values)
         elif self.link.runtime.may_assign():
             self._assign_all(values, self.link.placement.servers, slot, num_updates)
 

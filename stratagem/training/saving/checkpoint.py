@@ -35,7 +35,14 @@ from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.random_states import all_random_states, set_all_random_states
 from stratagem.tensorflow_names import WithWaysOut, no_attribute
 from stratagem.training.saving.members import CheckpointMembers, FirstLostError
-from stratagem.training.saving.object_states import beyond_variables, kind_of, put_back, states_of_variables, take
+from stratagem.training.saving.object_states import (
+    beyond_variables,
+    kind_of,
+    put_back,
+    states_of_variables,
+    tables_of,
+    take,
+)
 from stratagem.worker import background_writes
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.step_meter import timed_phase
@@ -245,12 +252,11 @@ class Checkpoint:
                 self._servers.load_once(None)
             return None
 
-        tables = self._servers.table_names if self._servers is not None else ()
-
         def read() -> dict[str, EncodedState]:
             saved = found["saved"]
             lacking = self._added - saved.objects.keys()
             wanted = {name: item for name, item in self._objects.items() if name not in lacking}
+            tables = () if self._servers is None else self._servers.table_names | tables_of(wanted, saved)
             if saved.has_servers and not saved.objects:
                 try:
                     return states_of_variables(wanted, ServerState(saved.path, tables))
@@ -265,8 +271,7 @@ class Checkpoint:
             put_back(own, values)
         else:
             manifest = Manifest.read(pathlib.Path(place["path"])) if found["saved"].has_servers else None
-            num_updates = None if manifest is None else manifest.step
-            self._servers.load_once(partial(put_back, own, values), num_updates, resumes)
+            self._servers.load_once(partial(put_back, own, values), manifest.step if manifest else None, resumes)
         self._objects |= own
         if place["random"]:
             generators = reading.kind_and_state(states[RANDOM])[1]

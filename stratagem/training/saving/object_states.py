@@ -9,7 +9,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from stratagem.checkpoint.reading import LEASED, MODEL, OBJECT, OPTIMIZER, SERVED_OPTIMIZER, VALUE, VARIABLE
+from stratagem.checkpoint.reading import (
+    LEASED,
+    MODEL,
+    OBJECT,
+    OPTIMIZER,
+    SERVED_OPTIMIZER,
+    VALUE,
+    VARIABLE,
+    SavedCheckpoint,
+)
 from stratagem.checkpoint.server_state import ServerState
 from stratagem.checkpoint.tree import EncodedState, StateOnServers, encode
 from stratagem.data.distributed import DistributedDataset
@@ -19,6 +28,7 @@ from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.ps.servers import Place, Servers, place_of
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.worker.push.optimizer_state import HAS_MORE
+from stratagem.worker.push.table_handle import TableHandle
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +152,19 @@ def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[
             value = {"state": state.optimizer_state(variables, groups), "param_groups": groups}
         states[name] = encode(value, name, copy=False).of_kind(kind_of(name, item))
     return states
+
+
+def tables_of(objects: Mapping[str, Any], saved: SavedCheckpoint) -> set[str]:
+    """Which variables in a checkpoint are tables in these modules, whether prepared or not."""
+    found = set()
+    for name, item in objects.items():
+        if isinstance(item, torch.nn.Module):
+            tree = saved.objects[name].tree if name in saved.objects else {}
+            named = tree.get("$module", tree) if isinstance(tree, dict) else {}
+            tables = [key for key, value in item.state_dict().items() if isinstance(value, TableHandle)]
+            # A checkpoint of variables alone has them by the names in the model.
+            found |= {named[key].get("$variable", key) if key in named else key for key in tables}
+    return found
 
 
 def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]]) -> None:
