@@ -16,6 +16,7 @@ from stratagem.checkpoint.server_state import SavedRows
 from stratagem.cluster.initial_rows import Distribution, InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows
+from stratagem.ps.row_values import fill_rows
 from stratagem.strategy.current import current_strategy
 from stratagem.worker.push.remote_table import RemoteTable
 
@@ -208,7 +209,8 @@ class RemoteRows(nn.Module):
                 f"{int(array.max())}"
             )
         numbers, found = found_in(array, self.num_embeddings)
-        rows = table.rows(numbers).to(ids.device)
+        first = None if torch.is_grad_enabled() else table.begins_with  # of a pass that trains nothing
+        rows = (table.rows(numbers) if first is None else _picked(first, numbers, table)).to(ids.device)
         padding = None
         if self.padding_idx is not None:
             at = int(np.searchsorted(numbers, self.padding_idx))
@@ -269,6 +271,17 @@ def check_rows(num_embeddings: int, embedding_dim: int, weight: torch.Tensor) ->
         raise ConfigurationError("expected rows with values, got a tensor of device meta")
     if weight.layout is not torch.strided:
         raise ConfigurationError(f"expected rows that lie one after the other, got {weight.layout}: give .to_dense()")
+
+
+def _picked(initial: InitialRows | torch.Tensor | SavedRows, numbers: Places, table: RemoteTable) -> torch.Tensor:
+    """Some of the rows that a table begins with, where the job has none yet."""
+    picked = torch.empty(len(numbers), table.width, dtype=table.dtype, device="cpu")
+    for out, number in zip(picked.split(1), numbers.tolist(), strict=False):  # of no rows torch makes one part
+        if isinstance(initial, InitialRows):
+            fill_rows(out, number, initial)
+        else:
+            out.copy_(initial[number : number + 1])
+    return picked
 
 
 def nested_as(ids: Any, values: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,11 @@ MAX_STEPS = 24
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that one process trains."""
-    folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, str(SCRIPTS / "estimate.py"), "--strategy", "one"]
+    return trained_alone(tmp_path_factory.mktemp("alone"))
+
+
+def trained_alone(folder: Path, *arguments: str) -> Path:
+    command = [sys.executable, str(SCRIPTS / "estimate.py"), "--strategy", "one", *arguments]
     command += ["--model-dir", str(folder), "--max-steps", str(MAX_STEPS)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
     forks.run(command, check=True, timeout=240, env=environment)
@@ -91,6 +94,16 @@ def test_two_estimators_of_one_script(cluster: Start, tmp_path: Path, num_ps: in
     done = cluster(2, num_ps, "two_estimators.py", "--model-dir", tmp_path, flags=flags).finish()
     assert done.code == 0, done.stderr
     assert steps_in(tmp_path / "first") == steps_in(tmp_path / "second") == [3]
+
+
+def test_a_table_and_its_optimizer_continue_on_parameter_servers(cluster: Start, tmp_path: Path) -> None:
+    """Creating the model asked for rows that the job did not have yet, and the sums of Adagrad began anew."""
+    folder, arguments = tmp_path / "model", ["--table", "--model-dir", tmp_path / "model", "--max-steps"]
+    for last in (10, MAX_STEPS):
+        done = cluster(2, 2, "estimate.py", *arguments, last, flags=["--staleness", "0"]).finish()
+        assert done.code == 0, done.stderr
+    assert "The job resumes from step 10" in done.stderr
+    check_alike(folder, trained_alone(tmp_path / "alone", "--table"))
 
 
 @pytest.mark.thorough

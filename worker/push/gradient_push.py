@@ -111,6 +111,15 @@ class GradientPush:
         """Whether a scheduler of its optimizer is prepared."""
         self.rerouted()
 
+    def has_begun(self) -> bool:
+        """Whether the ps have made updates of what this optimizer changes, or were given a state that knows of some."""
+        placed = [
+            *self._layout.shards,
+            *((each.link.group, ps) for each in self.tables for ps in each.link.placement.servers),
+        ]
+        pulls = (wire.pull_weights(self._clients[ps], {group: None}).result(lambda _: None) for group, ps in placed)
+        return any(any(reply.step_counts) for reply in pulls)
+
     def rerouted(self) -> None:
         """The variables lie elsewhere: an update that is under way begins anew."""
         of_tables = (ps for table in self.tables for ps in table.link.placement.servers)

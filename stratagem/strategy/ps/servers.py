@@ -221,6 +221,15 @@ class Servers:
         """
         return {place_of(tensor): name for name, tensor in self._groups.optimized}
 
+    def has_begun(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the ps have a state of a prepared optimizer: that of updates, or one that they were given."""
+        (push,) = (push for push in self._groups.pushes if push.optimizer is optimizer)
+        while True:
+            try:
+                return push.has_begun()
+            except (PeerUnavailableError, StaleStoreError):
+                self._groups.reconnect()
+
     @property
     def table_names(self) -> frozenset[str]:
         """Names of the tables, whose rows no worker keeps."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stratagem.arguments import check_kind
-from stratagem.checkpoint.catalog import newest_undamaged, read_step
+from stratagem.checkpoint.catalog import newest_undamaged
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.reading import describe, kind_and_state, read_states
 from stratagem.errors import CheckpointError, ConfigurationError
@@ -29,7 +29,7 @@ from stratagem.training.fit.agreement import check_alike, check_alike_on_servers
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
-from stratagem.training.saving.object_states import put_back
+from stratagem.training.saving.object_states import put_back, tables_of
 from stratagem.worker import interrupts
 from stratagem.worker.interrupts import preemption
 from stratagem.worker.ring.communicator import Communicator
@@ -244,13 +244,14 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     whoever has got it knows that the state of the optimizers is in place as well. CheckpointError: there are
     checkpoints, and none can be restored, or the newest is of another model.
     """
-    path, step, states = _read_newest(model_dir, list(objects.made))
+    path, step, states = _read_newest(model_dir, objects.made)
     put_back({name: module for name, module in objects.modules.items() if name in states}, states)
     objects.prepare(strategy, True, arguments)
+    assert strategy.servers is not None
     for name in objects.optimizers:
         optimizer = objects.in_use[name]
         # A lead that joins a running job must not put old slots over the live ones.
-        if name in states and (not strategy.is_lead or not optimizer.state_dict()["state"]):
+        if name in states and not (strategy.is_lead and strategy.servers.has_begun(optimizer)):
             put_back({name: optimizer}, states)
     start = nn.Module()
     start.register_buffer("step", torch.tensor(step))
@@ -261,12 +262,13 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     return job_step
 
 
-def _read_newest(model_dir: Path, names: list[str]) -> tuple[Path | None, int, dict[str, tuple[str, Any]]]:
+def _read_newest(model_dir: Path, made: dict[str, Any]) -> tuple[Path | None, int, dict[str, tuple[str, Any]]]:
     """The newest checkpoint, its step, and the states in it with their kinds; None, 0 and none if there is none."""
     while (path := newest_undamaged(model_dir, CHECKPOINT_NAME)) is not None:
         try:
-            states = read_states(describe(path), names)
-            return path, read_step(path) or 0, {name: kind_and_state(state) for name, state in states.items()}
+            saved = describe(path)
+            states = read_states(saved, list(made), tables_of(made, saved))
+            return path, saved.step, {name: kind_and_state(state, str(path)) for name, state in states.items()}
         except CheckpointError:
             if path.exists():
                 raise  # else the job that runs has newer ones, and removed it

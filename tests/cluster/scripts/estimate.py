@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -59,6 +60,29 @@ def net_fn(features: Mapping[str, torch.Tensor], labels: Any, mode: ModeKeys) ->
     return EstimatorSpec(mode, loss=loss, optimizer=optimizer)
 
 
+class Rows(nn.Module):
+    """A table beside dense weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = sg.nn.Embedding(NUM_EXAMPLES, 4)
+        self.dense = nn.Linear(11, 2)
+
+    def forward(self, features: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = self.dense(torch.cat([self.table(features["number"]), features["x"]], 1))
+        return logits
+
+
+def table_fn(features: Mapping[str, torch.Tensor], labels: Any, mode: ModeKeys) -> EstimatorSpec:
+    """A table, and an optimizer whose state begins with more than zeros."""
+    net = get_or_create("net", Rows)
+    loss = nn.functional.cross_entropy(net(features), labels)
+    if mode == ModeKeys.EVAL:
+        return EstimatorSpec(mode, loss=loss)
+    make = functools.partial(torch.optim.Adagrad, net.parameters(), 0.1, initial_accumulator_value=0.1)
+    return EstimatorSpec(mode, loss=loss, optimizer=get_or_create("optimizer", make))
+
+
 class Counts(nn.Module):
     """A number for each example, which each update with the example raises by 1."""
 
@@ -103,6 +127,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, required=True)
     parser.add_argument("--save-steps", type=int, default=8)
     parser.add_argument("--count", action="store_true")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--strategy")
     parser.add_argument("--strategy-first", action="store_true")
     parser.add_argument("--place", action="store_true")
@@ -116,11 +141,18 @@ def main() -> None:
         save_summary_steps=4,
         train_distribute=sg.strategy_from_environment() if options.strategy_first else distribute,
     )
-    estimator = Estimator(with_faults(count_fn if options.count else net_fn), config=config)
+    model_fn = count_fn if options.count else table_fn if options.table else net_fn
+    estimator = Estimator(with_faults(model_fn), config=config)
     evaluated = train_and_evaluate(
         estimator,
         TrainSpec(input_of_its_place if options.place else input_fn, options.max_steps),
-        EvalSpec(input_fn, steps=None, start_delay_secs=0, throttle_secs=0, exporters=FinalExporter()),
+        EvalSpec(
+            input_fn,
+            steps=None,
+            start_delay_secs=0,
+            throttle_secs=0,
+            exporters=() if options.table else FinalExporter(),
+        ),
     )
     if evaluated is not None:
         (options.model_dir / "evaluated.json").write_text(json.dumps(evaluated.results))
