@@ -28,6 +28,11 @@ from stratagem.errors import CheckpointError, PeerUnavailableError, StratagemErr
 
 logger = logging.getLogger(__name__)
 
+_LOSE_LESS = (
+    "; --checkpoint-every-s 60 makes the chief take checkpoints on the way (those that the script saves elsewhere, as "
+    "an Estimator does, are for its next start), and --ps-replicas 2 keeps copies"
+)
+
 
 class PsReturn(ChiefPart):
     """Restores the memory of a ps: from a checkpoint, or from another ps's copy. ``saving``: its lock keeps a restore
@@ -216,7 +221,9 @@ class PsReturn(ChiefPart):
             self._note_put_back(each)
         num_lost, step = await self._mark_lost(server, self._lease_book.positions())
         logger.warning(
-            "%s restored step %d from %s: %d updates lost", server.incarnation.task, step, restored.path.name, num_lost
+            "%s restored step %d from %s: %d updates lost%s",
+            *(server.incarnation.task, step, restored.path.name, num_lost),
+            _LOSE_LESS if num_lost and not self._config.checkpoint_every_s else "",
         )
 
     def _note_put_back(self, server: Server) -> None:

@@ -241,7 +241,7 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
                 await until(lambda: running.job.sessions.live("ps"))
                 assert running.job.get_status().updates_lost == 3
 
-    with logged(caplog, r"ps:0 restored step 0 from step-00000000: 1 updates lost"):
+    with logged(caplog, r"ps:0 restored step 0 from step-00000000: 1 updates lost; --checkpoint-every-s"):
         run(scenario)
 
 
