@@ -9,6 +9,7 @@ import inspect
 import logging
 import operator
 import os
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType, UnionType
@@ -40,6 +41,8 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
         number = least - 1
     if number < least:
         raise ConfigurationError(f"expected {name} of at least {least}, a whole number, got {value!r}")
+    if number > sys.maxsize:
+        raise ConfigurationError(f"expected {name} of at most {sys.maxsize}, got {value!r}")
     return number
 
 

@@ -34,6 +34,8 @@ def test_whole_numbers_of_every_library(value: Any) -> None:
 def test_what_is_no_whole_number_of_at_least_two(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected count of at least 2, a whole number, got "):
         whole_number("count", value, 2)
+    with pytest.raises(ConfigurationError, match=r"expected count of at most \d+, got 1180591620717411303424"):
+        whole_number("count", 2**70, 2)
 
 
 @pytest.mark.parametrize("value", [0, -0.5, float("nan"), "5", True, [1.0], int, torch.ones(2)])

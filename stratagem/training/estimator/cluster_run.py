@@ -16,7 +16,7 @@ from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
 from stratagem.strategy import roles
 from stratagem.strategy.random_states import random_untouched
-from stratagem.training.estimator.estimator import Estimator
+from stratagem.training.estimator.estimator import Estimator, check_folder_name
 from stratagem.training.estimator.exporters import Exporter
 from stratagem.training.estimator.inputs import InputFunction
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME
@@ -67,6 +67,8 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         whole_numbers(steps=self.steps)
+        if self.name:
+            check_folder_name("the name of evaluation data that", self.name)
         for name in ("start_delay_secs", "throttle_secs"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"expected {name} of at least 0, got {getattr(self, name)!r}")
@@ -74,10 +76,7 @@ class EvalSpec:
         for exporter in given:
             if not isinstance(exporter, Exporter):
                 raise ConfigurationError(f"expected exporters, got {type(exporter).__name__}")
-            if exporter.name.startswith((".", os.sep)) or os.path.normpath(exporter.name) != exporter.name:
-                raise ConfigurationError(
-                    f"expected an exporter whose name can be that of a folder, got {exporter.name!r}"
-                )
+            check_folder_name("an exporter whose name", exporter.name)
         names = [exporter.name for exporter in given]
         if len({*names}) < len(names):
             raise ConfigurationError(f"each exporter needs a name of its own, got {', '.join(names)}")

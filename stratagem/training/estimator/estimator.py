@@ -152,6 +152,8 @@ class Estimator(WithWaysOut):
             ConfigurationError: the input or ``model_fn`` is invalid.
         """
         whole_numbers(steps=steps)
+        if name:
+            check_folder_name("the name of evaluation data that", name)
         given = Input(input_fn, ModeKeys.EVAL, self.params, self.config)
         restored, path = self._restored_in(ModeKeys.EVAL), self._checkpoint(checkpoint_path)
         results = evaluation.evaluate(restored, given, path, steps)
@@ -226,6 +228,12 @@ class Estimator(WithWaysOut):
         check_kind(path, str, os.PathLike, NoneType)
         chosen = self.latest_checkpoint() if path is None else path
         return None if chosen is None else find(chosen)
+
+
+def check_folder_name(what: str, name: str) -> None:
+    """ConfigurationError: a folder of this name does not lie below the one it is for."""
+    if name.startswith((".", os.sep)) or os.path.normpath(name) != name or "\0" in name:
+        raise ConfigurationError(f"expected {what} can be that of a folder, got {name!r}")
 
 
 def _made(given: StrategyOrFactory | None) -> Strategy | None:

@@ -51,6 +51,8 @@ class RunConfig(WithWaysOut):
         whole_numbers(save_summary_steps=self.save_summary_steps, save_checkpoints_steps=self.save_checkpoints_steps)
         above_zero(save_checkpoints_secs=self.save_checkpoints_secs)
         whole_numbers(0, keep_checkpoint_max=self.keep_checkpoint_max)
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise ConfigurationError(f"expected a seed that torch takes, from -2**63 to 2**64 - 1, got {self.seed}")
 
     @property
     def save_every_s(self) -> float | None:

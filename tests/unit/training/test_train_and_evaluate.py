@@ -173,6 +173,18 @@ def test_specs_that_cannot_be(tmp_path: Path) -> None:
     for name in ("", ".", "../elsewhere", "/elsewhere", "latest/"):
         with pytest.raises(ConfigurationError, match="expected an exporter whose name can be that of a folder"):
             EvalSpec(loader, exporters=LatestExporter(name))
+    for name in ("../elsewhere", "/elsewhere", "a\0b"):
+        with pytest.raises(
+            ConfigurationError, match="expected the name of evaluation data that can be that of a folder"
+        ):
+            EvalSpec(loader, name=name)
+        with pytest.raises(
+            ConfigurationError, match="expected the name of evaluation data that can be that of a folder"
+        ):
+            Estimator(model_fn, tmp_path).evaluate(loader, name=name)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ConfigurationError, match="expected a seed that torch takes"):
+            RunConfig(seed=seed)
     assert EvalSpec(loader, exporters=None) == EvalSpec(loader, exporters=())
     with pytest.raises(ConfigurationError, match="expected example_inputs with a tensor"):
         LatestExporter("serving", lambda: None)
