@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stratagem.arguments import check_kind
-from stratagem.checkpoint.catalog import newest_undamaged
+from stratagem.checkpoint.catalog import find_damage, newest, newest_undamaged, read_step
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.reading import describe, kind_and_state, read_states
 from stratagem.errors import CheckpointError, ConfigurationError
@@ -98,6 +98,7 @@ class EstimatorTraining:
             if self.strategy.servers is not None:
                 self.strategy.servers.chief.check_folder(str(self._model_dir.absolute()))
             CheckpointDraft(self._model_dir).close()
+            self._check_alone()
         feed = open_feed(self.strategy, given, self._build)
         manager = self._prepare(feed)
         target = self._step + steps if steps is not None else max_steps
@@ -221,11 +222,24 @@ class EstimatorTraining:
         if self._has_servers and not self.strategy.is_lead:
             return ""
         if self._saved is None or self._saved.step != self._step:
+            self._check_alone()
             manager.checkpoint.global_step = self._step
             return self._tell(SavedStep(manager.save(self._step), self._step, is_last), listeners).path
         if is_last and not self._saved.is_last:
             self._tell(dataclasses.replace(self._saved, is_last=True), listeners)
         return self._saved.path
+
+    def _check_alone(self) -> None:
+        """On the lead. CheckpointError: another training saves into the folder, too. On parameter servers a lead that
+        has just come may know of fewer steps than the job has made."""
+        if not self._is_restored or self._has_servers or not self.strategy.is_lead:
+            return
+        found = newest(self._model_dir, CHECKPOINT_NAME)
+        if found is not None and (read_step(found) or 0) > self._step and not find_damage(found):
+            raise CheckpointError(
+                f"{found} is of another training: this Estimator is at step {self._step}. Make a new one to continue "
+                "from that checkpoint, or give each a model_dir of its own"
+            )
 
     def _tell(self, saved: SavedStep, listeners: Sequence[SavingListener]) -> SavedStep:
         self._saved = saved

@@ -88,6 +88,25 @@ def test_a_number_of_steps_counts_from_here_and_max_steps_from_the_first(tmp_pat
     assert steps_in(tmp_path) == [4, 7, 8]
 
 
+def test_two_estimators_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    """Where their steps differed the checkpoints of both were mixed, and the next training continued from either."""
+    first, second = make(tmp_path, save_checkpoints_steps=3), make(tmp_path, save_checkpoints_steps=2)
+    first.train(loader, steps=3)
+    second.train(loader, steps=2)
+    with pytest.raises(
+        CheckpointError, match=r"model.ckpt-00000005 is of another .* at step 3. Make a new one to continue"
+    ):
+        first.train(loader, steps=1)
+
+    def trains_meanwhile(saved: Any) -> None:
+        if saved.step == 6:
+            make(tmp_path).train(loader, steps=3)
+
+    with pytest.raises(CheckpointError, match=r"model.ckpt-00000009 is of another .* at step 8"):
+        second.train(loader, steps=4, saving_listeners=[trains_meanwhile])
+    assert steps_in(tmp_path) == [3, 4, 5, 6, 9]
+
+
 @pytest.mark.parametrize("strategy", [one, mirrored])
 def test_a_later_process_goes_on_with_the_same_bits(tmp_path: Path, strategy: Callable[[], sg.Strategy]) -> None:
     torch.manual_seed(9)
