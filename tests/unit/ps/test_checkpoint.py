@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import pathlib
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -349,17 +349,25 @@ def test_groups_survive_a_file_only_as_they_are(tmp_path: pathlib.Path) -> None:
         new_store().checkpoints.restore_shards(str(path))
 
 
-def test_a_call_to_go_back_that_is_late_does_not_go_back_a_second_time(tmp_path: pathlib.Path) -> None:
+def test_a_call_to_go_back_that_is_late_does_not_go_back_a_second_time(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The chief repeats a call that it had no answer to: training may have gone on when the first is done reading."""
     store = new_store()
     early, late = (checkpoint(tmp_path / name, [store], 0) for name in ("early", "late"))
-    content = (early / "manifest.json").read_bytes()
-    (early / "manifest.json").unlink()
-    os.mkfifo(early / "manifest.json")  # a disk that does not answer yet
+    check, reads, answers = snapshot.check, threading.Event(), threading.Event()
+
+    def check_late(path: pathlib.Path, *more: Any) -> bool:
+        if path == early:  # on a disk that does not answer yet
+            reads.set()
+            assert answers.wait(60)
+        return check(path, *more)
+
+    monkeypatch.setattr(snapshot, "check", check_late)
     first = in_thread(lambda: store.checkpoints.restore_shards(str(early)))
-    with (early / "manifest.json").open("wb") as answer:  # opens when the store reads
-        epoch = store.checkpoints.restore_shards(str(late))
-        answer.write(content)
+    assert reads.wait(60)
+    epoch = store.checkpoints.restore_shards(str(late))
+    answers.set()
     assert first.result() == store.state.store_epoch == epoch
 
 
