@@ -17,7 +17,7 @@ from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.checkpointing.saving import Saving, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
-from stratagem.chief.leasing.positions import Positions, common, has, minus, plus, positions_of
+from stratagem.chief.leasing.positions import Positions, common, has, minus, plus, positions_of, units_of
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.ps_return import PsReturn
 from stratagem.chief.servers.servers import CommittedSlice, Server, ServerDescription
@@ -254,7 +254,7 @@ class Recovery(ChiefPart):
                 opened = {unit for each in holding for update in each.open for unit in update.units}
                 mine = [*filter(self._lease_book.is_pending, sorted(opened))]
                 closed = plus(closed, await self._close_applied(mine, descriptions))
-            self.accepted(self._lease_book.know_accepted(closed))
+            self.accepted(units_of(self._lease_book.know_accepted(closed)))
             if synchronous:
                 await self._find_owners()
             for server in filter(is_back, self._ps_pool.servers):  # one may bring all others back
@@ -299,7 +299,7 @@ class Recovery(ChiefPart):
                 self.accepted(lease_book.mark_accepted(steps.accept(unit).accepted))
         orphans = steps.orphans()
         for unit in orphans:
-            lease_book.epoch(unit.dataset, unit.epoch).acquire(unit.index, NOBODY, lease_book.restores)
+            lease_book.to_lease(unit.dataset, unit.epoch).acquire(unit.index, NOBODY, lease_book.restores)
         slices = {one for each in self._committed.values() for one in each}
         self._committed.clear()
         committed = await self._committed_ordinals(orphans, slices)
@@ -308,7 +308,7 @@ class Recovery(ChiefPart):
         # What is left was granted in a reply that nobody got: workers without a slice in the step may have it.
         for unit, incarnation in steps.reserve_orphans(self._sessions.live("worker")):
             lease_book.give_back({unit: NOBODY})
-            lease_book.epoch(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
+            lease_book.to_lease(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
         await self.carry_out(lease_book.remove(steps.orphans(), {}))
         closings = [step.closing for step in steps.open.values()]
         for closing in closings:  # the last chief may have died before every ps had heard it

@@ -103,12 +103,8 @@ class JobHistory:
     @property
     def examples(self) -> int:
         """In accepted units."""
-        known = [(self.plans[dataset], units) for (dataset, _), units in self.accepted.items() if dataset in self.plans]
-        return sum(
-            plan.bounds(plan.num_units - 1)[1] if len(units) == plan.num_units else sum(map(plan.unit_examples, units))
-            for plan, units in known
-            if units
-        )
+        plans = self.plans
+        return sum(plans[key[0]].examples_in(units) for key, units in self.accepted.items() if key[0] in plans)
 
     @property
     def num_units(self) -> int:

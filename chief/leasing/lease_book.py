@@ -57,6 +57,10 @@ class LeaseBook:
         self.examples_accepted = 0
         self._first_unknown_step = next_step
         self._prior: Positions = {}
+        self.current = (0, 0)
+        """The newest epoch that a worker has asked about and that was not closed then, with its dataset before it."""
+        self._leasing: dict[tuple[int, int], EpochLeases] = {}
+        """Of the epochs, those that may have units leased: of many thousands these are few."""
         self._asked: dict[Incarnation, set[int]] = {}
         self._left: set[tuple[Incarnation, int, int]] = set()
         self._counting: set[Incarnation] = set()
@@ -88,15 +92,15 @@ class LeaseBook:
             )
         return known
 
-    def know_accepted(self, positions: Mapping[tuple[int, int], UnitBitmap]) -> list[Unit]:
+    def know_accepted(self, positions: Mapping[tuple[int, int], UnitBitmap]) -> Positions:
         """Counts units as accepted that journal, checkpoint or ps say are; returns those that were not."""
-        new: list[Unit] = []
+        new: Positions = {}
         for key, bitmap in positions.items():
-            if key[0] in self.plans:
-                num_units = self.epoch(*key).plan.num_units
-                new += self.mark_accepted(Unit(*key, index) for index in bitmap if index < num_units)
-            else:
+            if key[0] not in self.plans:
                 self._prior[key] = self._prior.get(key, UnitBitmap()) | bitmap
+            elif len(found := self.epoch(*key).know_accepted(bitmap)):
+                new[key] = found
+                self.examples_accepted += self.plans[key[0]].examples_in(found)
         return new
 
     def _plan(self, dataset: int) -> Plan:
@@ -172,7 +176,9 @@ class LeaseBook:
             group: of agreements, that the holder and the workers are in.
             at_most: see :meth:`EpochLeases.ask`; slices of steps are leased as far as that.
         """
-        leases = self.epoch(dataset, epoch)
+        leases = self.to_lease(dataset, epoch)
+        if not leases.closed and (epoch >= self.current[1] or self.epochs[self.current].closed):
+            self.current = dataset, epoch
         stop = leases.plan.num_units if stop is None else stop
         self._asked.setdefault(incarnation, set()).add(dataset)
         self._left.discard((incarnation, dataset, epoch))
@@ -253,18 +259,27 @@ class LeaseBook:
         late = self.clocks.waits_for(incarnation, plan.staleness, holders)
         return now, self.clocks.limit(incarnation, plan.staleness, holders), late
 
+    def to_lease(self, dataset: int, epoch: int) -> EpochLeases:
+        """As :meth:`epoch`, for whoever is about to lease units of it."""
+        key, leases = (dataset, epoch), self.epoch(dataset, epoch)
+        if key not in self._leasing:
+            self._leasing = {each: known for each, known in self._leasing.items() if known.is_leased}
+            self._leasing[key] = leases
+        return leases
+
     def num_held(self, incarnation: Incarnation) -> int:
-        return sum(leases.num_held_by(incarnation) for leases in self.epochs.values())
+        return sum(leases.num_held_by(incarnation) for leases in self._leasing.values())
 
     def held(self, incarnation: Incarnation) -> list[Unit]:
         """Units leased to (or reserved for) ``incarnation``."""
-        return [Unit(*key, index) for key, leases in self.epochs.items() for index in leases.held_by(incarnation)]
+        return [Unit(*key, index) for key, leases in self._leasing.items() for index in leases.held_by(incarnation)]
 
     def leave(self, incarnation: Incarnation, dataset: int, epoch: int) -> Removal:
         """``incarnation`` left its loop. Its units stay leased until :meth:`give_back`."""
         self._left.add((incarnation, dataset, epoch))
-        leases = self.epoch(dataset, epoch)
-        return self.remove([Unit(dataset, epoch, index) for index in leases.held_by(incarnation)], {})
+        return self.remove(
+            [Unit(dataset, epoch, index) for index in self.epoch(dataset, epoch).held_by(incarnation)], {}
+        )
 
     def who_left(self, dataset: int, epoch: int) -> list[str]:
         """Tasks that left their loop over this epoch, and run on."""
@@ -333,7 +348,7 @@ class LeaseBook:
             unit = lease.unit
             if not self.is_pending(unit):
                 continue
-            leases = self.epoch(unit.dataset, unit.epoch)
+            leases = self.to_lease(unit.dataset, unit.epoch)
             if lease.step >= self._first_unknown_step and lease.step not in self.steps.open:
                 units = [Unit(unit.dataset, unit.epoch, index) for index in lease.step_units]
                 self.steps.readmit(lease.step, units, {u for u in units if u.index in leases.accepted})
@@ -356,7 +371,7 @@ class LeaseBook:
 
     def begun(self) -> Positions:
         """Units of every epoch that are accepted or leased."""
-        epochs = self.epochs.items()
+        epochs = self._leasing.items()
         leased = (Unit(*key, index) for key, book in epochs for who in book.holders() for index in book.held_by(who))
         return plus(self.positions(), positions_of(leased))
 
@@ -382,6 +397,6 @@ class LeaseBook:
             revoked.update(Unit(*key, index) for index in missing)
         self._prior = {key: bitmap & saved.get(key, UnitBitmap()) for key, bitmap in self._prior.items()}
         self.examples_accepted -= sum(self.plans[unit.dataset].unit_examples(unit.index) for unit in revoked)
-        num_returned = sum(leases.give_all_back() for leases in self.epochs.values())
+        num_returned = sum(leases.give_all_back() for leases in self._leasing.values())
         self.steps.clear()
         return RollBack(len(revoked) + num_returned, lost)

@@ -45,6 +45,11 @@ class EpochLeases:
         return bool(self._leased or self.num_accepted)
 
     @property
+    def is_leased(self) -> bool:
+        """Some of it, to anybody."""
+        return bool(self._leased)
+
+    @property
     def first_pending(self) -> int | None:
         """The pending unit that goes out next: the lowest; None when there is none."""
         while self._returned and not self.is_pending(self._returned[0]):
@@ -132,6 +137,16 @@ class EpochLeases:
         self._end(index)
         new = self.accepted.add(index)
         self.num_accepted += new
+        return new
+
+    def know_accepted(self, units: UnitBitmap) -> UnitBitmap:
+        """Counts units as accepted, whoever holds them; returns those that were not. Indices beyond the epoch count
+        for nothing."""
+        new = units.below(self.plan.num_units) - self.accepted
+        for index in [index for index in self._leased if index in new]:
+            self._end(index)
+        self.accepted |= new
+        self.num_accepted += len(new)
         return new
 
     def give_back(self, index: int) -> None:

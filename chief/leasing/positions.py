@@ -18,6 +18,10 @@ def positions_of(units: Iterable[Unit]) -> Positions:
     return found
 
 
+def units_of(positions: _Units) -> list[Unit]:
+    return [Unit(*key, index) for key, bitmap in positions.items() for index in bitmap]
+
+
 def has(positions: _Units, unit: Unit) -> bool:
     return unit.index in positions.get((unit.dataset, unit.epoch), UnitBitmap())
 

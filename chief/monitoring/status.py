@@ -65,8 +65,10 @@ def report(state: ChiefState, streams: SessionStreams, address: str, scaling: st
             )
         )
         said.append((streams.progress.get(name, b""), streams.recent.of(name, now)))
-    opened = [(key, leases) for key, leases in lease_book.epochs.items() if not leases.closed]
-    (_, epoch), leases = max(opened or lease_book.epochs.items(), key=lambda each: each[0][1], default=((0, 0), None))
+    shown = lease_book.current
+    if shown not in lease_book.epochs:  # none has been asked about since the chief was started
+        shown = max(lease_book.epochs, key=lambda each: each[1], default=shown)
+    leases = lease_book.epochs.get(shown)
     return JobStatus(
         tasks=tuple(tasks),
         said=tuple(said),
@@ -75,7 +77,7 @@ def report(state: ChiefState, streams: SessionStreams, address: str, scaling: st
         lead=sessions.lead,
         units_accepted=leases.num_accepted if leases else 0,
         units_planned=leases.plan.num_units if leases else 0,
-        epoch=epoch,
+        epoch=shown[1],
         examples=lease_book.examples_accepted,
         checkpoint=history.checkpoint,
         updates_lost=history.updates_lost,

@@ -144,6 +144,15 @@ class Plan:
         start, stop = self.bounds(index)
         return stop - start
 
+    def examples_in(self, units: UnitBitmap) -> int:
+        """In these units of an epoch; as fast for all of them, or for batches, as for one."""
+        if self.num_slices > 1 and len(units) < self.num_units:
+            return sum(map(self.unit_examples, units))
+        if len(units) == self.num_units:
+            return self.bounds(self.num_units - 1)[1] if self.num_units else 0
+        last = self.num_batches - 1
+        return len(units) * self.batch_size - (self.batch_size - self._batch_examples(last)) * (last in units)
+
     def _check(self, index: int) -> None:
         if not 0 <= index < self.num_units:
             raise IndexError(f"unit {index} of {self.num_units}")
@@ -204,6 +213,10 @@ class UnitBitmap:
 
     def __sub__(self, other: UnitBitmap) -> UnitBitmap:
         return self._from_int(self._int() & ~other._int())
+
+    def below(self, stop: int) -> UnitBitmap:
+        """Those before ``stop``."""
+        return self._from_int(self._int() & ((1 << stop) - 1))
 
     def _int(self) -> int:
         return int.from_bytes(self._bytes, "little")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -385,6 +388,68 @@ def test_a_roll_back_reopens_units_of_open_epochs_and_loses_those_of_closed_ones
     assert lease_book.roll_back({}, is_last=True).lost == {(1, 0): UnitBitmap.of([0, 1, 2, 3])}
     lease_book.know_accepted({(1, 1): UnitBitmap.of([0])})
     assert (1, 1) in lease_book.roll_back({}, is_last=True).lost, "nobody asks for an open epoch again either"
+
+
+def after_epochs(num: int) -> LeaseBook:
+    """All but the last one are over, in which A has a unit."""
+    lease_book = LeaseBook()
+    lease_book.open_dataset(1, Plan(8, 4, staleness=2))
+    for epoch in range(num):
+        while not (leases := lease_book.ask(A, 1, epoch, (), 1, [A])).end and epoch < num - 1:
+            lease_book.accept(A, 1, epoch, [lease.unit.index for lease in leases.granted])
+    return lease_book
+
+
+def calls(do: Callable[[], object]) -> int:
+    """Functions that run, and turns of generators."""
+    made: list[str] = []
+    sys.setprofile(lambda _, event, __: made.append(event) if event in ("call", "c_call") else None)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+    return len(made)
+
+
+def test_what_a_step_a_loss_and_a_look_cost_does_not_grow_with_the_epochs_that_are_over() -> None:
+    for do in (
+        lambda book: book.start_step(A, 1, 0, [A, B]),
+        lambda book: (book.held(A), book.num_held(A)),
+        lambda book: book.ask(B, 1, book.current[1], (), 1, [A, B]),
+    ):
+        few, many = (calls(functools.partial(do, after_epochs(num))) for num in (3, 300))
+        assert many == few
+    lease_book = after_epochs(300)
+    assert lease_book.current == (1, 299)
+    assert [unit.epoch for unit in lease_book.held(A)] == [299]
+    assert lease_book.roll_back({}).revoked == 1, "what is leased comes back"
+
+
+def test_to_take_over_a_long_epoch_costs_a_chief_as_much_as_a_short_one() -> None:
+    def take_over(num_units: int) -> tuple[LeaseBook, int]:
+        lease_book = LeaseBook()
+        lease_book.open_dataset(1, Plan(4 * num_units + 3, 4))
+        accepted = {(1, 0): UnitBitmap.of(range(num_units)), (1, 1): UnitBitmap.of(range(0, num_units + 9, 2))}
+        return lease_book, calls(lambda: lease_book.know_accepted(accepted))
+
+    (_, few), (lease_book, many) = take_over(8), take_over(8000)
+    assert many == few
+    assert lease_book.epoch(1, 0).num_accepted == 8000 and lease_book.epoch(1, 1).num_accepted == 4001
+    assert lease_book.examples_accepted == 4 * 8000 + 4 * 4000 + 3
+    assert lease_book.know_accepted({(1, 0): UnitBitmap.of([7, 8000, 8001])}) == {(1, 0): UnitBitmap.of([8000])}
+
+
+def test_what_is_shown_is_the_newest_epoch_that_is_not_over() -> None:
+    lease_book = after_epochs(3)
+    lease_book.open_dataset(2, Plan(8, 4))
+    lease_book.ask(A, 2, 0, (), 1, [A])
+    assert lease_book.current == (1, 2), "it is open yet"
+    lease_book.ask(A, 1, 0, (), 1, [A])
+    lease_book.know_accepted({(1, 2): UnitBitmap.of([0, 1])})
+    lease_book.ask(A, 1, 1, (), 1, [A])
+    assert lease_book.current == (1, 2), "a worker that walks through what is over shows nothing new"
+    lease_book.ask(A, 2, 0, (0, 1), 1, [A])
+    assert lease_book.current == (2, 0)
 
 
 def test_after_a_roll_back_units_come_in_the_order_of_the_plan_again() -> None:
