@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,6 +22,12 @@ def sparse_embeddings(models: Iterable[nn.Module]) -> list[tuple[str, nn.Embeddi
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Those of all its groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def all_parameters(models: Iterable[nn.Module], groups: Iterable[Iterable[nn.Parameter]]) -> list[nn.Parameter]:
+    """Of the groups, then of the models, each once."""
+    of_models = (model.parameters() for model in models)
+    return [*dict.fromkeys(itertools.chain.from_iterable((*groups, *of_models)))]
 
 
 Kept = tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]

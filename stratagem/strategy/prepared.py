@@ -92,10 +92,11 @@ class Prepared:
 
     def __init__(self, has_nested: bool = True) -> None:
         self._has_nested = has_nested
+        self._owned: list[tuple[weakref.ref[nn.Module | torch.optim.Optimizer], dict[int, nn.Parameter]]] = []
+        """Models and optimizers, and the parameters that each had, by identity; kept, so that identities stay."""
         self._parameters: dict[int, nn.Parameter] = {}
-        """By identity; kept, so that identities stay."""
-        self._models: list[weakref.ref[nn.Module]] = []
-        self._optimizers: dict[int, tuple[torch.optim.Optimizer, Container[int]]] = {}
+        """Of all of them."""
+        self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], Container[int]]] = {}
         """By identity, and the parameters that it may change."""
         self._optimized: set[int] = set()
         self._looked_at: set[int] = set()
@@ -109,11 +110,24 @@ class Prepared:
 
     def add_model(self, model: nn.Module) -> None:
         """A model whose gradients the strategy sees to."""
-        self._models.append(weakref.ref(model))
-        self._add(model.parameters())
+        self._add(model, model.parameters())
 
-    def _add(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters.update((id(parameter), parameter) for parameter in parameters)
+    def _add(self, owner: nn.Module | torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        added = {id(parameter): parameter for parameter in parameters}
+        if any(reference() is None for reference, _ in self._owned):
+            self._forget()
+        self._owned.append((weakref.ref(owner), added))
+        self._parameters.update(added)
+
+    def _forget(self) -> None:
+        """Leaves out what belonged to models and optimizers that are gone."""
+        self._owned = [(reference, owned) for reference, owned in self._owned if reference() is not None]
+        self._parameters.clear()
+        for _, owned in self._owned:
+            self._parameters.update(owned)
+        self._optimizers = {key: known for key, known in self._optimizers.items() if known[0]() is not None}
+        self._optimized.intersection_update(self._parameters)
+        self._looked_at.clear()
 
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], fixed: bool = False
@@ -121,10 +135,10 @@ class Prepared:
         """An optimizer, as it is on a replica, that steps in this process, or in its stead on parameter servers.
         ``fixed``: it may never change other parameters; else all that were prepared."""
         parameters = list(parameters)
-        self._add(parameters)
+        self._add(optimizer, parameters)
         numbers = frozenset(map(id, parameters))
         self._optimized |= numbers
-        self._optimizers[id(optimizer)] = optimizer, numbers if fixed else self._parameters
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer), numbers if fixed else self._parameters
 
     def __enter__(self) -> None:
         """Around :meth:`Strategy.run`."""
@@ -166,14 +180,15 @@ class Prepared:
         """An optimizer is about to step in a replica; a ConfigurationError where it, or a parameter, is unprepared."""
         parameters = parameters_of(optimizer)
         kind = type(optimizer).__name__
-        if id(optimizer) not in self._optimizers:
+        reference, own = self._optimizers.get(id(optimizer), (None, ()))
+        if reference is None or reference() is not optimizer:
             if self._has_nested and all(id(parameter) in self._optimized for parameter in parameters):
                 return
             raise ConfigurationError(
                 f"{kind}.step() inside strategy.run, but the optimizer was not prepared: each replica would train on "
                 f"its own. {_LINE.capitalize()}"
             )
-        if foreign := [each for each in parameters if id(each) not in self._optimizers[id(optimizer)][1]]:
+        if foreign := [each for each in parameters if id(each) not in own]:
             raise ConfigurationError(
                 f"the optimizer {kind} steps with a parameter of shape {list(foreign[0].shape)} that it did not have "
                 "when it was prepared: add it before strategy.prepare, frozen if it should not train yet"
@@ -193,7 +208,7 @@ class Prepared:
         if not self.is_running or self._has_warned or number in self._parameters or number in self._looked_at:
             return
         self._looked_at.add(number)
-        models = [model for reference in self._models if (model := reference()) is not None]
+        models = [each for reference, _ in self._owned if isinstance(each := reference(), nn.Module)]
         parts = (named for model in models for named in model.named_parameters())
         if (name := next((name for name, part in parts if part is parameter), None)) is not None:
             self._has_warned = True

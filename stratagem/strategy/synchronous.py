@@ -6,12 +6,12 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from stratagem.arguments import checked
@@ -19,7 +19,13 @@ from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.loss_scaling import refuse_divided, share_loss
-from stratagem.strategy.model_parts import copies_of_buffers, parameters_of, restore_buffers, sparse_embeddings
+from stratagem.strategy.model_parts import (
+    all_parameters,
+    copies_of_buffers,
+    parameters_of,
+    restore_buffers,
+    sparse_embeddings,
+)
 from stratagem.strategy.newcomers import Newcomers
 from stratagem.strategy.prepared import Preparation, Prepared
 from stratagem.strategy.replicas.context import watch_torch
@@ -85,8 +91,9 @@ class SynchronousStrategy(SynchronousInput):
         self._cross_replica = CrossReplica(len(devices), self._ops, workers)
         self._bucket_bytes = bucket_bytes
         self._compression = compression
-        self._known: dict[int, Any] = {}
-        """What has been prepared, by identity."""
+        self._known: MutableMapping[int, Any] = {} if self._local.communicators else weakref.WeakValueDictionary()
+        """What has been prepared, by identity. One replica keeps nothing that the script has dropped."""
+        self._watch = BackwardWatch(meter)
         self._seen_before: dict[int, Sequence[int]] = {}
         """By model: examples that each local replica was given before it was prepared."""
         self._attached: list[set[int]] = [set() for _ in devices]
@@ -132,7 +139,7 @@ class SynchronousStrategy(SynchronousInput):
         prepared = self._local.add(objects)
         self._remember(models, optimizers, [parameters_of(optimizer) for optimizer in optimizers])
         self._known.update((id(item), item) for item in fresh)
-        self._seen_before.update((id(model), self._shares.num_seen) for model in models)
+        self._seen_before.update((id(model), self._shares.num_seen) for model in models if self._local.communicators)
         attach = functools.partial(self._attach, models, optimizers, preparation)
         self._local.together(attach, range(len(self._local.devices)))
         return prepared
@@ -175,10 +182,7 @@ class SynchronousStrategy(SynchronousInput):
             reducer = self._make_reducer(replica, models, groups, weight, early=not preparation.sync_batchnorm)
             self._reducers[replica].append(reducer)
         else:
-            watch = BackwardWatch(self._meter)
-            for parameter in self._fresh_parameters(replica, models, groups):
-                if parameter.requires_grad and not is_lazy(parameter):
-                    parameter.register_post_accumulate_grad_hook(watch)
+            self._watch.watch(all_parameters(models, groups))
         if preparation.torch_compile:
             for model in models:
                 drop_checks(model)
@@ -204,7 +208,7 @@ class SynchronousStrategy(SynchronousInput):
         early: bool,
     ) -> BackwardReducer[Any]:
         """Makes what reduces the gradients of one replica's models and of the parameters of its optimizers."""
-        parameters = self._fresh_parameters(replica, models, groups)
+        parameters = self._fresh(replica, all_parameters(models, groups))
         names = {id(part): name for model in models for name, part in model.named_parameters()}
         labels = [names.get(id(part), f"parameter {index}") for index, part in enumerate(parameters)]
         # The other replicas of this worker take over the settings that its first one has.
@@ -238,12 +242,8 @@ class SynchronousStrategy(SynchronousInput):
             if any(id(part) in parameters for group in one.param_groups for part in group["params"][:1])
         ]
 
-    def _fresh_parameters(
-        self, replica: int, models: Sequence[nn.Module], groups: Sequence[Sequence[nn.Parameter]]
-    ) -> list[nn.Parameter]:
-        every = [parameter for group in groups for parameter in group]
-        every += [parameter for model in models for parameter in model.parameters()]
-        fresh = [parameter for parameter in dict.fromkeys(every) if id(parameter) not in self._attached[replica]]
+    def _fresh(self, replica: int, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        fresh = [parameter for parameter in parameters if id(parameter) not in self._attached[replica]]
         self._attached[replica].update(map(id, fresh))
         return fresh
 

@@ -17,7 +17,7 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.data.nested import tensors
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.model_parts import sparse_embeddings
+from stratagem.strategy.model_parts import all_parameters, sparse_embeddings
 from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.interrupts import preemption
 from stratagem.worker.reduction.backward import Backward, BackwardReducer
@@ -97,7 +97,7 @@ class TPUStrategy(SynchronousStrategy):
         weight: Callable[[], Weight],
         early: bool,
     ) -> XlaReducer:
-        parameters = self._fresh_parameters(replica, models, groups)
+        parameters = self._fresh(replica, all_parameters(models, groups))
         return XlaReducer(parameters, self._group, self.communicator, weight, self._meter)
 
 

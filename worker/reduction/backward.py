@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from stratagem.errors import ConfigurationError
 from stratagem.measuring.measures import BACKWARD, FORWARD
@@ -39,6 +40,13 @@ class BackwardWatch:
 
     _meter: StepMeter
     _newest: int = -1
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Those that it does not watch yet."""
+        for parameter in parameters:
+            is_watched = self in (parameter._post_accumulate_grad_hooks or {}).values()
+            if parameter.requires_grad and not is_watched and not is_lazy(parameter):
+                parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, *_: Any) -> None:
         backward = current_backward()
