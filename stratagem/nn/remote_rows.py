@@ -148,12 +148,8 @@ class RemoteRows(nn.Module):
         """
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.padding_idx = sizes
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
-        if max_norm is not None:
-            raise ConfigurationError(
-                "max_norm= writes rows in forward(), but rows on parameter servers change only in optimizer.step(): "
-                "leave it out, and use torch.nn.functional.normalize(layer(ids), dim=-1) or clip_norm= of prepare"
-            )
+        self.max_norm, self.norm_type = max_norm, norm_type  # prepare refuses it
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, True
         if isinstance(initial, torch.Tensor):
             check_rows(self.num_embeddings, self.embedding_dim, initial)
         dtype = dtype or (initial.dtype if isinstance(initial, torch.Tensor) else torch.get_default_dtype())

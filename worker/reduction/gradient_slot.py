@@ -244,7 +244,7 @@ class SparseSlot(OwnSlot):
         if delta.layout is not torch.sparse_coo:
             raise ConfigurationError(
                 f"a parameter of shape {list(self.parameter.shape)} was declared sparse but got a dense gradient: "
-                "it is used outside of its embedding too (tied weights?); set sparse=False there"
+                "it is used outside of its embedding too (tied weights?); make it a torch.nn layer with sparse=False"
             )
         super().add(delta.detach().coalesce(), weight)
 

@@ -83,8 +83,8 @@ def check_layers(modules: Iterable[nn.Module]) -> None:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise ConfigurationError(
                 f"max_norm={part.max_norm:g} of {path or _kind(part)} makes forward change the weights according to "
-                "the examples of one replica or worker: leave it out, and scale the layer's output, x * (max_norm / "
-                "x.norm(dim=-1, keepdim=True)).clamp(max=1)"
+                "the examples of one replica or worker: leave it out, and scale the rows (of a bag, before they are "
+                f"pooled): x / (x.norm({part.norm_type:g}, dim=-1, keepdim=True) / {part.max_norm:g}).clamp(min=1)"
             )
 
 

@@ -22,6 +22,8 @@ from stratagem.nn import remote_rows
 from stratagem.nn.embedding import RemoteEmbedding
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
+from stratagem.strategy.prepared import Preparation
+from stratagem.strategy.ps.checks import check_prepared
 from stratagem.worker.push.table_handle import TableGradient
 
 
@@ -267,8 +269,8 @@ def test_arguments_of_torch_s_layers(is_remote: bool) -> None:
             assert (frozen.weight.requires_grad, bags.weight.requires_grad) == (False, True)
             with pytest.raises(ConfigurationError, match="expected rows with values"):
                 sg.nn.Embedding.from_pretrained(frozen.weight)
-            with pytest.raises(ConfigurationError, match="max_norm= writes rows"):
-                sg.nn.Embedding(10, 4, max_norm=1.0)
+            with pytest.raises(ConfigurationError, match="max_norm=1 of 0 makes forward change the weights"):
+                check_prepared([nn.Sequential(sg.nn.EmbeddingBag(10, 4, max_norm=1.0))], Preparation())
             return
     table = sg.nn.Embedding.from_pretrained(rows, padding_idx=2, max_norm=1.0)
     assert type(table) is sg.nn.Embedding and table.sparse and not table.weight.requires_grad

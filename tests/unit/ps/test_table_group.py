@@ -102,7 +102,7 @@ def test_initial_values_do_not_depend_on_the_cut(distribution: Any) -> None:
     assert not whole[BLOCK_ROWS + 1].any() and whole[BLOCK_ROWS].all()
 
 
-def test_a_short_table_draws_no_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_rows_are_drawn_than_a_table_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
 
     def block(*args: Any) -> torch.Tensor:
@@ -112,7 +112,8 @@ def test_a_short_table_draws_no_more_rows_than_it_has(monkeypatch: pytest.Monkey
     draw = row_values._block
     monkeypatch.setattr(row_values, "_block", block)
     fill_rows(torch.empty(3, 2), BLOCK_ROWS, InitialRows("normal", 0.0, 1.0, seed=9))
-    assert drawn == [3]
+    fill_rows(alike := torch.empty(3 * BLOCK_ROWS, 1), 0, InitialRows("constant", 0.5, 0.0, seed=9))
+    assert drawn == [3] and (alike == 0.5).all()
 
 
 def test_initial_values_are_of_their_distribution() -> None:

@@ -194,8 +194,13 @@ def test_pruned_weights(replicas: Replicas) -> None:
 
 def test_embeddings_that_change_their_weights() -> None:
     strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
-    with pytest.raises(ConfigurationError, match="max_norm=1 of 0 makes forward change the weights"):
+    with pytest.raises(ConfigurationError, match="max_norm=1 of 0 makes forward change the weights") as refused:
         strategy.prepare(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)))
+    x = torch.tensor([[0.0, 0.0], [0.3, 0.4], [3.0, 4.0]], requires_grad=True)  # padding is a row of zeros
+    scaled = eval(str(refused.value).rpartition("pooled): ")[2], {"x": x})  # noqa: S307 - what it tells to write
+    assert torch.allclose(scaled, torch.renorm(x, 2, 0, 1.0))
+    scaled.square().sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
     sg.OneDeviceStrategy().prepare(nn.Embedding(4, 2, max_norm=1.0))
 
 
