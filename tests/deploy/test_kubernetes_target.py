@@ -193,4 +193,4 @@ def test_what_a_quota_refuses_is_said_and_taken_back(space: Namespace, tmp_path:
     space.until(lambda: not space.names(), "what was created before is taken back")
     allow(pods=0)
     record = submitted(space, tmp_path, with_program(render(JOB), SLEEP))
-    waits(record, tmp_path, space, "job-worker-1: no pod: ", "exceeded quota: small")
+    waits(record, tmp_path, space, "worker-1: no pod: ", "exceeded quota: small")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,7 +38,8 @@ class Cluster:
         files = (kubeconfig or os.environ.get("KUBECONFIG", "")).split(os.pathsep)
         absolute = (os.path.abspath(os.path.expanduser(file)) for file in files if file)
         self.kubeconfig = os.pathsep.join(absolute)  # a job is asked for from other folders too
-        self.context, found = self._find(context)
+        with _failed_login():
+            self.context, found = self._find(context)
         self.namespace = namespace or found or "default"
 
     def _find(self, context: str) -> tuple[str, str]:
@@ -198,15 +201,41 @@ class Cluster:
         try:
             yield
         except library.client.ApiException as error:
-            if error.status != unless:
-                again = "; the login in the kubeconfig is not accepted: log in again" if error.status == 401 else ""
-                raise SubmitError(f"the cluster would not {what}: {_said(error)}{again}") from None
+            said = _said(error)
+            stranger = error.status == 401 or "system:anonymous" in said
+            if error.status != unless or stranger:
+                again = "; the login in the kubeconfig is missing or not accepted: log in again" if stranger else ""
+                raise SubmitError(f"the cluster would not {what}: {said}{again}") from None
         except urllib3.exceptions.HTTPError as error:
             host = self._api.configuration.host
             raise SubmitError(
                 f"the cluster at {host} could not be asked to {what}: {_cause(error)}. `kubectl cluster-info` shows "
                 "whether it runs and is reached from here"
             ) from None
+
+
+@contextlib.contextmanager
+def _failed_login() -> Iterator[None]:
+    """Refuses (ConfigurationError) a login that fails, of a program that is not installed for example: the library only
+    logs that, and goes on without one."""
+    said: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        is_ours = record.levelno >= logging.ERROR and record.thread == threading.get_ident()
+        if is_ours:
+            said.append(" ".join(record.getMessage().split()))
+        return not is_ours
+
+    logging.getLogger().addFilter(keep)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeFilter(keep)
+    if said:
+        raise ConfigurationError(
+            f"the login in the kubeconfig fails ({'; '.join(said)}): install the program that it starts, or log in "
+            "again; `kubectl get jobs` tries it"
+        )
 
 
 def _cause(error: BaseException) -> str:

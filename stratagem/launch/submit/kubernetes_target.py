@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,8 +30,13 @@ CANCEL_S = 120.0
 _INSTANCE, _COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 _STARTING = ("ContainerCreating", "PodInitializing")
 """What every container says for a while: an event tells whether something is wrong."""
-_NO_REASON = ("WaitForFirstConsumer", "WaitForPodScheduled")
-"""Events of a volume that only waits for its first pod."""
+_PULLING = ("ErrImagePull", "ImagePullBackOff")
+"""An image that is not there, in turns: only an event has the cause in both."""
+_NO_REASON = ("WaitForFirstConsumer", "WaitForPodScheduled", "FailedScheduling")
+"""Events of a volume that only waits for its first pod, and of a pod before it had a node: until then its status says
+why."""
+_NO_CAUSE = tuple(f"Error: {reason}" for reason in _PULLING)
+"""Events beside the one that has the cause."""
 _OF_VOLUMES = (
     "kubernetes_access_mode='ReadWriteOnce' (--access-mode) is for storage of one node, "
     "kubernetes_storage_class (--storage-class) names another class"
@@ -206,9 +212,12 @@ def reasons_of(cluster: Cluster, selector: str, jobs: Sequence[Object], pods: Se
     waiting: dict[str, list[str]] = {}
     have_pods = {pod["metadata"]["labels"].get("job-name") for pod in pods}
     for job in jobs:
-        waits = job["metadata"]["name"] not in have_pods and not job["status"].get("conditions")
+        name = job["metadata"]["name"]
+        waits = name not in have_pods and not job["status"].get("conditions")
         if waits and (said := _event(cluster, job)):
-            waiting.setdefault(f"no pod: {said}", []).append(job["metadata"]["name"])
+            said = re.sub(rf'"{name}-\w+" ', "", said)  # of the pod: another one each time
+            task = task_of({**job["spec"]["template"], "metadata": job["metadata"]})
+            waiting.setdefault(f"no pod: {said}", []).append(task)
     for pod in pods:
         if "deletionTimestamp" not in pod["metadata"] and (said := _of_pod(cluster, pod)):
             waiting.setdefault(said, []).append(task_of(pod))
@@ -237,6 +246,8 @@ def _of_pod(cluster: Cluster, pod: Object) -> str:
             continue
         if waits.get("reason") in _STARTING:
             return _event(cluster, pod)
+        if waits.get("reason") in _PULLING and (said := _event(cluster, pod)):
+            return f"{_PULLING[0]}: {said}"
         ended = container.get("lastState", {}).get("terminated")
         last = f"; it ended with {ended.get('reason')}, exit code {ended['exitCode']}" if ended else ""
         last += f": {ended['message']}" if ended and ended.get("message") else ""  # it has no such program
@@ -261,7 +272,8 @@ def _event(cluster: Cluster, one: Object, warnings: bool = True) -> str:
         events = cluster.events(selector)
     except SubmitError:
         return ""
-    said = [event for event in events if event.get("reason") not in _NO_REASON]
+    said = [one for one in events if one.get("reason") not in _NO_REASON]
+    said = [one for one in said if one.get("message") not in _NO_CAUSE]
     last = max(said, key=lambda event: (event.get("type") == "Warning", _time(event)), default=None)
     return "" if last is None else str(last.get("message", ""))
 

@@ -194,6 +194,39 @@ def test_a_container_that_cannot_start_says_why(server: ApiServer, record: JobRe
     assert detail.endswith("; it ended with ContainerCannotRun, exit code 127: no such program")
 
 
+@pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff"])
+def test_an_image_that_is_not_there_has_its_cause_between_two_tries_too(
+    server: ApiServer, record: JobRecord, tmp_path: Path, reason: str
+) -> None:
+    container = {"name": "task", "restartCount": 0, "state": {"waiting": {"reason": reason, "message": "Back-off"}}}
+    server.add_pod(
+        "digits-1-ps-0", "digits-1-ps-0-abc", "ps", "digits-1", {"phase": "Pending", "containerStatuses": [container]}
+    )
+    messages = ["Failed to pull image: no such host", f"Error: {reason}"]
+    events = [{"reason": "Failed", "type": "Warning", "message": said, "metadata": {}} for said in messages]
+    server.handler[f"get /api/v1/namespaces/{NAMESPACE}/events"] << {"items": events}
+    detail = kubernetes_target.state(record, tmp_path).detail
+    assert "; ps-0: ErrImagePull: Failed to pull image: no such host; " in detail
+
+
+def test_pods_that_a_quota_refuses_and_an_old_reason_of_a_pod_with_a_node(
+    server: ApiServer, record: JobRecord, tmp_path: Path
+) -> None:
+    container = {"name": "task", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}
+    server.add_pod(
+        "digits-1-ps-0", "digits-1-ps-0-abc", "ps", "digits-1", {"phase": "Pending", "containerStatuses": [container]}
+    )
+    said = {
+        "FailedScheduling": "no node, a while ago",
+        "FailedCreate": 'pods "digits-1-worker-0-x1" is forbidden: quota',
+    }
+    events = [{"reason": reason, "type": "Warning", "message": text, "metadata": {}} for reason, text in said.items()]
+    server.handler[f"get /api/v1/namespaces/{NAMESPACE}/events"] << {"items": events}
+    detail = kubernetes_target.state(record, tmp_path).detail
+    assert "worker-0: no pod: pods is full" in detail
+    assert "no node" not in detail
+
+
 @pytest.mark.parametrize("reason", ["WaitForPodScheduled", "ProvisioningFailed"])
 def test_a_volume_that_waits_for_its_pod_is_no_reason_to_wait(
     server: ApiServer, record: JobRecord, tmp_path: Path, reason: str
@@ -304,6 +337,28 @@ def test_no_configuration_and_no_server_are_said_in_words(
     monkeypatch.setenv("KUBECONFIG", server.kubeconfig.name)
     with contextlib.closing(Cluster()) as cluster:
         assert cluster.kubeconfig == str(server.kubeconfig), "jobs are asked for from other folders"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("/nowhere/login", r".* No such file .* '/nowhere/login'"), ("/bin/false", "exec: process returned 1")],
+)
+def test_a_login_that_fails_is_said_before_the_cluster_is_asked(
+    server: ApiServer, program: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load(server.kubeconfig.read_text())
+    config["users"][0]["user"] = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": program}}
+    server.kubeconfig.write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigurationError, match=rf"^the login in the kubeconfig fails \({words}\)"):
+        Cluster(kubeconfig=str(server.kubeconfig))
+    assert capfd.readouterr().err == "", "the library's own line"
+
+
+def test_a_kubeconfig_without_a_login_is_refused_before_an_image_is_built(server: ApiServer, cluster: Cluster) -> None:
+    message = 'namespaces "team" is forbidden: User "system:anonymous" cannot get resource "namespaces"'
+    server.handler[f"get /api/v1/namespaces/{NAMESPACE}"] << 403 << {"message": message}
+    with pytest.raises(SubmitError, match=r"system:anonymous.*; the login in the kubeconfig is missing"):
+        cluster.check_namespace()
 
 
 def test_a_cluster_that_does_not_answer_is_said_in_the_words_of_the_system(tmp_path: Path, server: ApiServer) -> None:
