@@ -277,9 +277,8 @@ class LeaseBook:
     def leave(self, incarnation: Incarnation, dataset: int, epoch: int) -> Removal:
         """``incarnation`` left its loop. Its units stay leased until :meth:`give_back`."""
         self._left.add((incarnation, dataset, epoch))
-        return self.remove(
-            [Unit(dataset, epoch, index) for index in self.epoch(dataset, epoch).held_by(incarnation)], {}
-        )
+        units = [Unit(dataset, epoch, index) for index in self.epoch(dataset, epoch).held_by(incarnation)]
+        return self.remove(units, {})
 
     def who_left(self, dataset: int, epoch: int) -> list[str]:
         """Tasks that left their loop over this epoch, and run on."""
@@ -371,8 +370,7 @@ class LeaseBook:
 
     def begun(self) -> Positions:
         """Units of every epoch that are accepted or leased."""
-        epochs = self._leasing.items()
-        leased = (Unit(*key, index) for key, book in epochs for who in book.holders() for index in book.held_by(who))
+        leased = (unit for book in self._leasing.values() for who in book.holders() for unit in self.held(who))
         return plus(self.positions(), positions_of(leased))
 
     def roll_back(
