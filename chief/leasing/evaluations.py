@@ -78,8 +78,8 @@ class RunningEvaluation:
 class Evaluations(dict[Topic, RunningEvaluation]):
     def restore(self, name: Topic, pin: Pin, counted: Iterable[Unit], is_over: bool) -> None:
         """An earlier incarnation of the chief had begun it, and these units were counted."""
-        indices = range(pin.plan.num_units) if is_over else [unit.index for unit in counted]
-        leases = EpochLeases(pin.plan, UnitBitmap.of(indices))
+        done = UnitBitmap.first(pin.plan.num_units) if is_over else UnitBitmap.of(unit.index for unit in counted)
+        leases = EpochLeases(pin.plan, done)
         self[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_over)
 
     def open(self, name: Topic, plan: Plan) -> RunningEvaluation:

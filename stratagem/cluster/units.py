@@ -172,6 +172,11 @@ class UnitBitmap:
             bitmap.add(index)
         return bitmap
 
+    @classmethod
+    def first(cls, num_units: int) -> UnitBitmap:
+        """So many from 0 on."""
+        return cls._from_int((1 << num_units) - 1)
+
     def add(self, index: int) -> bool:
         """Adds ``index``; False if it was there."""
         place, bit = index >> 3, 1 << (index & 7)
@@ -216,7 +221,7 @@ class UnitBitmap:
 
     def below(self, stop: int) -> UnitBitmap:
         """Those before ``stop``."""
-        return self._from_int(self._int() & ((1 << stop) - 1))
+        return self & self.first(stop)
 
     def _int(self) -> int:
         return int.from_bytes(self._bytes, "little")

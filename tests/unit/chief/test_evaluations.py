@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from stratagem.chief.leasing.evaluations import Evaluations, Pin, plan_of
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Topic, Unit
 from stratagem.errors import ConfigurationError
+from tests.unit.chief.calls import calls
 
 A, B = Incarnation("worker:0", 1), Incarnation("worker:1", 2)
 NAME = Topic("evaluation 1", 0)
@@ -71,6 +74,14 @@ def test_a_restarted_chief_goes_on() -> None:
     over = Topic("evaluation 1", 1)
     book.restore(over, pin, [], is_over=True)
     assert book.ask(over, A, (), 1).end and book.open(over, PLAN).is_proven
+
+
+def test_to_take_over_what_is_over_costs_a_chief_the_same_however_long_it_was() -> None:
+    book = Evaluations()
+    pins = [Pin(plan_of(size, 1, False), 1, {}) for size in (3, 30_000)]
+    few, many = (calls(functools.partial(book.restore, NAME, pin, [], is_over=True)) for pin in pins)
+    assert many == few
+    assert book[NAME].leases.closed
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ask", "count", "leave"]), st.sampled_from([A, B])), max_size=40))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
-from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -17,6 +15,7 @@ from stratagem.chief.leasing.steps import StepClosing
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError
+from tests.unit.chief.calls import calls
 
 
 class ModelPs:
@@ -398,17 +397,6 @@ def after_epochs(num: int) -> LeaseBook:
         while not (leases := lease_book.ask(A, 1, epoch, (), 1, [A])).end and epoch < num - 1:
             lease_book.accept(A, 1, epoch, [lease.unit.index for lease in leases.granted])
     return lease_book
-
-
-def calls(do: Callable[[], object]) -> int:
-    """Functions that run, and turns of generators."""
-    made: list[str] = []
-    sys.setprofile(lambda _, event, __: made.append(event) if event in ("call", "c_call") else None)
-    try:
-        do()
-    finally:
-        sys.setprofile(None)
-    return len(made)
 
 
 def test_what_a_step_a_loss_and_a_look_cost_does_not_grow_with_the_epochs_that_are_over() -> None:
