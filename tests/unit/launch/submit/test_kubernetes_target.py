@@ -223,7 +223,7 @@ def test_pods_that_a_quota_refuses_and_an_old_reason_of_a_pod_with_a_node(
     events = [{"reason": reason, "type": "Warning", "message": text, "metadata": {}} for reason, text in said.items()]
     server.handler[f"get /api/v1/namespaces/{NAMESPACE}/events"] << {"items": events}
     detail = kubernetes_target.state(record, tmp_path).detail
-    assert "worker-0: no pod: pods is full" in detail
+    assert "worker-0: no pod: pods is forbidden: quota" in detail
     assert "no node" not in detail
 
 
