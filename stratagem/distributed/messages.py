@@ -31,6 +31,8 @@ _LOOK_S = 2.0
 """How often a receive looks whether a rank lives that has never sent."""
 _NUM_LOOKS = 3
 """So often in a row it must not answer."""
+_FLUSH_S = 1.0
+"""So long a group that closes waits for its last small messages to leave."""
 _BARRIER_TAG = 1 << 40
 """Of the first monitored barrier, no script's; each has one, so that nobody takes a late word for one of the next."""
 _NO_DEADLINE = math.inf
@@ -100,8 +102,12 @@ class Messages:
                 return
             self._closed = reason
             lanes: list[SendingLane | ReceivingLane] = [*self._senders.values(), *self._receivers.values()]
+            waiting = [lane for rank, lane in self._senders.items() if not self._num_queued[rank]]
         for source in self._others:
             self.mailbox.broke(source, CollectiveError(reason, source))
+        for sender in waiting:
+            with contextlib.suppress(StratagemError):  # a small message is sent, for the script, once it is queued
+                sender.flush(time.monotonic() + _FLUSH_S)
         for lane in lanes:
             lane.close(reason)
         for executor in self._executors.values():
@@ -142,7 +148,8 @@ class Messages:
         came = self._comes(num_missing, 0, tag, deadline)
         if came and not num_missing:
             return
-        why = "it misses other ranks" if came else f"nothing came within {patience_s:g} s"
+        silence = f"nothing came within {patience_s:g} s" if time.monotonic() >= deadline else "it is gone"
+        why = "it misses other ranks" if came else silence
         raise CollectiveError(
             f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
             f"from rank 0: {why}",

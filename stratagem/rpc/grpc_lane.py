@@ -35,6 +35,7 @@ class GrpcLane(Corkable):
         on_wait: called now and then while a read waits; an exception from it ends the wait.
         together_bytes: limit of a message with frames sent inside :meth:`corked`; 0: one frame each, as the other
             end of a ring requires.
+        linger_s: how long :meth:`close` waits for the other end to read what was flushed.
     """
 
     name = "grpc"
@@ -49,11 +50,13 @@ class GrpcLane(Corkable):
         max_inbox_bytes: int = INBOX_BYTES,
         on_wait: Callable[[], None] = nothing,
         together_bytes: int = 0,
+        linger_s: float = 0.0,
     ) -> None:
         self._peer = peer
         self._channel = channel
         self._meter = meter.lane(peer, self.name)
         self._together_bytes = together_bytes
+        self._linger_s = linger_s
         self._cork: list[_Outgoing] | None = None
         self._outbox: queue.SimpleQueue[list[_Outgoing] | None] = queue.SimpleQueue()
         self._inbox = Inbox(peer, max_bytes=max_inbox_bytes, on_wait=on_wait)
@@ -108,14 +111,15 @@ class GrpcLane(Corkable):
                 raise found or PeerUnavailableError(f"{self._peer} takes no frames")
 
     def close(self, reason: str) -> None:
-        self._fail(PeerUnavailableError(reason))
-        self._call.cancel()
-        if threading.current_thread() is not self._reader:
-            self._reader.join(5.0)
+        self._fail(PeerUnavailableError(reason))  # ends the stream, behind what gRPC has taken
+        for seconds in (self._linger_s, 5.0):
+            if threading.current_thread() is not self._reader:
+                self._reader.join(seconds)
+            self._call.cancel()  # drops what nobody has read
         self._channel.close()
 
     def _outgoing(self) -> Iterator[bytes]:
-        while (items := self._outbox.get()) is not None:
+        while (items := self._outbox.get()) is not None and self._inbox.error is None:  # then memory may have changed
             together: list[codec.Parts] = []
             num_bytes = 0
             for kind, transfer, group, offset, pieces, num_elements in items:

@@ -45,6 +45,9 @@ MEMBERS_CHANGED = "the workers of the ring have changed"
 LOOK_S = 0.25
 """How often a rank that waits for a lane looks whether another one has given up."""
 DEFAULT_TIMEOUT_S = 300.0
+_LINGER_S = 5.0
+"""A rank that leaves after its last collective has sent what the others need to end theirs: so long they may take to
+read it, where the lane does not keep it for them."""
 PROBE = Tag(0, 0)
 """Marks the collective that tries a new group before anybody relies on it."""
 CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
@@ -127,7 +130,8 @@ class Opener:
         self.unreached = ""
         if lane == "grpc":
             shown = (("stratagem-token-bin", ticket.token),)
-            return GrpcLane(self._peers.connect(rank), EXCHANGE_METHOD, shown, peer.task, self._meter)
+            channel = self._peers.connect(rank)
+            return GrpcLane(channel, EXCHANGE_METHOD, shown, peer.task, self._meter, linger_s=_LINGER_S)
         sock = self._peers.connect_lane(rank, ticket, self.deadline)
         if lane == "tcp":
             return TcpSender(sock, peer.task, self._meter)

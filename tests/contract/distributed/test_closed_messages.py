@@ -91,3 +91,17 @@ def test_a_group_of_a_forked_childs_own_is_refused() -> None:
             finally:
                 os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_what_was_sent_arrives_though_the_sender_closes_its_group(transport: str) -> None:
+    with process_groups(2, transport) as (sender, receiver):
+        rooms = [torch.zeros(100) for _ in range(20)]
+        first = receiver.recv([rooms[0]], 0, 0)
+        for tag in range(20):
+            sender.send([torch.full((100,), tag + 1.0)], 1, tag).wait()
+        sender.shutdown()
+        first.wait()
+        for tag in range(1, 20):
+            receiver.recv([rooms[tag]], 0, tag).wait()
+        assert [float(room[-1]) for room in rooms] == [tag + 1.0 for tag in range(20)]

@@ -80,6 +80,14 @@ def test_a_monitored_barrier_names_who_did_not_come_and_breaks_nothing(wait_all_
         on_every_rank(groups, lambda group: group.monitored_barrier(seconds(20)))
 
 
+def test_a_monitored_barrier_says_that_rank_0_is_gone() -> None:
+    with process_groups(2, "tcp") as (lead, other):
+        on_every_rank([lead, other], lambda group: group.monitored_barrier())
+        lead.shutdown()
+        with pytest.raises(CollectiveError, match="from rank 0: it is gone"):
+            other.monitored_barrier()
+
+
 def test_a_monitored_barrier_without_time() -> None:
     with process_groups(2, "shm") as groups, pytest.raises(CollectiveError, match="Rank 0 timed out in monitoredBar"):
         groups[0].monitored_barrier(seconds(0))

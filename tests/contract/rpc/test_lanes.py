@@ -95,7 +95,9 @@ def grpc_pair() -> Iterator[Pair]:
     server.start()
     channel = channels.connect(f"127.0.0.1:{port}")
     try:
-        yield from closing(Pair(GrpcLane(channel, EXCHANGE_METHOD, (), "b", sent), receiver, sent, received))
+        yield from closing(
+            Pair(GrpcLane(channel, EXCHANGE_METHOD, (), "b", sent, linger_s=10.0), receiver, sent, received)
+        )
     finally:
         channel.close()
         server.stop(0).wait()
@@ -224,6 +226,16 @@ def test_memory_is_free_after_a_flush(pair: Pair) -> None:
         tensor.fill_(-1.0)
         receiving.join()
         assert bool((seen[0] == 1.0).all())
+
+
+def test_what_was_flushed_arrives_though_the_sender_closes(pair: Pair) -> None:
+    tensor = torch.arange(2_000_000.0)
+    with futures.ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(lambda: pair.receiver.receive(0, soon()).tensor.clone())
+        send(pair, tensor)
+        pair.sender.flush(soon())
+        pair.sender.close("enough")
+        assert torch.equal(receiving.result(), tensor)
 
 
 def test_a_sender_that_closes_ends_the_receiver(pair: Pair) -> None:
