@@ -370,8 +370,8 @@ class LeaseBook:
 
     def begun(self) -> Positions:
         """Units of every epoch that are accepted or leased."""
-        leased = (unit for book in self._leasing.values() for who in book.holders() for unit in self.held(who))
-        return plus(self.positions(), positions_of(leased))
+        holders = {who for leases in self._leasing.values() for who in leases.holders()}
+        return plus(self.positions(), positions_of(unit for who in holders for unit in self.held(who)))
 
     def roll_back(
         self, saved: Mapping[tuple[int, int], UnitBitmap], *, reopen: bool = False, is_last: bool = False
