@@ -17,14 +17,15 @@ from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.units import Unit
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
+from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.rpc.server import add_servicer, serve
 from tests.cluster.test_checkpoint_faults import cut, flip
 from tests.contract.chief.fakes import Chief, Task, chief, indices, run, until
 from tests.contract.chief.test_recovery import save
-from tests.unit.ps.driver import DirectWorker, make_spec
+from tests.unit.ps.driver import DirectWorker
 
-SIZE = 8
+SIZE = 16
 SHARDS = [f"ps-{index}.{end}" for index in (0, 1) for end in ("safetensors", "slots.safetensors", "json")]
 FILES = [*SHARDS, "manifest.json"]
 CASES = [
@@ -76,16 +77,26 @@ async def job(directory: Path, num_ps: int = 2) -> AsyncIterator[tuple[Chief, Ta
         yield running, worker, stores
 
 
+def attach(worker: Task, stores: list[Store]) -> list[DirectWorker]:
+    """Tells each which rows it is to hold, as a worker does before it asks for units."""
+    rows = [SIZE * index // len(stores) for index in range(len(stores) + 1)]
+    members = []
+    for store, start, stop in zip(stores, rows, rows[1:], strict=False):
+        spec = GroupSpec(1, "Adam", torch.float32, (ShardSpec("v", (SIZE,), start, stop - start, 0),))
+        members.append(DirectWorker(store, "worker:0", spec, worker.incarnation))
+        members[-1].create(torch.zeros(stop - start))
+    return members
+
+
 async def train(worker: Task, stores: list[Store], plan: dict[str, Any], directory: Path) -> None:
     """Three units, with a checkpoint after the first and after the third."""
-    members = [DirectWorker(store, "worker:0", make_spec([(SIZE,)], "Adam"), worker.incarnation) for store in stores]
-    for member in members:
-        member.create(torch.zeros(SIZE))
+    members = attach(worker, stores)
     await worker.open(**plan)
     for number in range(3):
         [index] = indices(await worker.next())
         for member in members:  # in a thread: while commits are held it waits for the chief, whose loop is this one
-            await asyncio.to_thread(member.commit, torch.ones(SIZE), Unit(1, 0, index), num_servers=2)
+            gradient = torch.ones(member.spec.num_elements)
+            await asyncio.to_thread(member.commit, gradient, Unit(1, 0, index), num_servers=len(members))
             member.close(Unit(1, 0, index))
         await worker.next([index], want=0)
         if number != 1:
@@ -115,6 +126,7 @@ def start(directory: Path, plan: dict[str, Any], num_ps: int = 2) -> tuple[list[
         async with job(directory, num_ps) as (running, worker, stores):
             await worker.open(**plan)
             steps = [store.state.step for store in stores]
+            attach(worker, stores)
             granted = indices(await worker.next(want=9))
             for store in stores:
                 assert store.state.units.describe().closed[1, 0] == running.job.lease_book.epoch(1, 0).accepted
@@ -227,6 +239,8 @@ def test_a_chief_whose_tasks_have_all_left_waits_for_the_ps_to_say_what_is_train
             assert not second.job.is_open
             async with real_ps(port, 0) as store:
                 await worker.open(**saved[1])
+                await until(lambda: second.job.is_open)
+                attach(worker, [store])
                 assert indices(await worker.next(want=9)) == [3]
                 assert (store.state.step, second.job.sessions.num_ps) == (3, 1)
             await worker.die()
