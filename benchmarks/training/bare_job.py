@@ -25,8 +25,9 @@ from benchmarks.training.result import write_result, write_steps
 from benchmarks.training.torch_models import make_loader, make_model, make_step
 from benchmarks.training.workloads import LEARNING_RATE, NUM_CLASSES, SEED, TABLE_ROWS, TABLE_WIDTH, WORKLOADS, Workload
 from benchmarks.window import between, read_counters
-from stratagem.nn.remote_rows import found_in, pooled
+from stratagem.nn.remote_rows import pooled
 from stratagem.ps.rows import RowTable
+from stratagem.worker.push.row_reads import found_in
 
 ROWS, UPDATE, MEET = range(3)
 START_S = 60.0

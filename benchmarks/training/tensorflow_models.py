@@ -7,23 +7,36 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.training.workloads import SEED, TABLE_ROWS, TABLE_WIDTH, Workload, make_examples
+from benchmarks.training.workloads import (
+    FEATURE_ROWS,
+    FEATURE_WIDTH,
+    SEED,
+    TABLE_ROWS,
+    TABLE_WIDTH,
+    WORKLOADS,
+    Workload,
+    make_examples,
+)
 
 tf: Any = importlib.import_module("tensorflow")
 
+NUM_FEATURES = WORKLOADS["tables"].example_shape[0]
+TABLES = {"sparse": [(TABLE_ROWS, TABLE_WIDTH)], "tables": [(FEATURE_ROWS, FEATURE_WIDTH)] * NUM_FEATURES}
 LAYERS = {
     "cnn": [(3, 3, 1, 32), (32,), (5408, 64), (64,), (64, 10), (10,)],
     "dense": [(1024, 4096), (4096,), (4096, 4096), (4096,), (4096, 1024), (1024,), (1024, 10), (10,)],
     "sparse": [(TABLE_WIDTH, 10), (10,)],
+    "tables": [(NUM_FEATURES * FEATURE_WIDTH, 10), (10,)],
 }
 
 
 def make_variables(workload: Workload) -> list[Any]:
-    """Weights and biases, drawn as torch draws them: uniform within 1 / sqrt(fan in), a table first and normal."""
+    """Weights and biases, drawn as torch draws them: uniform within 1 / sqrt(fan in), tables first and normal."""
     random = np.random.default_rng(SEED)
-    variables, bound = [], 1.0
-    if workload.name == "sparse":
-        variables.append(tf.Variable(random.standard_normal((TABLE_ROWS, TABLE_WIDTH), dtype=np.float32)))
+    bound = 1.0
+    variables = [
+        tf.Variable(random.standard_normal(shape, dtype=np.float32)) for shape in TABLES.get(workload.name, [])
+    ]
     for shape in LAYERS[workload.name]:
         if len(shape) > 1:
             bound = float(np.prod(shape[:-1])) ** -0.5
@@ -37,6 +50,10 @@ def forward(workload: Workload, variables: list[Any], inputs: Any) -> Any:
     if workload.name == "sparse":
         table, *variables = variables
         inputs = tf.reduce_sum(tf.nn.embedding_lookup(table, inputs), axis=1)
+    if workload.name == "tables":
+        tables, variables = variables[:NUM_FEATURES], variables[NUM_FEATURES:]
+        rows = [tf.nn.embedding_lookup(table, inputs[:, column]) for column, table in enumerate(tables)]
+        inputs = tf.concat(rows, axis=1)
     weights = [tf.convert_to_tensor(variable) for variable in variables]
     if workload.name == "cnn":
         inputs = tf.nn.relu(tf.nn.conv2d(inputs, weights[0], 1, "VALID") + weights[1])

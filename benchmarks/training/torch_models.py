@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import stratagem as sg
 from benchmarks.training.workloads import (
     CHANNELS_LAST,
+    FEATURE_ROWS,
+    FEATURE_WIDTH,
     NUM_CLASSES,
     SEED,
     TABLE_ROWS,
@@ -49,6 +51,9 @@ def make_model(workload: Workload) -> nn.Module:
     if workload.name == "sparse":
         table = sg.nn.EmbeddingBag(TABLE_ROWS, TABLE_WIDTH, mode="sum")
         return nn.Sequential(table, nn.Linear(TABLE_WIDTH, NUM_CLASSES))
+    if workload.name == "tables":
+        (num_tables,) = workload.example_shape
+        return nn.Sequential(Features(num_tables), nn.Linear(num_tables * FEATURE_WIDTH, NUM_CLASSES))
     return nn.Sequential(
         nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(),
         nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, NUM_CLASSES),
@@ -64,6 +69,17 @@ def in_format(model: nn.Module, workload: Workload) -> nn.Module:
     """A peer's model in the same memory format, as torch itself does it."""
     chosen = memory_format(workload)
     return model if chosen is None else model.to(memory_format=chosen)  # type: ignore[call-overload]
+
+
+class Features(nn.Module):
+    """The rows of an example, one of each table."""
+
+    def __init__(self, num_tables: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(sg.nn.Embedding(FEATURE_ROWS, FEATURE_WIDTH) for _ in range(num_tables))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table(ids[:, column]) for column, table in enumerate(self.tables)], 1)
 
 
 class TwoTowers(nn.Module):

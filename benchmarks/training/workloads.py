@@ -55,11 +55,12 @@ WORKLOADS = {
     "dense": Workload("dense", (1024,), 32, 25_185_290, warmup_steps=8, timed_steps=64),
     "charlm": Workload("charlm", (64,), 32, 669_056, warmup_steps=8, timed_steps=64),
     "sparse": Workload("sparse", (8,), 512, 64_000_650, warmup_steps=64, timed_steps=800),
+    "tables": Workload("tables", (26,), 512, 4_164_170, warmup_steps=32, timed_steps=160),
 }
 """cnn: conv 32 3x3, pool 2, dense 64, 10 classes. dense: MLP 1024-4096-4096-1024-10. ReLU between layers.
 charlm: the GPT of ``examples/charlm.py``, windows of 64 bytes of the standard library's source. sparse: the sum of 8
-rows of a table of 1,000,000 rows of 64, dense 10 classes; 4,096 ids a step. All steps are multiples of 8, so that 2, 4
-or 8 workers divide them."""
+rows of a table of 1,000,000 rows of 64, dense 10 classes; 4,096 ids a step. tables: a row of each of 26 tables of
+10,000 rows of 16, dense 10 classes. All steps are multiples of 8, so that 2, 4 or 8 workers divide them."""
 
 EMPTY = Workload("empty", (1,), 1, 1024, warmup_steps=200, timed_steps=2000)
 """One variable of 4 KB whose sum is the loss: a step is what a step costs beside model and bytes."""
@@ -79,7 +80,7 @@ WORKLOADS[CHANNELS_LAST.name] = CHANNELS_LAST
 
 CLASSIFIERS = ("cnn", "dense")
 """Workloads whose examples :func:`make_examples` makes of patterns."""
-ON_SERVERS = (*CLASSIFIERS, "sparse")
+ON_SERVERS = (*CLASSIFIERS, "sparse", "tables")
 """Workloads of the benchmark with parameter servers; the peers in other environments know these alone."""
 ALL_REDUCED = (*CLASSIFIERS, "charlm", CHANNELS_LAST.name)
 """Workloads of the benchmark with an all-reduce."""
@@ -87,6 +88,9 @@ BARE = ("sparse", EMPTY.name)
 """Workloads of :mod:`benchmarks.training.bare_job`."""
 NUM_CLASSES = 10
 TABLE_ROWS, TABLE_WIDTH = 1_000_000, 64
+"""Of the workload "sparse"."""
+FEATURE_ROWS, FEATURE_WIDTH = 10_000, 16
+"""Of each table of the workload "tables"."""
 
 
 def workload_on(name: str, device: str) -> Workload:
@@ -101,12 +105,13 @@ def make_examples(workload: Workload, num_examples: int) -> Arrays:
     """Seeded examples of a classifier that can be learned: one random pattern a class, plus noise of the same size.
 
     Returns:
-        Inputs ``(num_examples, *example_shape)``, float32, or int64 row numbers of the table, and labels
+        Inputs ``(num_examples, *example_shape)``, float32, or int64 row numbers of the tables, and labels
         ``(num_examples,)`` int64.
     """
     random = np.random.default_rng(SEED)
-    if workload.name == "sparse":
-        ids = random.integers(0, TABLE_ROWS, (num_examples, *workload.example_shape))
+    if workload.name in ("sparse", "tables"):
+        num_rows = TABLE_ROWS if workload.name == "sparse" else FEATURE_ROWS
+        ids = random.integers(0, num_rows, (num_examples, *workload.example_shape))
         return ids, ids[:, 0] % NUM_CLASSES
     width = math.prod(workload.example_shape)
     patterns = random.standard_normal((NUM_CLASSES, width), dtype=np.float32)

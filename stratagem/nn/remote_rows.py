@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -19,50 +18,10 @@ from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows
 from stratagem.ps.row_values import fill_rows
 from stratagem.strategy.current import current_strategy
 from stratagem.worker.push.remote_table import RemoteTable
+from stratagem.worker.push.row_reads import Occurrences, Places, are_within, array_of, found_in
 
-Places = npt.NDArray[np.int64]
 Sizes = tuple[int, int, int | None]
 """Of a table: rows, elements of a row, the row of the padding."""
-
-
-class Occurrences(NamedTuple):
-    """Where rows occur in a batch. A row that does not may be said to occur anywhere: only the padding row is one, and
-    nobody asks for its gradient."""
-
-    place: Places
-    """The row of each occurrence."""
-    one: Places
-    """An occurrence of each row."""
-    others: Places
-    """All that are left."""
-
-    @classmethod
-    def of(cls, place: Places, num_rows: int) -> Occurrences:
-        """Those of rows that somebody else has numbered."""
-        one = np.zeros(num_rows, np.int64)
-        every = np.arange(len(place))
-        one[place] = every
-        return cls(place, one, (one[place] != every).nonzero()[0])
-
-
-def found_in(ids: Places, num_rows: int) -> tuple[Places, Occurrences]:
-    """The numbers in ``ids``, from 0 to ``num_rows - 1``, ascending, each once, and where they occur: as
-    ``numpy.unique``, which throws away what backward has to find again."""
-    bits = len(ids).bit_length()
-    if num_rows <= 1 << (63 - bits):  # a number and its place are one word, which is sorted in half the time
-        words = ids << bits | np.arange(len(ids))
-        words.sort()
-        ascending, order = words >> bits, words & ((1 << bits) - 1)
-    else:
-        order = ids.argsort(kind="stable")
-        ascending = ids.take(order)
-    is_first = np.ones(len(ids), np.bool_)
-    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    place = np.empty(len(ids), np.int64)
-    place[order] = is_first.cumsum() - 1
-    first = is_first.nonzero()[0]
-    others = order[~is_first] if len(first) < len(ids) else order[:0]
-    return ascending.take(first), Occurrences(place, order.take(first), others)
 
 
 class BatchRows(NamedTuple):
@@ -198,15 +157,19 @@ class RemoteRows(nn.Module):
                 "layer with all ids outside, and give vmap the rows"
             )
         flat = ids.values() if ids.is_nested else ids
-        array = flat.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
-        if len(array) and not (array.min() >= 0 and array.max() < self.num_embeddings):
+        array = array_of(flat)
+        if not are_within(array, self.num_embeddings):
             raise IndexError(
                 f"{table.title}: expected ids from 0 to {self.num_embeddings - 1}, got {int(array.min())} to "
                 f"{int(array.max())}"
             )
-        numbers, found = found_in(array, self.num_embeddings)
         first = None if torch.is_grad_enabled() else table.begins_with  # of a pass that trains nothing
-        rows = (table.rows(numbers) if first is None else _picked(first, numbers, table)).to(ids.device)
+        if first is None:
+            _, numbers, found, rows = table.lookup(flat, array)
+        else:
+            numbers, found = found_in(array, self.num_embeddings)
+            rows = _picked(first, numbers, table)
+        rows = rows.to(ids.device)
         padding = None
         if self.padding_idx is not None:
             at = int(np.searchsorted(numbers, self.padding_idx))

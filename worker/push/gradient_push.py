@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
 from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
 from stratagem.worker.push.remote_table import RemoteTable
+from stratagem.worker.push.row_reads import RowReads
 from stratagem.worker.push.staging import GradientStaging
 from stratagem.worker.push.table_handle import RowGradient
 from stratagem.worker.push.variables import RemoteVariables
@@ -75,11 +75,11 @@ class GradientPush:
     _meter: StepMeter
     _reconnect: Callable[[PsClient], None]
     """To a ps that was lost."""
-    _turn: threading.RLock
-    """See :attr:`stratagem.worker.push.remote_table.TableLink.turn`."""
+    _reads: RowReads
+    """Rows that it changes."""
 
     def __post_init__(self, on_backward: Callable[[], None]) -> None:
-        self.staging = GradientStaging(self._variables, self.parameters, on_backward, self.tables, self._turn)
+        self.staging = GradientStaging(self._variables, self.parameters, on_backward, self.tables, self._reads.turn)
         self._clients: Sequence[PsClient] = self._variables.clients
         self._layout = self._variables.layout
         self._sent = [name for name in self.optimizer.defaults if name not in _NOT_SENT]
@@ -152,7 +152,8 @@ class GradientPush:
         while True:
             self._is_rerouted, self._num_answered = False, 0
             try:
-                with self._turn:
+                with self._reads.turn:
+                    self._reads.clear()
                     self._push(update, given, gradients)
                 return True
             except Rerouted:

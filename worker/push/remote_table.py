@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,13 +12,13 @@ import torch
 
 from stratagem.checkpoint.server_state import SavedRows
 from stratagem.cluster.initial_rows import InitialRows
-from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
-from stratagem.measuring import measures
+from stratagem.errors import ClusterTimeoutError, ConfigurationError
 from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import Pieces
-from stratagem.worker.push.layout import Numbers, RowPlacement
-from stratagem.worker.push.ps_client import RETRY_S, SILENCE_S, PsClient
-from stratagem.worker.push.table_handle import LOAD, PendingRows, RowGradient, TableHandle, rows_in
+from stratagem.worker.push.layout import Numbers
+from stratagem.worker.push.ps_client import SILENCE_S, PsClient
+from stratagem.worker.push.row_reads import MAX_BYTES, Lookup, Places, TableLink
+from stratagem.worker.push.table_handle import LOAD, PendingRows, RowGradient, TableHandle
 from stratagem.worker.push.variables import INITIAL_WAIT_S, RemoteVariables
 from stratagem.worker.push.wire import (
     GroupSpec,
@@ -32,34 +29,10 @@ from stratagem.worker.push.wire import (
     pull_weights,
     shard_spec,
 )
-from stratagem.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 32 << 20
-"""Rows that are asked for, or assigned, at once; more take turns."""
-_WANTED_ROWS, _ROW_GRADIENT, _VALUES = map(int, (FrameKind.WANTED_ROWS, FrameKind.ROW_GRADIENT, FrameKind.VALUES))
-
-
-@dataclasses.dataclass(frozen=True)
-class TableLink:
-    """What connects a table to its parameter servers."""
-
-    name: str
-    """Of the variable, in the job."""
-    runtime: WorkerRuntime
-    placement: RowPlacement
-    group: int
-    optimizer: str
-    """Name of the torch.optim class; empty: no optimizer changes the table."""
-    param_group: int
-    on_backward: Callable[[], None]
-    """Called whenever a gradient was accumulated."""
-    recover: Callable[[PsClient], None]
-    """Connects anew to a ps whose lane has broken."""
-    turn: threading.RLock
-    """Of the thread that sends something to ps, until the answers are here: a script may read tables in one while it
-    trains in another, and what goes and comes over a lane is for one at a time."""
+_ROW_GRADIENT, _VALUES = int(FrameKind.ROW_GRADIENT), int(FrameKind.VALUES)
 
 
 class RemoteTable:
@@ -70,7 +43,8 @@ class RemoteTable:
         self.num_rows = num_rows
         self.width = width
         self.dtype = dtype
-        self._rows_at_once = max(1, MAX_BYTES // (width * dtype.itemsize))
+        self.rows_at_once = max(1, MAX_BYTES // (width * dtype.itemsize))
+        """That are read or assigned; more take turns."""
         self._values: torch.Tensor | SavedRows | None = None
         self.handle = TableHandle(torch.empty((num_rows, width), dtype=dtype, device="meta"))
         """What optimizers and ``parameters()`` get in the table's stead: shape and dtype, no memory."""
@@ -136,24 +110,20 @@ class RemoteTable:
 
     # -- rows --------------------------------------------------------------------------------------------------
 
+    def lookup(self, ids: torch.Tensor, array: Places) -> Lookup:
+        """The rows of some ids as they are on the ps now; see :meth:`RowReads.lookup`."""
+        return self.link.reads.lookup(self, ids, array)
+
     def rows(self, numbers: Numbers) -> torch.Tensor:
-        """Some rows as they are on the ps now, ``(len(numbers), width)``, on the CPU. ``numbers``: ascending, each
-        once, below ``num_rows``. Raises PeerUnavailableError: a ps did not come back in time."""
-        link = self.link
+        """Some rows, as :meth:`RowReads.read` has them."""
         out = torch.empty(len(numbers), self.width, dtype=self.dtype, device="cpu")
-        at_once = self._rows_at_once
-        with link.turn, link.runtime.meter.exposed(f"rows of {link.name}", phase=measures.ROWS_WAIT):
-            if len(numbers) <= at_once:
-                self._pull(numbers, out)
-            else:
-                for start in range(0, len(numbers), at_once):
-                    self._pull(numbers[start : start + at_once], out[start : start + at_once])
+        self.link.reads.read(self, numbers, out)
         return out
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """All rows in turn: number of the first, and some."""
-        for start in range(0, self.num_rows, self._rows_at_once):
-            yield start, self.rows(np.arange(start, min(start + self._rows_at_once, self.num_rows)))
+        for start in range(0, self.num_rows, self.rows_at_once):
+            yield start, self.rows(np.arange(start, min(start + self.rows_at_once, self.num_rows)))
 
     def accumulate(self, numbers: Numbers, values: torch.Tensor) -> None:
         """A backward has reached the table. Takes ``values`` over."""
@@ -197,13 +167,14 @@ class RemoteTable:
         self, values: torch.Tensor | SavedRows, servers: Sequence[int], slot: str = "", num_updates: int = 0
     ) -> None:
         link = self.link
-        at_once = self._rows_at_once
+        at_once = self.rows_at_once
         for shard in link.placement.shards:
             for start in range(0, shard.num_rows if shard.ps in servers else 0, at_once):
                 stop = min(start + at_once, shard.num_rows)
                 rows = values[shard.first_row + start : shard.first_row + stop]
                 first = (shard.local_row + start) * self.width
-                with link.turn:
+                with link.reads.turn:
+                    link.reads.clear()
                     self._assign(link.runtime.clients[shard.ps], rows, first, slot, num_updates)
 
     def _assign(self, client: PsClient, rows: torch.Tensor, first: int, slot: str, num_updates: int) -> None:
@@ -216,39 +187,6 @@ class RemoteTable:
             num_frames += 1
         counts = [num_updates] * len(link.placement.on(client.index)) if slot else []
         assign_values(client, Transfer(transfer, num_frames), [link.group], slot, counts)
-
-    # -- asking ------------------------------------------------------------------------------------------------
-
-    def _pull(self, numbers: Numbers, out: torch.Tensor) -> None:
-        give_up_at = time.monotonic() + self.link.runtime.config.peer_timeout_s
-        for attempt in itertools.count():
-            link = self.link  # another one, when there is another number of ps
-            client: PsClient | None = None
-            transfers: dict[int, int] = {}
-            asked: list[tuple[PsClient, int, torch.Tensor]] = []
-            try:
-                max_rows = rows_in(link.runtime.config.frame_bytes, out)
-                for ps, start, stop, local in link.placement.cut(numbers, max_rows):
-                    client = link.runtime.clients[ps]
-                    if ps not in transfers:
-                        transfers[ps] = client.new_transfer()
-                    pieces = [torch.from_numpy(local)]
-                    client.lane.send(_WANTED_ROWS, transfers[ps], link.group, start, _held(pieces), stop - start)
-                    asked.append((client, transfers[ps], out[start:stop].view(-1)))
-                deadline = time.monotonic() + link.runtime.config.start_timeout_s
-                for client, transfer, target in asked:
-                    frame = client.lane.receive(transfer, deadline, target)
-                    if frame.tensor is not target:
-                        target.copy_(frame.tensor)
-                for ps, transfer in transfers.items():
-                    link.runtime.clients[ps].lane.forget(transfer)
-                return
-            except PeerUnavailableError:
-                if client is None or time.monotonic() > give_up_at:
-                    raise
-                link.recover(client)
-                if attempt:  # it is there, and refuses
-                    client.session.wait_stopped(RETRY_S)
 
     def has_values(self, client: PsClient) -> bool:
         """Whether one ps has all of its rows; waits a moment."""

@@ -22,7 +22,8 @@ from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.layout import Layout, RowPlacement, VariableSpec
 from stratagem.worker.push.optimizer_state import OptimizerState, TableState
 from stratagem.worker.push.ps_client import PsClient, Rerouted
-from stratagem.worker.push.remote_table import Placed, RemoteTable, TableLink, attach, create_or_attach
+from stratagem.worker.push.remote_table import Placed, RemoteTable, attach, create_or_attach
+from stratagem.worker.push.row_reads import RowReads, TableLink
 from stratagem.worker.push.variables import ALONE, RemoteVariables, TrainedCopies
 from stratagem.worker.runtime import WorkerRuntime
 
@@ -56,6 +57,7 @@ class VariableGroups:
         self._num_models = 0
         self._next_group = 0
         self._turn = threading.RLock()
+        self._reads = RowReads(self._turn)
 
     @property
     def num_updates(self) -> int:
@@ -121,7 +123,7 @@ class VariableGroups:
             state.begin(variables.is_given)
             if tables:
                 TableState(optimizer, tables)
-            treated = policy, self.closes, self._runtime.meter, self.recover, self._turn
+            treated = policy, self.closes, self._runtime.meter, self.recover, self._reads
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
         self.pushes += pushes
         return pushes
@@ -242,6 +244,7 @@ class VariableGroups:
             yield
 
     def _connect(self, client: PsClient) -> None:
+        self._reads.clear()
         try:
             self._connect_to(client)
         except Rerouted:
@@ -325,7 +328,7 @@ class VariableGroups:
             param_group=param_group,
             on_backward=on_backward,
             recover=self.recover,
-            turn=self._turn,
+            reads=self._reads,
         )
         self._next_group += 1
         table.link_to(link)

@@ -49,7 +49,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.worker.gradient_guard import GradientPolicy
-from stratagem.worker.push import gradient_push, remote_table
+from stratagem.worker.push import gradient_push, remote_table, row_reads
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.ps_client import PsClient
@@ -213,7 +213,7 @@ def test_a_ps_whose_lanes_break_many_times_in_a_row_is_waited_for(
         return call
 
     monkeypatch.setattr(RemoteVariables, "has_values", breaking(RemoteVariables.has_values))
-    monkeypatch.setattr(remote_table, "rows_in", breaking(rows_in))
+    monkeypatch.setattr(row_reads, "rows_in", breaking(rows_in))
     model, optimizers = build("SGD", Remote())
     num_left = 8
     job.prepare(model, *optimizers)

@@ -24,6 +24,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.ps.checks import check_prepared
+from stratagem.worker.push import row_reads
 from stratagem.worker.push.table_handle import TableGradient
 
 
@@ -317,7 +318,7 @@ def test_bags_of_one_size_give_the_gradients_of_torch(mode: str, shape: tuple[in
     values = torch.randn(int(place.max()) + 1, 4)
     weights = torch.randn(shape[0], 4)
     expected, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
-    found = remote_rows.Occurrences.of(place.view(-1).numpy(), len(values))
+    found = row_reads.Occurrences.of(place.view(-1).numpy(), len(values))
     pooled = [functional.embedding_bag(place, expected, mode=mode), remote_rows.pooled(ours, place, mode, found)]
     assert torch.equal(*pooled)
     for each in pooled:
@@ -331,7 +332,7 @@ def test_ids_are_sorted_with_their_places(num_rows: int) -> None:
     random = np.random.default_rng(0)
     for size in (0, 1, 2, 2048, 4096):
         ids = random.integers(0, 3000, size) + (num_rows - 3000)
-        numbers, found = remote_rows.found_in(ids, num_rows)
+        numbers, found = row_reads.found_in(ids, num_rows)
         expected, place = np.unique(ids, return_inverse=True)
         assert (numbers == expected).all() and (found.place == place).all()
         assert (found.place[found.one] == np.arange(len(numbers))).all()

@@ -1,0 +1,294 @@
+"""Reading rows of tables: what a lookup asks parameter servers for, and tables that are looked up together."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stratagem.errors import PeerUnavailableError
+from stratagem.measuring import measures
+from stratagem.rpc.codec import FrameKind
+from stratagem.rpc.lane import Lane, Pieces
+from stratagem.worker.push.layout import Numbers, RowPlacement
+from stratagem.worker.push.ps_client import RETRY_S, PsClient
+from stratagem.worker.push.table_handle import rows_in
+from stratagem.worker.runtime import WorkerRuntime
+
+MAX_BYTES = 32 << 20
+"""Of rows that are asked for, or assigned, at once."""
+MAX_AGE_S = 1.0
+"""Rows that came with those of another table are used within this time, or asked for again."""
+MIN_USE = 4
+"""How often a table is looked up with another one, for each time that it was not and its rows came in vain."""
+MAX_COMPANIONS = 1024
+"""Of a table; where distances are never the same again, more would be in vain."""
+_WANTED_ROWS = int(FrameKind.WANTED_ROWS)
+Places = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLink:
+    """What connects a table to its parameter servers."""
+
+    name: str
+    """Of the variable, in the job."""
+    runtime: WorkerRuntime
+    placement: RowPlacement
+    group: int
+    optimizer: str
+    """Name of the torch.optim class; empty: no optimizer changes the table."""
+    param_group: int
+    on_backward: Callable[[], None]
+    """Called whenever a gradient was accumulated."""
+    recover: Callable[[PsClient], None]
+    """Connects anew to a ps whose lane has broken."""
+    reads: RowReads
+    """Of all tables of the job."""
+
+
+class Table(Protocol):
+    """Of a table, what reading it takes."""
+
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+    rows_at_once: int
+
+    @property
+    def link(self) -> TableLink: ...
+
+
+class Occurrences(NamedTuple):
+    """Where rows occur in a batch. A row that does not may be said to occur anywhere: only the padding row is one, and
+    nobody asks for its gradient."""
+
+    place: Places
+    """The row of each occurrence."""
+    one: Places
+    """An occurrence of each row."""
+    others: Places
+    """All that are left."""
+
+    @classmethod
+    def of(cls, place: Places, num_rows: int) -> Occurrences:
+        """Those of rows that somebody else has numbered."""
+        one = np.zeros(num_rows, np.int64)
+        every = np.arange(len(place))
+        one[place] = every
+        return cls(place, one, (one[place] != every).nonzero()[0])
+
+
+def found_in(ids: Places, num_rows: int) -> tuple[Places, Occurrences]:
+    """The numbers in ``ids``, from 0 to ``num_rows - 1``, ascending, each once, and where they occur: as
+    ``numpy.unique``, which throws away what backward has to find again."""
+    bits = len(ids).bit_length()
+    if num_rows <= 1 << (63 - bits):  # a number and its place are one word, which is sorted in half the time
+        words = ids << bits | np.arange(len(ids))
+        words.sort()
+        ascending, order = words >> bits, words & ((1 << bits) - 1)
+    else:
+        order = ids.argsort(kind="stable")
+        ascending = ids.take(order)
+    is_first = np.ones(len(ids), np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    place = np.empty(len(ids), np.int64)
+    place[order] = is_first.cumsum() - 1
+    first = is_first.nonzero()[0]
+    others = order[~is_first] if len(first) < len(ids) else order[:0]
+    return ascending.take(first), Occurrences(place, order.take(first), others)
+
+
+class Lookup(NamedTuple):
+    """The rows of a table that some ids name, each once."""
+
+    ids: Places
+    numbers: Numbers
+    found: Occurrences
+    rows: torch.Tensor
+    """``(len(numbers), width)``, on the CPU, as soon as they were read."""
+
+    @classmethod
+    def of(cls, table: Table, ids: Places) -> Lookup:
+        numbers, found = found_in(ids, table.num_rows)
+        return cls(ids, numbers, found, torch.empty(len(numbers), table.width, dtype=table.dtype, device="cpu"))
+
+
+class _Wanted(NamedTuple):
+    table: Table
+    numbers: Numbers
+    rows: torch.Tensor
+    """Where they go."""
+
+
+def array_of(ids: torch.Tensor) -> Places:
+    """Ids of any integer dtype and device, flat."""
+    return ids.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
+
+
+def are_within(ids: Places, num_rows: int) -> bool:
+    """Whether a table of so many rows has them all."""
+    return not len(ids) or bool(ids.min() >= 0 and ids.max() < num_rows)
+
+
+@dataclasses.dataclass(eq=False)
+class _Companion:
+    """A table that was looked up after another one, with ids of the same form in the same memory."""
+
+    table: Table
+    distance: int
+    """From the ids of the other to these, in elements."""
+    num_used: int = 0
+    num_wasted: int = 0
+
+
+class RowReads:
+    """Reads rows of the tables of a job. Where ids of several tables lie in one tensor, as the columns of
+    ``ids[:, i]``, the first lookup of a batch asks for the rows of all of them: one round trip, not one for each. Which
+    ones these are was seen in the batches before; a guess is used only for the very ids that it was made for, and not
+    after this worker has sent anything to a ps, or a while later."""
+
+    def __init__(self, turn: threading.RLock) -> None:
+        self.turn = turn
+        """Of the thread that sends something to ps, until the answers are here: a script may read tables in one while
+        it trains in another, and what goes and comes over a lane is for one at a time."""
+        self._companions: dict[Table, list[_Companion]] = {}
+        """By the table that is looked up first."""
+        self._first: tuple[Table, torch.Tensor] | None = None
+        """The last table that was, and its ids."""
+        self._ready: list[tuple[_Companion, Lookup]] = []
+        """What came with it, and was not asked for yet."""
+        self._ready_until = 0.0
+
+    def lookup(self, table: Table, ids: torch.Tensor, array: Places) -> Lookup:
+        """Reads the rows of ``ids``, which ``array`` has as numbers. PeerUnavailableError: a ps did not come back in
+        time."""
+        with self.turn:
+            known = self._note(table, ids)
+            for position, (companion, ready) in enumerate(self._ready):
+                if companion.table is table and np.array_equal(ready.ids, array):
+                    if time.monotonic() > self._ready_until:
+                        break
+                    del self._ready[position]
+                    return ready
+            wanted = Lookup.of(table, array)
+            guesses = [*self._guesses(ids, known, wanted.rows.nbytes)]
+            more = [_Wanted(companion.table, each.numbers, each.rows) for companion, each in guesses]
+            self.read(table, wanted.numbers, wanted.rows, more)
+            if more:
+                self._ready, self._ready_until = guesses, time.monotonic() + MAX_AGE_S
+            return wanted
+
+    def read(self, table: Table, numbers: Numbers, rows: torch.Tensor, more: Sequence[_Wanted] = ()) -> None:
+        """Reads some rows as they are on the ps now, ``(len(numbers), width)``, on the CPU, with those of other tables.
+        ``numbers``: ascending, each once. PeerUnavailableError: a ps did not come back in time."""
+        at_once = table.rows_at_once
+        with self.turn, table.link.runtime.meter.exposed(f"rows of {table.link.name}", phase=measures.ROWS_WAIT):
+            if len(numbers) <= at_once:
+                _read([_Wanted(table, numbers, rows), *more])
+            else:
+                for start in range(0, len(numbers), at_once):
+                    part = slice(start, start + at_once)
+                    _read([_Wanted(table, numbers[part], rows[part])])
+
+    def clear(self) -> None:
+        """Rows may change: what was read and not asked for is as good as wasted."""
+        for companion, _ in self._ready:
+            companion.num_wasted += 1
+        self._ready.clear()
+
+    def _note(self, table: Table, ids: torch.Tensor) -> Sequence[_Companion]:
+        """Remembers which tables are looked up after one another; what is known to follow, if this is the first."""
+        first, before = self._first or (table, ids)
+        if table is first or not _is_alike(ids, before):  # another batch begins
+            self.clear()
+            self._first = table, ids
+            return self._companions.get(table, ())
+        distance = (ids.data_ptr() - before.data_ptr()) // ids.itemsize
+        known = self._companions.setdefault(first, [])
+        companion = next((one for one in known if one.table is table and one.distance == distance), None)
+        if companion is None:
+            companion = _Companion(table, distance)
+            if len(known) < MAX_COMPANIONS:
+                known.append(companion)
+        companion.num_used += 1
+        return ()
+
+    def _guesses(
+        self, ids: torch.Tensor, known: Sequence[_Companion], num_bytes: int
+    ) -> Iterator[tuple[_Companion, Lookup]]:
+        num_elements = ids.untyped_storage().nbytes() // ids.itemsize
+        extent = sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
+        for companion in known:
+            first = ids.storage_offset() + companion.distance
+            if companion.num_used < MIN_USE * companion.num_wasted or not 0 <= first < num_elements - extent:
+                continue
+            array = array_of(ids.as_strided(ids.shape, ids.stride(), first)).copy()
+            if not are_within(array, companion.table.num_rows):
+                continue
+            lookup = Lookup.of(companion.table, array)
+            num_bytes += lookup.rows.nbytes
+            if num_bytes > MAX_BYTES:
+                return
+            yield companion, lookup
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    return same and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _read(wanted: Sequence[_Wanted]) -> None:
+    give_up_at: float | None = None
+    for attempt in itertools.count():
+        client: PsClient | None = None
+        transfers: dict[PsClient, int] = {}
+        corked: list[Lane] = []
+        asked: list[tuple[PsClient, torch.Tensor]] = []
+        link = wanted[0].table.link  # another one, when there is another number of ps
+        config = link.runtime.config
+        try:
+            for table, numbers, rows in wanted:
+                link = table.link
+                for ps, start, stop, local in link.placement.cut(numbers, rows_in(config.frame_bytes, rows)):
+                    client = link.runtime.clients[ps]
+                    if client not in transfers:
+                        transfers[client] = client.new_transfer()
+                        corked.append(client.lane)
+                        client.lane.cork()
+                    pieces = _held(torch.from_numpy(local))
+                    client.lane.send(_WANTED_ROWS, transfers[client], link.group, start, pieces, stop - start)
+                    asked.append((client, rows[start:stop].view(-1)))
+            _uncork(corked)
+            deadline = time.monotonic() + config.start_timeout_s
+            for client, target in asked:
+                frame = client.lane.receive(transfers[client], deadline, target)
+                if frame.tensor is not target:
+                    target.copy_(frame.tensor)
+            for client, transfer in transfers.items():
+                client.lane.forget(transfer)
+            return
+        except PeerUnavailableError:
+            _uncork(corked)
+            give_up_at = give_up_at or time.monotonic() + config.peer_timeout_s
+            if client is None or time.monotonic() > give_up_at:
+                raise
+            link.recover(client)
+            if attempt:  # it is there, and refuses
+                client.session.wait_stopped(RETRY_S)
+
+
+def _held(piece: torch.Tensor) -> Pieces:
+    return lambda: (piece,)
+
+
+def _uncork(lanes: Sequence[Lane]) -> None:
+    for lane in lanes:
+        lane.uncork()
