@@ -10,9 +10,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import safetensors
 import torch
 
+from stratagem.checkpoint.durable import read_file
+from stratagem.checkpoint.tensor_file import open_tensors
 from stratagem.errors import VariableError
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.snapshot import checked, reading, spec_from_json
@@ -56,7 +57,7 @@ class Origin:
         ledgers = []
         with reading(directory, VariableError):
             for path in sorted(directory.glob("ps-*.json")):
-                data = checked(json.loads(path.read_text()))
+                data = checked(json.loads(read_file(path)))
                 self.store_epoch = max(self.store_epoch, data["store_epoch"])
                 ledgers.append(UnitLedger.from_json(data["units"]))
                 self._add(path, data["groups"])
@@ -101,7 +102,7 @@ class Origin:
 
     def _add(self, path: pathlib.Path, groups: list[dict[str, Any]]) -> None:
         names = [path.with_suffix(end) for end in (".safetensors", ".slots.safetensors")]
-        weights, slots = (safetensors.safe_open(name, "pt") if name.exists() else None for name in names)
+        weights, slots = (open_tensors(name) if name.exists() else None for name in names)
         for group in groups:
             self.step = max(self.step, group["num_updates"])
             if not group["initialized"]:

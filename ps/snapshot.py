@@ -17,9 +17,9 @@ from typing import Any
 import safetensors
 import torch
 
-from stratagem.checkpoint.durable import hash_file, write_durably
+from stratagem.checkpoint.durable import hash_file, read_file, write_durably
 from stratagem.checkpoint.manifest import UNREADABLE, SavedFile, read_content
-from stratagem.checkpoint.tensor_file import write_tensors
+from stratagem.checkpoint.tensor_file import open_tensors, write_tensors
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.ps.shard_group import ShardGroup
@@ -65,7 +65,7 @@ def check_nonce(directory: pathlib.Path, nonce: str, index: int) -> None:
     """Makes sure that the chief and the ps of this index mean the same directory. CheckpointError: the file ``nonce``
     is missing or says something else."""
     try:
-        found = (directory / "nonce").read_text().strip()
+        found = read_file(directory / "nonce").decode(errors="replace").strip()
     except OSError as error:
         raise CheckpointError(
             f"{directory} cannot be read by ps:{index} ({error.strerror}); the checkpoint directory must be on a file "
@@ -107,17 +107,17 @@ def load(directory: pathlib.Path, index: int) -> Content:
     """Reads what :func:`save` wrote for one ps. CheckpointError: a file is missing or damaged."""
     stem = f"ps-{index}"
     with reading(f"the part of ps:{index} in checkpoint {directory}"):
-        data = checked(json.loads((directory / f"{stem}.json").read_text()))
+        data = checked(json.loads(read_file(directory / f"{stem}.json")))
         told = sum(spec.num_bytes for spec in map(spec_from_json, data["groups"]) if not spec.is_table)
         if told > (directory / f"{stem}.safetensors").stat().st_size:
             raise ValueError(f"its variables should take {told:,} bytes, and their file is shorter")
         content = without_values(data)
         groups = content.groups
-        with safetensors.safe_open(directory / f"{stem}.safetensors", "pt") as weights:
+        with open_tensors(directory / f"{stem}.safetensors") as weights:
             for group in groups:
                 _read_rows(weights, group.spec, "", group.weights)
         if any(group.slots for group in groups):
-            with safetensors.safe_open(directory / f"{stem}.slots.safetensors", "pt") as slots:
+            with open_tensors(directory / f"{stem}.slots.safetensors") as slots:
                 for group in groups:
                     for name, flat in group.slots.items():
                         _read_rows(slots, group.spec, f"slot/{name}/", flat)
@@ -129,7 +129,7 @@ def held_elsewhere(directory: pathlib.Path, index: int) -> list[GroupSpec]:
     read."""
     with reading(f"the other parts of checkpoint {directory}"):
         parts = [path for path in directory.glob("ps-*.json") if path.name != f"ps-{index}.json"]
-        groups = [entry for path in parts for entry in checked(json.loads(path.read_text()))["groups"]]
+        groups = [entry for path in parts for entry in checked(json.loads(read_file(path)))["groups"]]
         return [spec_from_json(entry) for entry in groups if entry["initialized"]]
 
 

@@ -61,6 +61,16 @@ def open_file(path: pathlib.Path) -> io.BufferedReader:
     return file
 
 
+def read_file(path: pathlib.Path) -> bytes:
+    """What is in a file, read as :func:`open_file` opens it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        return file.read()
+
+
 def hash_file(path: pathlib.Path) -> str:
     """SHA-256 of a file, in hex.
 

@@ -14,7 +14,7 @@ import os
 import pathlib
 from collections.abc import Iterable
 
-from stratagem.checkpoint.durable import sync, write_durably
+from stratagem.checkpoint.durable import read_file, sync, write_durably
 from stratagem.errors import JobStoppedError
 
 MAX_AGE_S = 3600.0
@@ -42,7 +42,7 @@ def take_end(directory: str, task: str) -> JobStoppedError | None:
     """That the job of this task has ended, told once; None when nobody has said that to it, or it knows no folder."""
     for path in (_path(directory, task), _path(directory, task, "leaves")) if directory else ():
         try:
-            written, reason = path.stat().st_mtime, path.read_text()
+            written, reason = path.stat().st_mtime, read_file(path).decode()
             path.unlink()  # which gives the folder the time of the same clock: this host's may be another
             is_new = path.parent.stat().st_mtime - written < MAX_AGE_S
         except (OSError, UnicodeDecodeError):

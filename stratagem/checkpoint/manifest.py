@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
 
-from stratagem.checkpoint.durable import open_file
+from stratagem.checkpoint.durable import read_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -88,8 +88,7 @@ def read_content(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         ValueError: it was altered, or is of another format. Any other of :data:`UNREADABLE`: it cannot be read.
     """
-    with open_file(path / MANIFEST) as file:
-        content: dict[str, Any] = json.load(file)
+    content: dict[str, Any] = json.loads(read_file(path / MANIFEST))
     told = content.pop("checksum", None)
     if content["format"] != FORMAT:
         raise ValueError(f"expected format {FORMAT}, got {content['format']}")

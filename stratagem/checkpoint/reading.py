@@ -15,9 +15,10 @@ import torch
 
 from stratagem.arguments import checked
 from stratagem.checkpoint.catalog import HOST, check, newest, offer, read_step
+from stratagem.checkpoint.durable import read_file
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.checkpoint.server_state import SavedRows, ServerState, has_server_state
-from stratagem.checkpoint.tensor_file import DTYPES
+from stratagem.checkpoint.tensor_file import DTYPES, open_tensors
 from stratagem.checkpoint.tree import EncodedState, Json, decode, encode
 from stratagem.errors import CheckpointError
 
@@ -94,7 +95,7 @@ def describe(path: pathlib.Path) -> SavedCheckpoint:
     if (folder / DESCRIPTION).exists() or not has_servers:
         own = Manifest.read(folder)
         try:
-            content = json.loads((folder / DESCRIPTION).read_text())
+            content = json.loads(read_file(folder / DESCRIPTION))
             if content["format"] != FORMAT:
                 raise CheckpointError(f"{folder / DESCRIPTION}: expected format {FORMAT}, got {content['format']}")
             listed = set() if own is None else {file.name for file in own.files}
@@ -137,7 +138,7 @@ def _read(saved: SavedCheckpoint, name: str, servers: ServerState | None) -> Enc
     tensors: dict[str, torch.Tensor] = {}
     for file in entry.files:
         try:
-            with safetensors.safe_open(saved.folder / file, "pt") as source:
+            with open_tensors(saved.folder / file) as source:
                 tensors |= {key: source.get_tensor(key) for key in source.keys()}  # noqa: SIM118 - no mapping
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{saved.folder / file} cannot be read: {error}. {offer(saved.path)}") from None
@@ -216,7 +217,7 @@ def summarize(path: pathlib.Path) -> dict[str, Any]:
         if name.startswith("ps-") or not name.endswith(".safetensors"):
             continue  # rows of variables are listed whole below
         try:
-            with safetensors.safe_open(saved.path / name, "pt") as source:
+            with open_tensors(saved.path / name) as source:
                 for key in source.keys():  # noqa: SIM118 - no mapping
                     form = source.get_slice(key)
                     dtype = dtypes.get(form.get_dtype(), form.get_dtype())

@@ -11,7 +11,9 @@ from typing import Any
 import safetensors
 import torch
 
+from stratagem.checkpoint.durable import read_file
 from stratagem.checkpoint.manifest import UNREADABLE
+from stratagem.checkpoint.tensor_file import open_tensors
 from stratagem.checkpoint.tree import StateOnServers
 from stratagem.errors import CheckpointError
 
@@ -49,14 +51,14 @@ def consolidate(
     for part in parts:
         source = _file_of(part, slot)
         with _reading(source):
-            groups = json.loads(part.read_text())["groups"]
+            groups = json.loads(read_file(part))["groups"]
             for shard in [shard for group in groups for shard in group["shards"]]:
                 rows[shard["variable"]] = rows.get(shard["variable"], 0) + shard["num_rows"]
             chosen = [shard for group in groups if not slot or slot in group["slots"] for shard in group["shards"]]
             wanted = [shard for shard in chosen if shard["variable"] not in without]
             if not wanted:
                 continue
-            with safetensors.safe_open(source, "pt") as tensors:
+            with open_tensors(source) as tensors:
                 for shard in wanted:
                     name, shape = shard["variable"], tuple(shard["shape"])
                     tensor = tensors.get_tensor(_key_of(shard, slot))
@@ -181,7 +183,7 @@ class SavedRows:
         found = torch.zeros((stop - first, *self.shape[1:]), dtype=self.dtype)
         for begin, end, file, key in self._parts:
             if (low := max(first, begin)) < (high := min(stop, end)):
-                with _reading(file), safetensors.safe_open(file, "pt") as tensors:  # open, it would keep what was read
+                with _reading(file), open_tensors(file) as tensors:  # open, it would keep what was read
                     found[low - first : high - first] = tensors.get_slice(key)[low - begin : high - begin]
         return found
 
@@ -199,7 +201,7 @@ def _shards(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any], 
     """Of every ps: each shard, after its file, its group and its place in there."""
     for part in sorted(path.glob("ps-*.json")):
         with _reading(part):
-            groups = json.loads(part.read_text())["groups"]
+            groups = json.loads(read_file(part))["groups"]
             shards = [(part, group, *each) for group in groups for each in enumerate(group["shards"])]
         yield from shards
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import safetensors
 import torch
 
 from stratagem.checkpoint.draft import CheckpointDraft
-from stratagem.checkpoint.durable import write_durably
+from stratagem.checkpoint.durable import open_file, write_durably
 
 _WRITE_BYTES = 1 << 22
 DTYPES = {
@@ -41,6 +42,16 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> tu
         OSError: the file exists or cannot be written.
     """
     return write_durably(path, _header(tensors), *_pieces(tensors))
+
+
+def open_tensors(path: pathlib.Path) -> Any:
+    """Opens such a file to read, by the library, which would wait for a pipe's other end.
+
+    Raises:
+        OSError: it cannot be read, or is no file. safetensors.SafetensorError: what it holds is not of this format.
+    """
+    open_file(path).close()
+    return safetensors.safe_open(path, "pt")
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:

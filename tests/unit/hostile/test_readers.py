@@ -11,6 +11,7 @@ import socket
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,13 +22,16 @@ from hypothesis import strategies as st
 
 from stratagem.checkpoint.catalog import find_damage, read_step
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.checkpoint.server_state import ServerState
+from stratagem.checkpoint.reading import describe
+from stratagem.checkpoint.server_state import ServerState, consolidate
+from stratagem.checkpoint.tensor_file import open_tensors
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ClusterSpecError, FrameError, ProtocolError, StratagemError
 from stratagem.ps import snapshot
 from stratagem.ps.frames import kind_of
+from stratagem.ps.origin import Origin
 from stratagem.rpc.codec import Frame, decode_frame, encode_frame
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane_meter import BytesMeter
@@ -237,13 +241,49 @@ def test_a_pipe_in_a_checkpoint_is_damage(name: str, tmp_path: pathlib.Path) -> 
         (tmp_path / "manifest.json").write_text(
             json.dumps({**MANIFEST, "files": [{"ps": "ps:0", "name": name, "bytes": 0, "sha256": "x"}]})
         )
-    os.mkfifo(tmp_path / name)
+    assert any(name in line for line in with_a_pipe(tmp_path / name, lambda: find_damage(tmp_path)))
+
+
+def with_a_pipe(path: pathlib.Path, read: Callable[[], Any]) -> Any:
+    """What reading gives, or raises, where a pipe that nobody writes into is in the place of a file."""
+    os.mkfifo(path)
     with ThreadPoolExecutor() as pool:
-        found = pool.submit(find_damage, tmp_path)
+        found = pool.submit(read)
         try:
-            assert any(name in line for line in found.result(20))
+            return found.result(20)
         finally:
-            os.close(os.open(tmp_path / name, os.O_RDWR))  # ends who waits
+            os.close(os.open(path, os.O_RDWR))  # ends who waits
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("host.json", describe),
+        ("ps-0.json", lambda folder: snapshot.load(folder, 0)),
+        ("ps-0.json", lambda folder: snapshot.held_elsewhere(folder, 1)),
+        ("ps-0.json", Origin),
+        ("ps-0.json", consolidate),
+        ("ps-0.json", lambda folder: ServerState(folder).forms()),
+        ("nonce", lambda folder: snapshot.check_nonce(folder, "x", 0)),
+    ],
+)
+def test_a_pipe_where_a_checkpoint_is_described_is_refused(
+    name: str, read: Callable[[pathlib.Path], Any], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({**MANIFEST, "files": []}))
+    with pytest.raises(CheckpointError, match=r"Not a regular file"):
+        with_a_pipe(tmp_path / name, lambda: read(tmp_path))
+
+
+def test_a_pipe_in_the_place_of_tensors_is_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ps-0.safetensors"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)  # the library waits for one with Python's lock in its hand: nobody could end it
+    try:
+        with pytest.raises(OSError, match="Not a regular file"):
+            open_tensors(path)
+    finally:
+        os.close(writer)
 
 
 def test_a_file_of_another_size_is_not_read(tmp_path: pathlib.Path) -> None:
