@@ -8,7 +8,7 @@ from typing import Any
 from stratagem.chief import events
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page
 from stratagem.chief.leasing.evaluations import plan_of
-from stratagem.chief.leasing.lease_book import Leases
+from stratagem.chief.leasing.leases import Leases
 from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, TrainingPass
 from stratagem.chief.monitoring.recent import Measures
 from stratagem.chief.monitoring.status import JobStatus
@@ -49,7 +49,9 @@ def _checked(plan: Plan) -> Plan:
 
 def leases_to_proto(leases: Leases) -> chief_pb2.NextUnitsReply:
     granted = [lease_to_proto(lease) for lease in leases.granted]
-    return chief_pb2.NextUnitsReply(leases=granted, end=leases.end, attempt=leases.attempt)
+    return chief_pb2.NextUnitsReply(
+        leases=granted, end=leases.end, attempt=leases.attempt, first_open=leases.first_open
+    )
 
 
 def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseRequest[Any]:

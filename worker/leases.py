@@ -59,6 +59,7 @@ class LeaseClient:
         self._num_last = self._first
         self._limit = 0
         self._reported_step = 0
+        self._first_open = 0
         self.attempt = 0
         """Of an evaluation: units of others do not count; grows when the weights have changed."""
 
@@ -85,9 +86,15 @@ class LeaseClient:
             counts: a unit that this worker does not live to report has to be computed again.
             done: what its script has done by now.
         """
-        if not self._ready:
+        if not self._ready and not self.is_over():
             self.take(self._chief.next_units(self.request(wait, group, counts, done)))
         return self.ready()
+
+    def is_over(self) -> bool:
+        """The pass was closed before this worker came to it, as the chief has said, and there is nothing to report: who
+        is started again goes through all passes from the first."""
+        is_known = not self._pass.HasField("evaluation") and self._pass.epoch < self._first_open
+        return is_known and not self._held and not self._unreported
 
     def ready(self) -> Lease | None:
         """The next unit that is here."""
@@ -106,6 +113,7 @@ class LeaseClient:
 
     def take(self, reply: chief_pb2.NextUnitsReply) -> None:
         self._reported()
+        self._first_open = max(self._first_open, reply.first_open)
         if reply.attempt != self.attempt:
             self.attempt = reply.attempt
             self._held.clear()
@@ -165,7 +173,7 @@ class LeaseClient:
         self._ready.clear()
         self._held.clear()
         self._states.clear()
-        self._limit = 0
+        self._limit = self._first_open = 0
 
     def held(self) -> list[Lease]:
         """Units leased, and those it has not heard the end of, for a chief that restarted."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from stratagem.chief.chief_state import ChiefState
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.leasing.evaluations import Evaluations, RunningEvaluation, Versions
-from stratagem.chief.leasing.lease_book import Leases
+from stratagem.chief.leasing.leases import Leases
 from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, UnitLender
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Topic

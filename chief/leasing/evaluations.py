@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from stratagem.chief.leasing.lease_book import Leases
-from stratagem.chief.leasing.leases import EpochLeases
+from stratagem.chief.leasing.leases import EpochLeases, Leases
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Topic, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError

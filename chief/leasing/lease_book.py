@@ -11,25 +11,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.leasing.clocks import Clocks
-from stratagem.chief.leasing.leases import EpochLeases
+from stratagem.chief.leasing.leases import EpochLeases, Leases
 from stratagem.chief.leasing.positions import Positions, plus, positions_of
 from stratagem.chief.leasing.steps import JobSteps, Removal, SliceState
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError
-
-
-@dataclasses.dataclass(frozen=True)
-class Leases:
-    """Answer to a worker that asks for units."""
-
-    granted: tuple[Lease, ...] = ()
-    end: bool = False
-    """The epoch is closed."""
-    waits_for: tuple[Incarnation, ...] = ()
-    """Why there is nothing: who holds what the caller waits for."""
-    attempt: int = 0
-    """Of an evaluation; units of others do not count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +188,18 @@ class LeaseBook:
             granted = [Lease(Unit(dataset, epoch, i), leases.plan.unit_examples(i)) for i in indices]
         if granted or waits_for:
             return Leases(tuple(granted), waits_for=tuple(waits_for))
-        return Leases((), leases.is_closed_before(stop), tuple(sorted(leases.holders(stop) - {incarnation})))
+        end, waits_for = leases.is_closed_before(stop), sorted(leases.holders(stop) - {incarnation})
+        return Leases((), end, tuple(waits_for), first_open=self._first_open(dataset, epoch) if end else 0)
+
+    def _first_open(self, dataset: int, epoch: int) -> int:
+        """The first epoch from this one on that is not closed; one that nobody has asked for makes no book."""
+        num_units = self.plans[dataset].num_units
+        while True:
+            leases = self.epochs.get((dataset, epoch))
+            num_accepted = leases.num_accepted if leases else len(self._prior.get((dataset, epoch), ()))
+            if num_accepted < num_units or not num_accepted:
+                return epoch
+            epoch += 1
 
     def _lease_slice(
         self,

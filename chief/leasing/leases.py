@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Collection, Iterable
 
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Plan, UnitBitmap
+from stratagem.cluster.units import Lease, Plan, UnitBitmap
 from stratagem.errors import ProtocolError
 
 
@@ -20,6 +20,21 @@ class Holding:
     incarnation: Incarnation
     restores: int
     """Restores of ps the job had seen when the unit was leased; fewer than now: its updates may be lost."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leases:
+    """Answer to a worker that asks for units."""
+
+    granted: tuple[Lease, ...] = ()
+    end: bool = False
+    """The epoch is closed."""
+    waits_for: tuple[Incarnation, ...] = ()
+    """Why there is nothing: who holds what the caller waits for."""
+    attempt: int = 0
+    """Of an evaluation; units of others do not count."""
+    first_open: int = 0
+    """Of training data, with ``end``: the first epoch from this one on that is not closed."""
 
 
 class EpochLeases:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.counting.metric_store import MetricStore
-from stratagem.chief.leasing.lease_book import Leases
+from stratagem.chief.leasing.leases import Leases
 from stratagem.chief.leasing.steps import is_late
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.recovery import Recovery

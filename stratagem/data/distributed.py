@@ -128,14 +128,14 @@ class DistributedDataset(WithWaysOut):
             self._source.leave()
         this = self._current = object()
         plan = self.plan
-        if self._order[0] != epoch:
-            self._order = epoch, epoch_order(plan.num_examples, plan.shuffle, plan.seed, self._ordinal, epoch)
         self._epoch = epoch + 1
         tell_epoch(self.loader.dataset, epoch)
         self._source.start_epoch(epoch, plan.units_of(stop - 1).stop if stop else 0)
         try:
             # A unit that a lost worker gave back may come after all others: then there is another loader.
             while (first := self._source.next(wait=True)) is not None:
+                if self._order[0] != epoch:
+                    self._order = epoch, epoch_order(plan.num_examples, plan.shuffle, plan.seed, self._ordinal, epoch)
                 for batch in self._loaded(first, self._order[1]):
                     yield batch
                     if self._current is not this:

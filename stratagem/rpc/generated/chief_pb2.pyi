@@ -791,10 +791,13 @@ class NextUnitsReply(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    FIRST_OPEN_FIELD_NUMBER: _builtins.int
     end: _builtins.bool
     """The pass is closed as far as the caller is about it: every unit of that is accepted."""
     attempt: _builtins.int
     """Of an evaluation: grows when it had to begin anew because the weights changed: pull them, and forget units leased before."""
+    first_open: _builtins.int
+    """Of training data, with `end`: the first epoch from this one on that is not closed. Who comes to those before it need not ask."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
         """Units leased to the caller from now on, in the order to use them."""
@@ -805,10 +808,11 @@ class NextUnitsReply(_message.Message):
         leases: _abc.Iterable[Global___Lease] | None = ...,
         end: _builtins.bool = ...,
         attempt: _builtins.int = ...,
+        first_open: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end", b"end", "leases", b"leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end", b"end", "first_open", b"first_open", "leases", b"leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -83,7 +83,7 @@ class LeasedUnits:
         self._meter = self._runtime.meter
         self._bounded = 0 < self._plan.staleness < math.inf
         self._clock = 0
-        self._is_counting = False
+        self._is_counting = self._is_skipped = False
         self._last_batch = range(0)
         """Units of the last batch of the pass."""
         self.is_read = False
@@ -94,6 +94,7 @@ class LeasedUnits:
         self.is_read = True
         self._last_batch = self._plan.units_of(self._plan.batch_of(stop - 1)) if stop else range(0)
         self._client.start_epoch(self._dataset, epoch, stop)
+        self._is_skipped = self._client.is_over()
         self._meter.epoch = epoch
         self._meter.start_clock()
 
@@ -185,7 +186,8 @@ class LeasedUnits:
         self.is_read = False
         self._meter.stop_clock()
         self._on_begin(None, None)
-        self._pull()  # evaluation after the epoch sees every update of the epoch
+        if not self._is_skipped:
+            self._pull()  # evaluation after the epoch sees every update of the epoch
 
     def leave(self) -> None:
         self.is_read = False

@@ -120,6 +120,33 @@ def test_a_restarted_chief_hears_of_what_is_held_and_of_what_it_was_not_told() -
     assert not worker.client.holds(first.unit) and worker.client.holds(Unit(1, 0, 1))
 
 
+def test_epochs_that_are_over_are_gone_through_without_a_call() -> None:
+    worker = Worker(Plan(4, 2))
+    for epoch in (*range(100), 101):
+        worker.chief.book.accept(A, 1, epoch, [0, 1])
+    for epoch in range(100):
+        worker.client.start_epoch(1, epoch, 0)
+        assert worker.client.next(wait=False) is None and worker.client.next(wait=True) is None
+    assert worker.chief.num_calls == 1
+    worker.client.start_epoch(1, 100, 0)
+    assert not worker.client.is_over() and worker.train(9, 0.01) >= 1, "what is open is asked for"
+    assert worker.chief.accepted == [0, 1]
+    worker.client.start_epoch(1, 101, 0)
+    assert worker.client.is_over() and worker.client.next(wait=True) is None
+    worker.client.forget()
+    assert not worker.client.is_over(), "after all went back, the chief says anew what is closed"
+
+
+def test_an_epoch_that_is_closed_in_part_or_without_units_ends_no_other() -> None:
+    worker = Worker(Plan(4, 2), stop=1)
+    worker.train(1, 0.01)
+    assert worker.client.next(wait=True) is None, "the part is over"
+    worker.client.start_epoch(1, 0, 2)
+    assert not worker.client.is_over() and worker.client.next(wait=False) is not None
+    empty = Worker(Plan(0, 2))
+    assert empty.client.next(wait=True) is None and not empty.client.is_over()
+
+
 def test_the_bound_is_asked_for_when_it_may_be_reached_or_others_may_wait() -> None:
     def num_asked(staleness: float, num_steps: int, step_s: float) -> int:
         worker = Worker(Plan(10_000, 1, staleness=staleness), first=1)
