@@ -15,6 +15,10 @@ from stratagem.cluster.units import MAX_STATE_BYTES, Topic, Unit, UnitBitmap
 from stratagem.errors import LimitError
 
 MAX_TOPIC_BYTES = 256 << 20
+MAX_OPEN_BYTES = 1 << 30
+"""Of all topics that are open."""
+_STATE_BYTES = 256
+"""What a state takes beyond what was counted."""
 MAX_LOGS_BYTES = 256 << 20
 """Of what came of all topics."""
 
@@ -46,19 +50,28 @@ class Page:
 class MetricStates:
     _open: dict[Topic, dict[Unit, bytes]] = dataclasses.field(default_factory=dict)
     _num_bytes: dict[Topic, int] = dataclasses.field(default_factory=dict)
+    _open_bytes: int = 0
+    _trained: dict[str, set[Unit]] = dataclasses.field(default_factory=dict)
+    """By group: units of training data whose states are in open topics."""
     _logs: dict[Topic, Logs] = dataclasses.field(default_factory=dict)
     _in_logs: dict[tuple[str, int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
     """By group, dataset and epoch: units of training data that are counted in what came of a topic."""
     _logs_bytes: int = 0
 
     def check(self, state: MetricState) -> None:
-        """Whether a state can be kept. LimitError: it is too large, or all of its topic are."""
+        """Whether a state can be kept. LimitError: it is too large, or all of its topic, or of all topics, are."""
         if len(state.data) > MAX_STATE_BYTES:
             raise LimitError(f"{state.unit}: expected at most {MAX_STATE_BYTES} bytes counted, got {len(state.data)}")
         if self._num_bytes.get(state.topic, 0) + len(state.data) > MAX_TOPIC_BYTES:
             raise LimitError(
                 f"what was counted in {state.topic} is more than {MAX_TOPIC_BYTES >> 20} MiB: use larger batches, or "
                 "metrics that keep sums and not every output"
+            )
+
+        if self._open_bytes + _STATE_BYTES + len(state.data) > MAX_OPEN_BYTES:
+            raise LimitError(
+                f"what was counted and nobody has asked for takes more than {MAX_OPEN_BYTES >> 20} MiB: use larger "
+                "batches, and let each fit and evaluation come to its end"
             )
 
     def check_logs(self, name: Topic, logs: Logs) -> None:
@@ -77,9 +90,8 @@ class MetricStates:
 
     def counts(self, group: str, unit: Unit) -> bool:
         """Whether what a group counted on a unit of training data is kept, or in what came of a topic of it."""
-        if unit.index in self._in_logs.get((group, unit.dataset, unit.epoch), ()):
-            return True
-        return any(unit in states for name, states in self._open.items() if name.group == group)
+        is_in_logs = unit.index in self._in_logs.get((group, unit.dataset, unit.epoch), ())
+        return is_in_logs or unit in self._trained.get(group, ())
 
     def add(self, state: MetricState) -> bool:
         """Keeps a state; False if there is one of the unit, or the topic is closed."""
@@ -87,6 +99,9 @@ class MetricStates:
             return False
         self._open.setdefault(state.topic, {})[state.unit] = state.data
         self._num_bytes[state.topic] = self._num_bytes.get(state.topic, 0) + len(state.data)
+        self._open_bytes += _STATE_BYTES + len(state.data)
+        if state.unit.dataset:
+            self._trained.setdefault(state.topic.group, set()).add(state.unit)
         return True
 
     def units(self, name: Topic) -> list[Unit]:
@@ -123,14 +138,18 @@ class MetricStates:
             self.drop(name)
 
     def drop(self, name: Topic) -> None:
-        self._open.pop(name, None)
-        self._num_bytes.pop(name, None)
+        states = self._open.pop(name, {})
+        self._trained.get(name.group, set()).difference_update(states)
+        self._open_bytes -= _STATE_BYTES * len(states) + self._num_bytes.pop(name, 0)
 
     def keep(self, is_accepted: Callable[[Unit], bool]) -> None:
         """Forgets what was counted on units of training data that will be computed again."""
         for name, states in self._open.items():
             for unit in [unit for unit in states if unit.dataset and not is_accepted(unit)]:
-                self._num_bytes[name] -= len(states.pop(unit))
+                num_bytes = len(states.pop(unit))
+                self._num_bytes[name] -= num_bytes
+                self._open_bytes -= _STATE_BYTES + num_bytes
+                self._trained[name.group].discard(unit)
 
     def to_record(self) -> dict[str, Any]:
         return {

@@ -13,8 +13,10 @@ from typing import Any
 from stratagem.chief.leasing.leases import EpochLeases, Leases
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Topic, Unit, UnitBitmap
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, LimitError
 
+MAX_EVALUATIONS = 1 << 18
+"""Of a job; each takes 1.3 KB."""
 Versions = Mapping[str, tuple[int, int]]
 """Of each ps: (epoch of its store, updates applied)."""
 
@@ -82,7 +84,9 @@ class Evaluations(dict[Topic, RunningEvaluation]):
         self[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_over)
 
     def open(self, name: Topic, plan: Plan) -> RunningEvaluation:
-        """The evaluation of a name. ConfigurationError: it is over other data."""
+        """The evaluation of a name. ConfigurationError: it is over other data. LimitError: there are too many."""
+        if name not in self and len(self) >= MAX_EVALUATIONS:
+            raise LimitError(f"{name}: expected at most {MAX_EVALUATIONS:,} evaluations in a job; evaluate less often")
         known = self.setdefault(name, RunningEvaluation(plan, EpochLeases(plan)))
         if known.plan != plan:
             raise ConfigurationError(

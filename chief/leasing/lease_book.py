@@ -12,21 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.leasing.clocks import Clocks
 from stratagem.chief.leasing.leases import EpochLeases, Leases
-from stratagem.chief.leasing.positions import Positions, plus, positions_of
+from stratagem.chief.leasing.positions import Positions, RollBack, plus, positions_of
 from stratagem.chief.leasing.steps import JobSteps, Removal, SliceState
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
-from stratagem.errors import ConfigurationError, ProtocolError
+from stratagem.errors import ConfigurationError, LimitError, ProtocolError
 
-
-@dataclasses.dataclass(frozen=True)
-class RollBack:
-    """The consequences of rolling all ps back to a checkpoint."""
-
-    revoked: int
-    """Units that will be computed again."""
-    lost: Positions
-    """Accepted units that the checkpoint lacks, of epochs that nobody will ask for again."""
+MAX_DATASETS, MAX_EPOCHS = 1 << 16, 1 << 20
+"""Of a job; a pass over a dataset takes 800 bytes."""
 
 
 class LeaseBook:
@@ -64,7 +57,10 @@ class LeaseBook:
 
     def open_dataset(self, dataset: int, plan: Plan) -> Plan:
         """Registers a plan, or checks that it is the one registered; returns the one registered. ConfigurationError:
-        another plan stands; names each difference."""
+        another plan stands; names each difference. LimitError: there are too many."""
+        if dataset not in self.plans and len(self.plans) >= MAX_DATASETS:
+            what = f"dataset {dataset}: expected at most {MAX_DATASETS:,} distributed datasets in a job"
+            raise LimitError(f"{what}; distribute each once, and iterate over it again for the next epoch")
         known = self.plans.setdefault(dataset, plan)
         differences = [
             f"{field.name} is {getattr(known, field.name)!r} in the job and {getattr(plan, field.name)!r} here"
@@ -96,9 +92,14 @@ class LeaseBook:
         return self.plans[dataset]
 
     def epoch(self, dataset: int, epoch: int) -> EpochLeases:
-        """The units of one epoch. ProtocolError: the dataset was never opened."""
+        """The units of one epoch. ProtocolError: the dataset was never opened. LimitError: there are too many."""
         key = (dataset, epoch)
         if key not in self.epochs:
+            if len(self.epochs) >= MAX_EPOCHS:
+                raise LimitError(
+                    f"epoch {epoch} of dataset {dataset}: expected at most {MAX_EPOCHS:,} epochs in a job; make them "
+                    "longer (torch.utils.data.ConcatDataset of the same data)"
+                )
             self.epochs[key] = EpochLeases(self._plan(dataset))
             self.know_accepted({key: self._prior.pop(key, UnitBitmap())})
         return self.epochs[key]

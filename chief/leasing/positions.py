@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from stratagem.cluster.units import Unit, UnitBitmap
@@ -47,3 +48,13 @@ def common(several: Sequence[_Units]) -> Positions:
     for each in several[1:]:
         found = {key: bitmap & each.get(key, UnitBitmap()) for key, bitmap in found.items()}
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RollBack:
+    """The consequences of rolling all ps back to a checkpoint."""
+
+    revoked: int
+    """Units that will be computed again."""
+    lost: Positions
+    """Accepted units that the checkpoint lacks, of epochs that nobody will ask for again."""

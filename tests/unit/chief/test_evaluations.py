@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratagem.chief.leasing import evaluations
 from stratagem.chief.leasing.evaluations import Evaluations, Pin, plan_of
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Topic, Unit
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, LimitError
 from tests.unit.chief.calls import calls
 
 A, B = Incarnation("worker:0", 1), Incarnation("worker:1", 2)
@@ -51,6 +52,15 @@ def test_other_data_are_refused() -> None:
     book.open(NAME, PLAN)
     with pytest.raises(ConfigurationError, match="10 examples in batches of 3 in the job and over 9 examples"):
         book.open(NAME, plan_of(9, 3, False))
+
+
+def test_there_are_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluations, "MAX_EVALUATIONS", 1)
+    book = Evaluations()
+    book.open(NAME, PLAN)
+    with pytest.raises(LimitError, match="evaluate less often"):
+        book.open(Topic("evaluation 1", 1), PLAN)
+    assert book.open(NAME, PLAN) and len(book) == 1
 
 
 def test_other_weights_begin_anew() -> None:

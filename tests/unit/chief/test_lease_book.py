@@ -10,11 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from stratagem.chief.leasing import lease_book
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.steps import StepClosing
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
-from stratagem.errors import ConfigurationError, ProtocolError
+from stratagem.errors import ConfigurationError, LimitError, ProtocolError
 from tests.unit.chief.calls import calls
 
 
@@ -548,3 +549,18 @@ def test_a_report_that_is_repeated_after_all_ps_went_back_is_looked_at_again() -
     lease_book.roll_back({})
     assert [lease.unit.index for lease in lease_book.ask(A, 1, 0, (), 1, [A]).granted] == [0]
     assert lease_book.doubtful(A, 1, 0, [0]) == [Unit(1, 0, 0)]
+
+
+def test_there_are_so_many_datasets_and_epochs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_book, "MAX_DATASETS", 1)
+    monkeypatch.setattr(lease_book, "MAX_EPOCHS", 2)
+    book = LeaseBook()
+    book.open_dataset(1, Plan(4, 2))
+    book.open_dataset(1, Plan(4, 2))
+    with pytest.raises(LimitError, match="distribute each once"):
+        book.open_dataset(2, Plan(4, 2))
+    for epoch in (0, 1 << 31, 0):
+        book.epoch(1, epoch)
+    with pytest.raises(LimitError, match="make them longer"):
+        book.epoch(1, 1)
+    assert len(book.plans) == 1 and len(book.epochs) == 2

@@ -70,6 +70,22 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     book.check(MetricState(FIT, unit(1), bytes(5)))
 
 
+def test_topics_that_are_never_closed_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, num_kept = MetricStates(), 0
+    monkeypatch.setattr(metric_states, "MAX_OPEN_BYTES", 10_000)
+    with pytest.raises(LimitError, match="come to its end"):
+        for ordinal in range(1000):
+            state = MetricState(Topic("fit 1", ordinal), unit(ordinal), b"x")
+            book.check(state)
+            num_kept += book.add(state)
+    assert 30 < num_kept < 40
+    book.keep(lambda each: each.index == 0)
+    assert not book.counts("fit 1", unit(1)) and book.counts("fit 1", unit(0))
+    book.drop(Topic("fit 1", 0))
+    assert not book.counts("fit 1", unit(0))
+    book.check(MetricState(FIT, unit(0), bytes(10_000 - 256)))
+
+
 def test_a_record_says_it_all() -> None:
     book = MetricStates()
     book.add(MetricState(FIT, unit(0), bytes(range(256))))
