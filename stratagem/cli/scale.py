@@ -66,19 +66,24 @@ def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, w
     if not workers and not ps:
         raise ConfigurationError("how many tasks are wanted? Give --workers N, or --ps N, or both")
     address, security = asking.address, asking.security
-    ask_to_scale(address, workers, ps, asking.timeout_s, security)
     deadline = time.monotonic() + wait_s
     status, left, later, heard_at = StatusView(), "the chief to answer", "", time.monotonic()
+    is_told = False
     while True:
         try:
+            if not is_told:
+                ask_to_scale(address, workers, ps, asking.timeout_s, security)
+                is_told, heard_at = True, time.monotonic()
             status = fetch_status(address, asking.timeout_s, security)
         except PeerUnavailableError as error:  # what was asked for is in its journal
-            if wait_s and not status.stop_reason and time.monotonic() >= heard_at + AWAY_S:
+            if not is_told and time.monotonic() >= min(deadline, heard_at + AWAY_S):
+                raise
+            if is_told and wait_s and not status.stop_reason and time.monotonic() >= heard_at + AWAY_S:
                 words = "asked for, but the job has ended since, or its chief is away (the next one goes on with it)"
                 raise PeerUnavailableError(f"{words}: {error}") from None
         else:
             heard_at, left, later = time.monotonic(), lacking(status, workers, ps), asked_since(status, workers, ps)
-        if not left or later or status.stop_reason or time.monotonic() >= deadline:
+        if is_told and (not left or later or status.stop_reason or time.monotonic() >= deadline):
             break
         time.sleep(POLL_S)
     if left and wait_s and not status.stop_reason:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from stratagem.cli import scale
 from stratagem.cli.scale import lacking
+from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.status_view import StatusView, TaskState
+from tests.unit.cli.test_commands import invoke
 
 
 def test_who_ended_when_fewer_were_wanted_has_to_be_started_again() -> None:
@@ -19,3 +24,29 @@ def test_who_ended_when_fewer_were_wanted_has_to_be_started_again() -> None:
     assert lacking(never, 2, 0) == "waiting for worker:1 to join"
     awaited = StatusView((*live, TaskState("worker:1", "waiting", incarnation=3)), num_ps=1)  # by a new chief
     assert lacking(awaited, 2, 0) == "waiting for worker:1 to join"
+
+
+def test_a_chief_that_is_started_again_is_asked_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    num_away = 3
+
+    def ask(address: str, num_workers: int, num_ps: int, *_: object) -> None:
+        asked.append((num_workers, num_ps))
+        if len(asked) <= num_away:
+            raise PeerUnavailableError("connection refused")
+
+    monkeypatch.setattr(scale, "ask_to_scale", ask)
+    monkeypatch.setattr(scale, "POLL_S", 0.0)
+    live = tuple(TaskState(f"worker:{index}", "live", incarnation=index) for index in range(2))
+    monkeypatch.setattr(scale, "fetch_status", lambda *_: StatusView(live, num_ps=1))
+    code, out, err = invoke("scale", "--chief", "h:1", "--workers", "2")
+    assert code == 0 and "2 workers, 1 ps" in out, err
+    assert asked == [(2, 0)] * 4, "once it has answered it is not asked again"
+    asked.clear()
+    code, _, err = invoke("scale", "--chief", "h:1", "--workers", "2", "--wait-s", "0")
+    assert code != 0 and "connection refused" in err and len(asked) == 1
+    asked.clear()
+    num_away = 10**9
+    monkeypatch.setattr(scale, "AWAY_S", 0.0)
+    code, _, err = invoke("scale", "--chief", "h:1", "--workers", "2")
+    assert code != 0 and "connection refused" in err and len(asked) == 1
