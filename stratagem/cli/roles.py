@@ -22,7 +22,13 @@ from stratagem.cluster.sources import ENV_PREFIX, Resolved
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
-from stratagem.launch.manifests.workload import check_checkpoint_every, check_max_workers, check_of_ring
+from stratagem.launch.manifests.workload import (
+    NO_EFFECT,
+    check_checkpoint_every,
+    check_max_workers,
+    check_of_ring,
+    of_ring_alone,
+)
 from stratagem.launch.status import ask_for_cluster
 from stratagem.launch.streams import lead_nowhere
 from stratagem.rpc.logs import configure_logging
@@ -132,7 +138,12 @@ def _run_script(
         configure_logging(config.task, config.log_format)
         placement = ask_for_cluster(config)
     if placement is not None and isinstance(config, WorkerConfig):
-        check_of_ring([name for name, value in flags.items() if value is not None], placement.cluster.num_ps)
+        check_of_ring(
+            {name: str(value) for name, value in flags.items() if value is not None}, placement.cluster.num_ps
+        )
+        for name in of_ring_alone(config.model_fields_set, placement.cluster.num_ps):
+            configure_logging(config.task, config.log_format)
+            logger.warning(NO_EFFECT, f"{name} ({resolved.origins[name]})")
         choose_strategy(config.strategy, placement.cluster.num_workers, placement.cluster.num_ps)
         _refuse_without_chief(config)
     if role == "evaluator":

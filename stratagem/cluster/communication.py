@@ -39,6 +39,8 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 WireDType = Literal["float32", "bfloat16", "float16"]
 WIRE_DTYPES: tuple[WireDType, ...] = get_args(WireDType)
 
+Compression = Literal["bf16", "fp16", "int8", "powersgd", "topk"]
+
 
 @known_arguments
 @dataclasses.dataclass(frozen=True)

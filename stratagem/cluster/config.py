@@ -11,7 +11,7 @@ from typing import Literal
 import pydantic
 
 from stratagem.cluster.choice import StrategyOrAuto
-from stratagem.cluster.communication import Transport, WireDType
+from stratagem.cluster.communication import Compression, Transport, WireDType
 
 MAX_COUNT = 1 << 30
 """gRPC has 32 bits for a number, and we double some."""
@@ -207,7 +207,7 @@ class WorkerConfig(LaneConfig):
     """Parallel connections to the next worker of a ring."""
     collective_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """Seconds a collective of a ring may stall before it fails, naming the worker that holds it up."""
-    compression: str = ""
+    compression: Literal["", Compression] = ""
     """Compression of gradients in a ring: bf16, fp16, int8, powersgd or topk; empty: none."""
     max_inbox_bytes: int = pydantic.Field(default=4 << 30, ge=1 << 20)
     """Bytes of frames in one lane that arrived before they were requested."""

@@ -336,6 +336,8 @@ def _command(
         flags |= {"checkpoint-dir": checkpoints}
     if task.type == "worker":
         flags |= {name.replace("_", "-"): value for name, value in job.communication.items()}
+    if task.type == "ps" and "transport" in job.communication:  # of copies, between ps
+        flags["transport"] = job.communication["transport"]
     if task.type in ("ps", "worker") and job.has_relays:
         flags["transport"] = "grpc"
     texts = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]

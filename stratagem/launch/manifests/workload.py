@@ -33,10 +33,24 @@ def check_staleness(staleness: float, num_ps: int) -> None:
         )
 
 
-def check_of_ring(given: Iterable[str], num_ps: int) -> None:
-    """Refuses (ConfigurationError) options ``given`` with ps that say how workers reduce together."""
-    if of_ring := [name.replace("_", "-") for name in given if num_ps and name in OF_RING]:
-        raise ConfigurationError(f"--{of_ring[0]} is for a ring of workers and has no effect with ps: leave it out")
+def of_ring_alone(given: Iterable[str], num_ps: int) -> list[str]:
+    """Those of the options ``given`` that say how workers reduce together, where ps do."""
+    return [name for name in given if num_ps and name in OF_RING]
+
+
+NO_EFFECT = "%s is for a ring of workers and has no effect with ps: leave it out"
+
+
+def check_of_ring(given: Mapping[str, str], num_ps: int) -> None:
+    """Refuses (ConfigurationError) options ``given``, with their values, that mean nothing with ps."""
+    for name in of_ring_alone(given, num_ps):
+        raise ConfigurationError(NO_EFFECT % f"--{name.replace('_', '-')}")
+    if num_ps and given.get("transport") == "nccl":
+        raise ConfigurationError("--transport nccl is for a ring of workers; a ps is reached by shm, tcp or grpc")
+    if num_ps and "," in given.get("devices", ""):
+        raise ConfigurationError(
+            f"--devices {given['devices']}: with ps a worker has one replica: give one device, and more --workers"
+        )
 
 
 def check_checkpoint_every(seconds: float, num_ps: int) -> None:

@@ -461,8 +461,18 @@ def test_a_worker_of_parameter_servers_refuses_flags_of_a_ring(tmp_path: Path, m
         monkeypatch.setattr(os, "environ", environ.copy())
         code, _, err = invoke(*worker, __file__)
         assert code == 0, err
+        assert ("stripes (environment STRATAGEM_STRIPES) is for a ring of workers" in err) == refused
         code, _, err = invoke(*worker, *flag)
         assert (code == 2) == ("--collective-timeout-s is for a ring of workers" in err) == refused
+
+
+def test_run_refuses_an_unknown_compression_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run_local", lambda job: pytest.fail("it was started"))
+    code, _, err = invoke("run", "--workers", "2", "--compression", "foo", __file__)
+    assert code == 2 and "'foo' is not one of" in err and "powersgd" in err
+    monkeypatch.setenv("STRATAGEM_COMPRESSION", "foo")
+    code, _, err = invoke("run", "--workers", "2", __file__)
+    assert code == 2 and "STRATAGEM_COMPRESSION" in err and "powersgd" in err
 
 
 def test_run_heeds_the_environment_behind_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,10 @@ def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
     assert worker.environ["STRATAGEM_REPORT_FILE"] == str(folders.report(W1))
     ps = plan_launch(job, PS, folders, environ, 8, "127.0.0.1:5")
     assert f"--checkpoint-dir={folders.checkpoints}" in ps.command and "RANK" not in ps.environ
+    over_tcp = dataclasses.replace(job, communication={"transport": "tcp"})
+    assert all(
+        "--transport=tcp" in plan_launch(over_tcp, task, folders, environ, 8, "h:5").command for task in (PS, W1)
+    )
 
 
 def test_a_chief_goes_by_the_flags_of_the_run_and_not_by_variables(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
+from stratagem.cluster.communication import Compression
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.compression import (
     BucketPart,
@@ -343,6 +344,6 @@ def test_arguments_out_of_range(make: Callable[[], GradientCompression], says: s
         make()
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", get_args(Compression))
 def test_names(name: str) -> None:
     assert compression_named(name).name == name
