@@ -20,7 +20,7 @@ from stratagem.chief.leasing.steps import NUM_UNSYNCED
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.servers.servers import PsPool, Server
 from stratagem.cluster.config import ChiefConfig
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import JobStoppedError, JournalLostError
 from stratagem.rpc.security import OPEN, Security
 

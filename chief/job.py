@@ -31,7 +31,7 @@ from stratagem.chief.scaling import Scaling
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.exit_codes import EXIT_PREEMPTED
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import ConfigurationError, JournalLostError, PeerUnavailableError
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.security import OPEN, Security

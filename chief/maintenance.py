@@ -11,7 +11,7 @@ from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, ch
 from stratagem.chief.chief_state import ChiefPart, ChiefState, Work
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.servers import ServerDescription
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import CheckpointError, ForbiddenError, PeerUnavailableError, StaleStoreError, StratagemError
 
 logger = logging.getLogger(__name__)

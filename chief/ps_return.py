@@ -22,8 +22,8 @@ from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.leasing.positions import Positions, common, minus, plus
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servers.servers import Server
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import backup_of
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import CheckpointError, PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from stratagem.chief.leasing.positions import Positions, common, has, minus, plu
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.ps_return import PsReturn
 from stratagem.chief.servers.servers import CommittedSlice, Server, ServerDescription
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Unit
 from stratagem.errors import PeerUnavailableError
 

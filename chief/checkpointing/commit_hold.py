@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from stratagem.chief.servers.servers import PsPool, Server, ServerDescription
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Update
 from stratagem.errors import PeerUnavailableError, StratagemError
 

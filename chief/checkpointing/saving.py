@@ -13,7 +13,7 @@ from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.leasing.positions import Positions, minus, plus, positions_of
 from stratagem.chief.servers.servers import Server, ServerDescription
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
 from stratagem.measuring import measures

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page, encode_state
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Topic
 from stratagem.errors import LimitError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 
 
 class Clocks:

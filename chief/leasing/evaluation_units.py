@@ -12,7 +12,7 @@ from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.leasing.evaluations import Evaluations, RunningEvaluation, Versions
 from stratagem.chief.leasing.leases import Leases
 from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, UnitLender
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Topic
 from stratagem.errors import PeerUnavailableError, ProtocolError
 

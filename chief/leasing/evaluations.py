@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stratagem.chief.leasing.leases import EpochLeases, Leases
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Plan, Topic, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, LimitError
 

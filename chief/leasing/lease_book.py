@@ -14,7 +14,7 @@ from stratagem.chief.leasing.clocks import Clocks
 from stratagem.chief.leasing.leases import EpochLeases, Leases
 from stratagem.chief.leasing.positions import Positions, RollBack, plus, positions_of
 from stratagem.chief.leasing.steps import JobSteps, Removal, SliceState
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, LimitError, ProtocolError
 

@@ -10,7 +10,7 @@ import dataclasses
 import heapq
 from collections.abc import Collection, Iterable
 
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Plan, UnitBitmap
 from stratagem.errors import ProtocolError
 

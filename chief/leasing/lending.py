@@ -16,7 +16,7 @@ from stratagem.chief.leasing.leases import Leases
 from stratagem.chief.leasing.steps import is_late
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.recovery import Recovery
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Plan, Topic
 from stratagem.errors import ConfigurationError
 

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError
 

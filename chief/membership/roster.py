@@ -5,8 +5,7 @@ from __future__ import annotations
 from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.membership.session import Session, SessionState, StopJob
 from stratagem.cluster.config import ChiefConfig
-from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.task import TaskId
+from stratagem.cluster.task import Incarnation, TaskId
 from stratagem.errors import ConfigurationError, FencedError
 
 MAX_PS = 1024

@@ -12,9 +12,8 @@ import dataclasses
 import enum
 import math
 
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member
-from stratagem.cluster.task import TaskId
+from stratagem.cluster.task import Incarnation, TaskId
 
 LOST_DEVIATIONS = 5.6
 """Standard deviations at phi 8, one silence in a hundred million."""

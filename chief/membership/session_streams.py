@@ -23,9 +23,9 @@ from stratagem.chief.membership.session import (
 )
 from stratagem.chief.monitoring.recent import JobLog, Recent
 from stratagem.chief.recovery import Recovery
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError, ProtocolError, StratagemError
 from stratagem.rpc.binding import is_loopback
 from stratagem.rpc.versions import own_version

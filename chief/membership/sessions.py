@@ -31,7 +31,7 @@ from stratagem.chief.membership.session import (
 )
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.exit_codes import HOPELESS
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import ConfigurationError
 
 AWAITED_TIMEOUTS = 3

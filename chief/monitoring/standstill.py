@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from stratagem.chief.chief_state import SAME_S, ChiefState
 from stratagem.chief.membership.session_streams import SessionStreams
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 
 STANDSTILL_S = 20.0
 """So long the same workers wait for the same before the job ends with it."""

@@ -14,7 +14,7 @@ from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief.leasing.positions import Positions, has, plus, positions_of
 from stratagem.chief.leasing.steps import StepClosing
 from stratagem.chief.membership.sessions import Sessions
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.channels import connect_aio

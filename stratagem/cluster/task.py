@@ -1,4 +1,4 @@
-"""Task ids: ``worker:1`` names a task for life, across all its incarnations."""
+"""Tasks and their processes: ``worker:1`` names a task for life, across all its incarnations. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -31,3 +31,15 @@ class TaskId:
 
     def __str__(self) -> str:
         return f"{self.type}:{self.index}"
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Incarnation:
+    """One process of a task, from its start to its end: what holds units, what gets fenced."""
+
+    task: str
+    number: int
+    """That the chief issued for it; grows with every process the chief welcomes, of any task."""
+
+    def __str__(self) -> str:
+        return f"{self.task} (incarnation {self.number})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Unit, UnitBitmap, Update
 from stratagem.rpc.generated import chief_pb2, common_pb2
 

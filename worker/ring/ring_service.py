@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Membership
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import ConfigurationError, FencedError, LimitError, PeerUnavailableError
 from stratagem.rpc.grpc_lane import ServedGrpcLane
 from stratagem.rpc.inbox import INBOX_BYTES

@@ -21,7 +21,7 @@ from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import applied_units
 from stratagem.chief.journal import journal as journal_file
 from stratagem.chief.servers.servers import Server, ServerDescription
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ForbiddenError, PeerUnavailableError, StaleStoreError
 from stratagem.rpc.generated import chief_pb2

@@ -17,7 +17,7 @@ import stratagem
 from stratagem.chief import wire
 from stratagem.chief.events import Heartbeat, Join, Request, Welcome
 from stratagem.chief.membership import session_streams
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import DistNetworkError
 
 from stratagem.cluster.config import WorkerConfig
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import Incarnation
 from stratagem.distributed.forming import form, own_host
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
 from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError, StratagemError

@@ -18,8 +18,8 @@ import torch
 
 from stratagem.cluster.communication import CommunicationOptions
 from stratagem.cluster.config import ServerConfig
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import CollectiveError, PeerUnavailableError, StratagemError
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.lane_meter import BytesMeter

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from stratagem.cluster.config import ServerConfig
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2_grpc

@@ -23,7 +23,7 @@ import pytest
 
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ServerConfig
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, JobStoppedError, StratagemError
 from stratagem.launch.status import StatusPoller, fetch_stack, fetch_status
 from stratagem.rpc import channels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stratagem.chief.counting.metric_store import Agreements
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Topic
 
 A, B, C = Incarnation("worker:0", 1), Incarnation("worker:1", 2), Incarnation("worker:1", 3)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.chief.leasing.clocks import Clocks
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 
 LIVES = [Incarnation(f"worker:{i}", i + 1) for i in range(3)]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stratagem.chief.leasing import evaluations
 from stratagem.chief.leasing.evaluations import Evaluations, Pin, plan_of
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Topic, Unit
 from stratagem.errors import ConfigurationError, LimitError
 from tests.unit.chief.calls import calls

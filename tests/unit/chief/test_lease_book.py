@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stratagem.chief.leasing import lease_book
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.steps import StepClosing
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, LimitError, ProtocolError
 from tests.unit.chief.calls import calls

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.chief.leasing.leases import EpochLeases
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import ProtocolError
 

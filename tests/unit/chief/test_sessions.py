@@ -10,7 +10,7 @@ from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.membership.session import Action, Announce, Dismiss, Fence, Prepare, Release, SessionState, StopJob
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.cluster.config import ChiefConfig
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import ConfigurationError, FencedError
 
 

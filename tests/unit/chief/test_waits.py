@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stratagem.chief.chief_state import SAME_S, Waits
 from stratagem.chief.monitoring.standstill import _stuck
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 
 ONE, TWO, THREE = (Incarnation(f"worker:{index}", 1) for index in range(3))
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import stratagem as sg
 from stratagem.chief.leasing.lease_book import LeaseBook
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.index_batches import epoch_order

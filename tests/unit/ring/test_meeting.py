@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.task import Incarnation
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.worker.ring import ring_service

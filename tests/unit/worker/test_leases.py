@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.lending import TrainingPass
 from stratagem.chief.wire import lease_request_from_proto, leases_to_proto
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Plan, Unit
 from stratagem.rpc.generated import chief_pb2
 from stratagem.worker.chief_client import ChiefClient
