@@ -21,14 +21,14 @@ from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Family, Purpose, Sender
 from stratagem.ps.store import Store
-from stratagem.rpc import shm_message, tcp_lane
+from stratagem.rpc import tcp_lane
 from stratagem.rpc.frame_memory import FrameMemory
 from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Pieces
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
 from stratagem.rpc.lent_slots import Lender
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmSender
-from stratagem.rpc.shm_receiver import ShmReceiver
+from stratagem.rpc.shm_receiver import INLINE_BYTES, ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool
 from stratagem.rpc.socket_lane import SocketReceiver
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
@@ -129,7 +129,7 @@ class ShmReplies(_SocketReplies[ShmSender]):
         self._memory.watch_no_more(self._sender.collect)
 
     def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
-        if num_elements * dtype.itemsize > shm_message.INLINE_BYTES:
+        if num_elements * dtype.itemsize > INLINE_BYTES:
             with contextlib.suppress(StratagemError):  # the lane is closed; others may still want the version
                 return HeldFrame(group, offset, *self._sender.room(num_elements, dtype))
         return HeldFrame(group, offset, torch.empty(num_elements, dtype=dtype))

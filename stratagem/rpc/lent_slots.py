@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from stratagem.errors import FrameError, LimitError
 from stratagem.rpc.segment import Segment
-from stratagem.rpc.shm_message import RELEASE
 from stratagem.rpc.slots import ShmBlock, SlotPool
 
+RELEASE = struct.Struct("<I")
+"""What a receiver says on the socket of a shm lane: it has let go of this slot, or what follows here."""
 LENT_SEGMENT, LENT_SLOT = (1 << 32) - 1, (1 << 32) - 2
 """Instead of the number of a slot that a receiver lets go of: a segment follows, with its descriptor, or a slot."""
 LENT = struct.Struct("<IIQQ")

@@ -22,10 +22,9 @@ from stratagem.errors import LimitError, PeerUnavailableError, SegmentError, Str
 from stratagem.rpc.codec import as_tensors, byte_view, dtype_of, to_wire_dtype
 from stratagem.rpc.lane import Corkable, Payload, nothing
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, Borrowed
+from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, RELEASE, Borrowed
 from stratagem.rpc.segment import receive_descriptor_into
-from stratagem.rpc.shm_message import BORROWED, FRAME, INLINE, INLINE_BYTES, MESSAGE, RELEASE, SEGMENT, WANT
-from stratagem.rpc.shm_receiver import ShmReceiver
+from stratagem.rpc.shm_receiver import BORROWED, FRAME, INLINE, INLINE_BYTES, MESSAGE, SEGMENT, WANT, ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool, slot_bytes
 from stratagem.rpc.socket_lane import MAX_VIEWS, TwoSocketLane, close_in_children, wake_reads
 

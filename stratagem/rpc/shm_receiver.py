@@ -1,10 +1,12 @@
-"""The reading half of a shm lane: frames are views on the memory in which they were sent."""
+"""The reading half of a shm lane: the messages on its Unix socket; frames are views on the memory in which they were
+sent."""
 
 from __future__ import annotations
 
 import collections
 import os
 import socket
+import struct
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,11 +17,18 @@ from stratagem.errors import FrameError, SegmentError
 from stratagem.rpc.codec import Frame, byte_view, frame_of, from_wire_dtype
 from stratagem.rpc.lane import Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.lent_slots import Lender, Said
+from stratagem.rpc.lent_slots import RELEASE, Lender, Said
 from stratagem.rpc.segment import Segment, receive_descriptor_into
-from stratagem.rpc.shm_message import BORROWED, FRAME, INLINE, INLINE_BYTES, MESSAGE, RELEASE, SEGMENT, WANT
 from stratagem.rpc.slots import ShmBlock
 from stratagem.rpc.socket_lane import SocketReceiver, wake_reads
+
+FRAME, SEGMENT, INLINE, BORROWED, WANT = b"SGFR", b"SGSG", b"SGIN", b"SGBR", b"SGWT"
+"""A frame in the sender's memory, that memory, a frame behind its header, one in a slot that was borrowed, and the wish
+to borrow one of so many bytes."""
+MESSAGE = struct.Struct("<4sBB2xIQQQIQI4x")
+"""Magic, kind, dtype, group, transfer, offset, elements, segment, at, slot."""
+INLINE_BYTES = 32 << 10
+"""Frames up to this size go through the socket: taking a slot, showing it and getting it back costs more."""
 
 
 class ShmReceiver(SocketReceiver):
