@@ -20,7 +20,7 @@ from stratagem.ps.waiting import Call
 from stratagem.rpc import codec
 from stratagem.rpc.frame_memory import FrameMemory
 from stratagem.rpc.lane import Corkable, LentPiece, LentPieces
-from stratagem.rpc.throttle import THROTTLE
+from stratagem.rpc.logs import THROTTLE
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from stratagem.rpc.frame_memory import FrameMemory
 from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Pieces
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
 from stratagem.rpc.lent_slots import Lender
+from stratagem.rpc.logs import THROTTLE
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmSender
 from stratagem.rpc.shm_receiver import INLINE_BYTES, ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool
 from stratagem.rpc.socket_lane import SocketReceiver
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
-from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
 

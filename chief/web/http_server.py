@@ -17,9 +17,9 @@ from aiohttp import web
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError
 from stratagem.rpc.binding import check_binding, listening
+from stratagem.rpc.logs import THROTTLE
 from stratagem.rpc.permissions import authorize
 from stratagem.rpc.security import Security
-from stratagem.rpc.throttle import THROTTLE
 from stratagem.rpc.tls_files import identity_of
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.chief.web.snapshot import snapshot
 from stratagem.chief.web.story import COLUMNS, JobStory
+from stratagem.rpc.logs import THROTTLE
 from stratagem.rpc.plain_json import to_json
 from stratagem.rpc.status_view import StatusView
-from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
 

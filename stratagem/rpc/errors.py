@@ -16,8 +16,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from stratagem import errors
-from stratagem.rpc.logs import shortened
-from stratagem.rpc.throttle import THROTTLE, Throttle
+from stratagem.rpc.logs import THROTTLE, Throttle, shortened
 
 logger = logging.getLogger(__name__)
 

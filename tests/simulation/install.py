@@ -50,7 +50,7 @@ _STAND_INS: dict[Any, Any] = {
     concurrent.futures.ThreadPoolExecutor: ThreadPoolExecutor,
 }
 _ON_DISK = ("stratagem.chief.journal.journal", "stratagem.checkpoint.durable")
-_NOT = ("stratagem.rpc.throttle", "stratagem.rpc.tls_files", "stratagem.cli", "stratagem.launch")
+_NOT = ("stratagem.rpc.logs", "stratagem.rpc.tls_files", "stratagem.cli", "stratagem.launch")
 
 
 def _functions() -> Iterator[Any]:

@@ -18,7 +18,7 @@ from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.generated import chief_pb2, common_pb2, frame_pb2, ps_pb2
 from stratagem.rpc.inbox import Inbox
 from stratagem.rpc.limits import CallCounter, check_ids
-from stratagem.rpc.throttle import Throttle
+from stratagem.rpc.logs import Throttle
 
 
 def test_calls_are_counted_by_peer_and_together() -> None:
