@@ -12,11 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pydantic
 
-from stratagem.checkpoint.durable import way_out
+from stratagem.checkpoint.durable import replace_text, way_out
 from stratagem.checkpoint.ended import take_end
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal.journal import exit_code_of
@@ -27,7 +28,7 @@ from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError, JournalLostError, StratagemError
 from stratagem.rpc.binding import ANY_HOST, told_address
-from stratagem.rpc.chief_address import FILE_NAME, write_chief_address
+from stratagem.rpc.chief_address import FILE_NAME
 from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import Security, security_of
@@ -136,7 +137,7 @@ async def _serve(
         job.address = told_address(config.advertise, server.address)
         if config.state_dir:
             with _kept_in(config.state_dir):
-                write_chief_address(config.state_dir, job.address)
+                replace_text(Path(config.state_dir, FILE_NAME), job.address + "\n")
             if split_address(job.address)[0] in ANY_HOST:
                 logger.warning(
                     "%s in %s says %s, which other machines cannot use: if tasks there find the chief by "

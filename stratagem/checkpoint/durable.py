@@ -1,4 +1,5 @@
-"""Files and directories that are on disk when the call returns, and the handling of damaged ones."""
+"""Files and directories that are on disk when the call returns, or replaced in one piece, and the handling of damaged
+ones."""
 
 from __future__ import annotations
 
@@ -25,6 +26,20 @@ def write_durably(path: pathlib.Path, *pieces: bytes | memoryview) -> tuple[int,
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file that may exist: whoever reads it finds the old text or the new one.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of the new one.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def way_out(error: BaseException | None, otherwise: str) -> str:

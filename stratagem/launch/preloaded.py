@@ -14,7 +14,7 @@ from typing import Any
 
 from stratagem.launch.fork_server import COMMAND_PREFIX
 from stratagem.launch.plan import OF_ONE_TASK, Launch
-from stratagem.launch.processes import Child, OwnChild, guarded
+from stratagem.launch.processes import Child, OwnChild, start_guarded
 
 ANSWER_S = 30.0
 """Seconds in which a fork server that is ready must have forked; one that has not is ended, and whom it forked too."""
@@ -22,14 +22,8 @@ ANSWER_S = 30.0
 
 def start_server(environ: Mapping[str, str], link: socket.socket) -> subprocess.Popen[bytes]:
     """Starts a fork server that is told what to do through ``link``."""
-    return subprocess.Popen(
-        guarded((sys.executable, "-P", "-m", "stratagem.launch.fork_server", str(link.fileno()))),
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=(link.fileno(),),
-        start_new_session=True,
-    )
+    command = (sys.executable, "-P", "-m", "stratagem.launch.fork_server", str(link.fileno()))
+    return start_guarded(command, environ, stdout=subprocess.DEVNULL, pass_fds=(link.fileno(),))
 
 
 class ForkServer:

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from stratagem.cluster.task import TaskId
 from stratagem.launch.plan import Launch
@@ -39,23 +39,18 @@ Starter = Callable[[Launch, int, int], Child]
 """Starts a process, with these descriptors as its standard output and error."""
 
 
-def guarded(command: tuple[str, ...]) -> list[str]:
-    """``command`` in a process that the kernel kills when this one dies."""
-    return [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), *command]
+def start_guarded(command: tuple[str, ...], environ: Mapping[str, str], **more: Any) -> subprocess.Popen[bytes]:
+    """``command`` in a session of its own, in a process that the kernel kills when this one dies; ``more``: arguments
+    of ``Popen``."""
+    guarded = [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), *command]
+    return subprocess.Popen(guarded, env=environ, stdin=subprocess.DEVNULL, start_new_session=True, **more)
 
 
 class OwnChild:
     """Implements :class:`Child`: a child of this process, in a Python of its own, which writes to these descriptors."""
 
     def __init__(self, launch: Launch, stdout: int, stderr: int) -> None:
-        self._process = subprocess.Popen(
-            guarded(launch.command),
-            env=launch.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
+        self._process = start_guarded(launch.command, launch.environ, stdout=stdout, stderr=stderr)
         self.pid = self._process.pid
 
     def ended(self) -> int | None:

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stratagem.checkpoint.durable import replace_text
 from stratagem.chief.journal.journal import NAME, replay
 from stratagem.chief.monitoring.why.reading import Reading, TaskReading
 from stratagem.cluster.task import TaskId
@@ -148,12 +148,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
         path.write_text(to_json(summary, indent=2) + "\n")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(to_json(summary, indent=2) + "\n")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_text(path, to_json(summary, indent=2) + "\n")
 
 
 def reading_of_summary(path: Path) -> Reading:

@@ -48,11 +48,3 @@ class ChiefAddress:
     def turn(self) -> None:
         """After an attempt in vain: the next one."""
         self._next += 1
-
-
-def write_chief_address(directory: str, address: str) -> None:
-    """Says in ``directory`` that the chief serves at ``address``."""
-    path = pathlib.Path(directory) / FILE_NAME
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(address + "\n")
-    temporary.replace(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stratagem.arguments import nearest
+from stratagem.checkpoint.durable import replace_text
 from stratagem.errors import ConfigurationError
 
 FILE = "job.json"
@@ -124,10 +125,7 @@ class JobStore:
 
     def save(self, record: JobRecord) -> None:
         """Writes a record in one piece."""
-        file = self.folder(record.id) / FILE
-        partial = file.with_name(FILE + ".partial")
-        partial.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n")
-        os.replace(partial, file)
+        replace_text(self.folder(record.id) / FILE, json.dumps(dataclasses.asdict(record), indent=2) + "\n")
 
     def load(self, job_id: str) -> JobRecord:
         """The record of a job. ConfigurationError: there is no such job (names the nearest), or its file is damaged."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.errors import ClusterSpecError
-from stratagem.rpc.chief_address import NOWHERE, ChiefAddress, write_chief_address
+from stratagem.rpc.chief_address import FILE_NAME, NOWHERE, ChiefAddress
 
 
 def test_several_take_turns() -> None:
@@ -24,7 +24,7 @@ def test_a_file_is_read_each_time(tmp_path: Path) -> None:
     where = ChiefAddress(f"file:{tmp_path}/chief.address")
     assert where.current == NOWHERE
     for address in ("a:1", "b:2"):
-        write_chief_address(str(tmp_path), address)
+        (tmp_path / FILE_NAME).write_text(address + "\n")
         where.turn()
         assert where.candidates == [where.current] == [address]
 
