@@ -7,6 +7,7 @@ absolute in float32, after 6 to 9 updates; sums of slices associate differently.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from tests.conformance import reasons
 from tests.conformance.law import cannot, law, only
 from tests.conformance.scenarios import normalised, training
-from tests.conformance.scenarios.workload import alone
+from tests.conformance.scenarios.workload import Training, alone
 from tests.conformance.slices import run_slices
 from tests.conformance.strategies import (
     CENTRAL_2,
@@ -67,51 +68,33 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-@law("SGD", training.sgd, without=OWN_PACE)
-def test_sgd(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.optimized("sgd", training.EVEN)))
+def trains(text: str, scenario: Training, without: Mapping[Column, str] = OWN_PACE) -> Callable[..., None]:
+    """A row of a scenario whose numbers are those of one process."""
+
+    @law(text, scenario, without=without)
+    def test(column: Column, results: list[dict[str, Any]]) -> None:
+        check(column, results, scenario.alone())
+
+    return test
+
+
+test_sgd = trains("SGD", training.sgd)
 
 
 @law("SGD, uneven and empty shares", training.sgd_uneven, without=OWN_PACE)
 def test_sgd_uneven(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.optimized("sgd", training.UNEVEN)))
+    check(column, results, training.sgd_uneven.alone())
     shares = [divisor for step in all_parts(results) for _, divisor in step]
     assert column is PS_SYNC or (0.0 in shares) == (column.num_replicas > 1)
 
 
-@law("momentum (Nesterov, weight decay)", training.momentum, without=OWN_PACE)
-def test_momentum(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.optimized("momentum", training.EVEN)))
-
-
-@law("momentum, uneven and empty shares", training.momentum_uneven, without=OWN_PACE)
-def test_momentum_uneven(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.optimized("momentum", training.UNEVEN)))
-
-
-@law("Adam", training.adam, without=OWN_PACE)
-def test_adam(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.optimized("adam", training.EVEN)))
-
-
-@law("Adam, uneven and empty shares", training.adam_uneven, without=OWN_PACE)
-def test_adam_uneven(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.optimized("adam", training.UNEVEN)))
-
-
-@law("AdamW", training.adamw, without=OWN_PACE)
-def test_adamw(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.optimized("adamw", training.EVEN)))
-
-
-@law("AdamW, uneven and empty shares", training.adamw_uneven, without=OWN_PACE)
-def test_adamw_uneven(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.optimized("adamw", training.UNEVEN)))
-
-
-@law("tied parameters", training.tied, without=OWN_PACE)
-def test_tied(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.tied_workload()))
+test_momentum = trains("momentum (Nesterov, weight decay)", training.momentum)
+test_momentum_uneven = trains("momentum, uneven and empty shares", training.momentum_uneven)
+test_adam = trains("Adam", training.adam)
+test_adam_uneven = trains("Adam, uneven and empty shares", training.adam_uneven)
+test_adamw = trains("AdamW", training.adamw)
+test_adamw_uneven = trains("AdamW, uneven and empty shares", training.adamw_uneven)
+test_tied = trains("tied parameters", training.tied)
 
 
 @law(
@@ -120,7 +103,7 @@ def test_tied(column: Column, results: list[dict[str, Any]]) -> None:
     without=OWN_PACE,
 )
 def test_unused(column: Column, results: list[dict[str, Any]]) -> None:
-    workload = training.unused_workload()
+    workload = training.unused.workload()
     before = workload.objects[0].never.weight.tolist()
     expected = alone(workload)
     assert expected["weights"]["0.never.weight"] == before
@@ -128,9 +111,7 @@ def test_unused(column: Column, results: list[dict[str, Any]]) -> None:
     assert all(one["weights"]["0.never.weight"] == before for one in results)
 
 
-@law("`prepare(clip_norm=…)`", training.clip_norm, without=OWN_PACE)
-def test_clip_norm(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.clip_norm_workload()))
+test_clip_norm = trains("`prepare(clip_norm=…)`", training.clip_norm)
 
 
 @law(
@@ -140,8 +121,8 @@ def test_clip_norm(column: Column, results: list[dict[str, Any]]) -> None:
     | cannot(PS_SYNC, "`.grad` is this worker's own under parameter servers: `prepare(clip_norm=…)` clips the whole."),
 )
 def test_clipped(column: Column, results: list[dict[str, Any]]) -> None:
-    expected = alone(training.clipped_workload())
-    close(expected["weights"], alone(training.clip_norm_workload())["weights"])
+    expected = training.clipped.alone()
+    close(expected["weights"], training.clip_norm.alone()["weights"])
     check(column, results, expected)
 
 
@@ -152,46 +133,24 @@ UNEVEN_SUM = cannot(
 )
 
 
-@law("accumulation over three batches", training.accumulated, without=OWN_PACE)
-def test_accumulated(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.accumulating(True, training.EVEN)))
-
-
-@law("accumulation, uneven and empty shares", training.accumulated_uneven, without=OWN_PACE | UNEVEN_SUM)
-def test_accumulated_uneven(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.accumulating(True, training.UNEVEN)))
-
-
-@law("accumulation in `no_sync`", training.no_sync, without=OWN_PACE)
-def test_no_sync(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.accumulating(False, training.EVEN)))
-
-
-@law("accumulation in `no_sync`, uneven and empty shares", training.no_sync_uneven, without=OWN_PACE | UNEVEN_SUM)
-def test_no_sync_uneven(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.accumulating(False, training.UNEVEN)))
-
-
-@law("two optimizers, one of them twice a batch (a small GAN)", training.gan, without=OWN_PACE)
-def test_gan(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.gan_workload()))
-
-
-@law("class weights, with `set_weight`", training.class_weights, without=OWN_PACE)
-def test_class_weights(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.class_weights_workload()))
-
-
-@law(
-    "`ignore_index`, with `set_weight`; a replica may have nothing that counts", training.ignore_index, without=OWN_PACE
+test_accumulated = trains("accumulation over three batches", training.accumulated)
+test_accumulated_uneven = trains(
+    "accumulation, uneven and empty shares", training.accumulated_uneven, OWN_PACE | UNEVEN_SUM
 )
-def test_ignore_index(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.ignore_index_workload()))
+test_no_sync = trains("accumulation in `no_sync`", training.no_sync)
+test_no_sync_uneven = trains(
+    "accumulation in `no_sync`, uneven and empty shares", training.no_sync_uneven, OWN_PACE | UNEVEN_SUM
+)
+test_gan = trains("two optimizers, one of them twice a batch (a small GAN)", training.gan)
+test_class_weights = trains("class weights, with `set_weight`", training.class_weights)
+test_ignore_index = trains(
+    "`ignore_index`, with `set_weight`; a replica may have nothing that counts", training.ignore_index
+)
 
 
 @law("schedulers, by step and by epoch", training.scheduled, without=OWN_PACE)
 def test_scheduled(column: Column, results: list[dict[str, Any]]) -> None:
-    expected = alone(training.scheduled_workload())
+    expected = training.scheduled.alone()
     check(column, results, expected)
     for one in results:
         assert one["rates"] == pytest.approx(expected["rates"], rel=1e-12)
@@ -256,7 +215,7 @@ def test_measured(column: Column, results: list[list[list[Any]]]) -> None:
     without=OWN_PACE,
 )
 def test_gradients_sum(column: Column, results: list[dict[str, Any]]) -> None:
-    expected = alone(training.sum_workload())
+    expected = training.gradients_sum.alone()
     sums = [sum(loss for loss, _ in step) for step in all_parts(results)]
     torch.testing.assert_close(sums, expected["losses"], rtol=TOLERANCE, atol=TOLERANCE)
     for one in results:
@@ -270,19 +229,9 @@ ONE_REPLICA = cannot(
 )
 
 
-@law("`sg.nn.Embedding`, sparse: SGD", training.sparse_sgd, without=DENSE)
-def test_sparse_sgd(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.sparse_workload("SGD")))
-
-
-@law("`sg.nn.Embedding`, sparse: Adagrad", training.sparse_adagrad, without=DENSE)
-def test_sparse_adagrad(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.sparse_workload("Adagrad")))
-
-
-@law("`sg.nn.Embedding`, sparse: SparseAdam", training.sparse_adam, without=DENSE)
-def test_sparse_adam(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(training.sparse_workload("SparseAdam")))
+test_sparse_sgd = trains("`sg.nn.Embedding`, sparse: SGD", training.sparse_sgd, DENSE)
+test_sparse_adagrad = trains("`sg.nn.Embedding`, sparse: Adagrad", training.sparse_adagrad, DENSE)
+test_sparse_adam = trains("`sg.nn.Embedding`, sparse: SparseAdam", training.sparse_adam, DENSE)
 
 
 @law(
@@ -302,7 +251,7 @@ def test_sparse_refused(column: Column, results: list[str]) -> None:
     | cannot(TPU, "torch_xla uses the biased variance for `running_var`, where torch uses the unbiased one."),
 )
 def test_batch_norm(column: Column, results: list[dict[str, Any]]) -> None:
-    expected = run_slices(normalised.norm_workload(), column.num_replicas)
+    expected = run_slices(normalised.batch_norm.workload(), column.num_replicas)
     check(column, results, expected, buffers=column is not PS_SYNC)
     if column in (ONE, CENTRAL_2):  # one copy of variables, which is the average at any time
         close(results[0]["own buffers"], expected["buffers"])
@@ -318,13 +267,11 @@ def test_own_statistics(column: Column, results: list[list[Any]]) -> None:
     assert len(set(means)) == len(means) == column.num_replicas
 
 
-@law(
+test_sync_batch_norm = trains(
     "`sync_batchnorm=True`: as one process on the joined batch, uneven and empty shares",
     normalised.sync_batch_norm,
-    without=cannot(PARAMETER_SERVERS, "Workers of parameter servers meet only on the servers; `prepare` refuses it."),
+    cannot(PARAMETER_SERVERS, "Workers of parameter servers meet only on the servers; `prepare` refuses it."),
 )
-def test_sync_batch_norm(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, alone(normalised.sync_workload()))
 
 
 @law(
@@ -344,7 +291,7 @@ def test_channels_last(column: Column, results: list[dict[str, Any]]) -> None:
     | cannot(TPU, "XLA draws other random numbers than torch on the CPU, from the same seed."),
 )
 def test_dropout(column: Column, results: list[dict[str, Any]]) -> None:
-    check(column, results, run_slices(normalised.dropout_workload(), column.num_replicas, normalised.SEED))
+    check(column, results, run_slices(normalised.dropout.workload(), column.num_replicas, normalised.SEED))
 
 
 @law(

@@ -12,8 +12,8 @@ import stratagem as sg
 from tests.conformance.law import runs_alone
 from tests.conformance.scenarios.examples import numbers
 from tests.conformance.scenarios.refusals import said
-from tests.conformance.scenarios.training import News, cross_entropy, rows, usual
-from tests.conformance.scenarios.workload import Batch, Workload, filled, train
+from tests.conformance.scenarios.training import cross_entropy, rows, usual
+from tests.conformance.scenarios.workload import Batch, Training, Workload, filled
 
 EXAMPLES, BATCH_SIZE = 27, 16
 """Batches of 16 and of 11: no replica of up to four has less than two examples, which BatchNorm needs."""
@@ -25,14 +25,11 @@ def norm_net() -> nn.Module:
     return filled(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, eps=0.1), nn.Tanh(), nn.Linear(6, 3)))
 
 
-def norm_workload(**prepare: Any) -> Workload:
+@Training
+def batch_norm() -> Workload:
     model = norm_net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return Workload((model, optimizer), rows(EXAMPLES), usual(), BATCH_SIZE, epochs=2, prepare=prepare)
-
-
-def batch_norm(strategy: sg.Strategy) -> News:
-    return train(strategy, norm_workload())
+    return Workload((model, optimizer), rows(EXAMPLES), usual(), BATCH_SIZE, epochs=2)
 
 
 def own_statistics(strategy: sg.Strategy) -> list[Any]:
@@ -50,16 +47,13 @@ def own_statistics(strategy: sg.Strategy) -> list[Any]:
     return [mean.tolist() for mean in strategy.local_results(strategy.run(step, args=(batch,)))]
 
 
-def sync_workload() -> Workload:
+@Training
+def sync_batch_norm() -> Workload:
     """Uneven and empty shares."""
     model = norm_net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     # A batch of one cannot be normalised: the last has two, of which the third and fourth replica have none.
     return Workload((model, optimizer), rows(16), usual(), 7, epochs=2, prepare={"sync_batchnorm": True})
-
-
-def sync_batch_norm(strategy: sg.Strategy) -> News:
-    return train(strategy, sync_workload())
 
 
 def layout_workload(memory_format: torch.memory_format | None) -> Workload:
@@ -78,15 +72,15 @@ def layout_workload(memory_format: torch.memory_format | None) -> Workload:
     return Workload((model, optimizer), rows(EXAMPLES), step, BATCH_SIZE, epochs=2, prepare=prepare)
 
 
-def channels_last(strategy: sg.Strategy) -> News:
-    return train(strategy, layout_workload(torch.channels_last))
+channels_last = Training(layout_workload, torch.channels_last, name="channels_last")
 
 
 def dropout_net() -> nn.Module:
     return filled(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.4), nn.Linear(8, 3)))
 
 
-def dropout_workload() -> Workload:
+@Training
+def dropout() -> Workload:
     model = dropout_net()
 
     def step(objects: Sequence[Any], batch: Batch, number: int) -> tuple[torch.Tensor, float]:
@@ -98,10 +92,6 @@ def dropout_workload() -> Workload:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     # One epoch: a DataLoader draws from torch's generator at the start of each.
     return Workload((model, optimizer), rows(36), step, batch_size=10, epochs=1)
-
-
-def dropout(strategy: sg.Strategy) -> News:
-    return train(strategy, dropout_workload())
 
 
 class Counting(nn.Module):

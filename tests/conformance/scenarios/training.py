@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from tests.conformance.scenarios.refusals import said
-from tests.conformance.scenarios.workload import Batch, Step, Workload, filled, integers, normal, rates_of, train
+from tests.conformance.scenarios.workload import Batch, Step, Training, Workload, filled, integers, normal, rates_of
 
-News = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], tuple[torch.Tensor, float]]
 
 UNEVEN = 15
@@ -72,36 +70,14 @@ def optimized(optimizer: str, num_examples: int) -> Workload:
     )
 
 
-def sgd(strategy: sg.Strategy) -> News:
-    return train(strategy, optimized("sgd", EVEN))
-
-
-def sgd_uneven(strategy: sg.Strategy) -> News:
-    return train(strategy, optimized("sgd", UNEVEN))
-
-
-def momentum(strategy: sg.Strategy) -> News:
-    return train(strategy, optimized("momentum", EVEN))
-
-
-def momentum_uneven(strategy: sg.Strategy) -> News:
-    return train(strategy, optimized("momentum", UNEVEN))
-
-
-def adam(strategy: sg.Strategy) -> News:
-    return train(strategy, optimized("adam", EVEN))
-
-
-def adam_uneven(strategy: sg.Strategy) -> News:
-    return train(strategy, optimized("adam", UNEVEN))
-
-
-def adamw(strategy: sg.Strategy) -> News:
-    return train(strategy, optimized("adamw", EVEN))
-
-
-def adamw_uneven(strategy: sg.Strategy) -> News:
-    return train(strategy, optimized("adamw", UNEVEN))
+sgd = Training(optimized, "sgd", EVEN, name="sgd")
+sgd_uneven = Training(optimized, "sgd", UNEVEN, name="sgd_uneven")
+momentum = Training(optimized, "momentum", EVEN, name="momentum")
+momentum_uneven = Training(optimized, "momentum", UNEVEN, name="momentum_uneven")
+adam = Training(optimized, "adam", EVEN, name="adam")
+adam_uneven = Training(optimized, "adam", UNEVEN, name="adam_uneven")
+adamw = Training(optimized, "adamw", EVEN, name="adamw")
+adamw_uneven = Training(optimized, "adamw", UNEVEN, name="adamw_uneven")
 
 
 class Tied(nn.Module):
@@ -119,14 +95,11 @@ class Tied(nn.Module):
         return found
 
 
-def tied_workload() -> Workload:
+@Training
+def tied() -> Workload:
     model = filled(Tied())
     data = integers(9, UNEVEN, 3, seed=4), integers(9, UNEVEN, seed=5)
     return Workload((model, OPTIMIZERS["momentum"](model.parameters())), data, usual())
-
-
-def tied(strategy: sg.Strategy) -> News:
-    return train(strategy, tied_workload())
 
 
 class Sometimes(nn.Module):
@@ -147,7 +120,8 @@ class Sometimes(nn.Module):
         return y
 
 
-def unused_workload() -> Workload:
+@Training
+def unused() -> Workload:
     model = filled(Sometimes())
     data = (*rows(UNEVEN), torch.arange(UNEVEN) % 14 == 5)
 
@@ -157,24 +131,18 @@ def unused_workload() -> Workload:
     return Workload((model, OPTIMIZERS["momentum"](model.parameters())), data, usual(loss_of))
 
 
-def unused(strategy: sg.Strategy) -> News:
-    return train(strategy, unused_workload())
-
-
 CLIP_NORM = 0.05
 
 
-def clip_norm_workload() -> Workload:
+@Training
+def clip_norm() -> Workload:
     model = net()
     objects = model, OPTIMIZERS["momentum"](model.parameters())
     return Workload(objects, rows(UNEVEN), usual(), prepare={"clip_norm": CLIP_NORM})
 
 
-def clip_norm(strategy: sg.Strategy) -> News:
-    return train(strategy, clip_norm_workload())
-
-
-def clipped_workload() -> Workload:
+@Training
+def clipped() -> Workload:
     """Clipped by the step itself."""
     model = net()
 
@@ -188,10 +156,6 @@ def clipped_workload() -> Workload:
         return loss, divisor
 
     return Workload((model, OPTIMIZERS["momentum"](model.parameters())), rows(UNEVEN), step)
-
-
-def clipped(strategy: sg.Strategy) -> News:
-    return train(strategy, clipped_workload())
 
 
 def accumulating(sync: bool, num_examples: int) -> Workload:
@@ -221,23 +185,14 @@ def accumulating(sync: bool, num_examples: int) -> Workload:
     return Workload((model, OPTIMIZERS["adam"](model.parameters())), rows(num_examples), step, batch_size)
 
 
-def accumulated(strategy: sg.Strategy) -> News:
-    return train(strategy, accumulating(True, EVEN))
+accumulated = Training(accumulating, True, EVEN, name="accumulated")
+accumulated_uneven = Training(accumulating, True, UNEVEN, name="accumulated_uneven")
+no_sync = Training(accumulating, False, EVEN, name="no_sync")
+no_sync_uneven = Training(accumulating, False, UNEVEN, name="no_sync_uneven")
 
 
-def accumulated_uneven(strategy: sg.Strategy) -> News:
-    return train(strategy, accumulating(True, UNEVEN))
-
-
-def no_sync(strategy: sg.Strategy) -> News:
-    return train(strategy, accumulating(False, EVEN))
-
-
-def no_sync_uneven(strategy: sg.Strategy) -> News:
-    return train(strategy, accumulating(False, UNEVEN))
-
-
-def gan_workload() -> Workload:
+@Training
+def gan() -> Workload:
     """Two optimizers in one step, one of them twice; the critic also gets gradients of the generator's loss."""
     generator, critic = filled(nn.Linear(2, 4)), filled(nn.Linear(4, 1), seed=4)
     make = torch.optim.Adam(generator.parameters(), 1e-2)
@@ -261,14 +216,11 @@ def gan_workload() -> Workload:
     return Workload((generator, critic, make, judge), data, step)
 
 
-def gan(strategy: sg.Strategy) -> News:
-    return train(strategy, gan_workload())
-
-
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
 
 
-def class_weights_workload() -> Workload:
+@Training
+def class_weights() -> Workload:
     model = net()
 
     def loss_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -280,11 +232,8 @@ def class_weights_workload() -> Workload:
     return Workload((model, OPTIMIZERS["adam"](model.parameters())), rows(UNEVEN), usual(loss_of))
 
 
-def class_weights(strategy: sg.Strategy) -> News:
-    return train(strategy, class_weights_workload())
-
-
-def ignore_index_workload() -> Workload:
+@Training
+def ignore_index() -> Workload:
     """In the first batch the last three labels are ignored: one replica of some strategies has nothing but those."""
     model = net()
     inputs, labels = rows(UNEVEN)
@@ -298,11 +247,8 @@ def ignore_index_workload() -> Workload:
     return Workload((model, OPTIMIZERS["adam"](model.parameters())), (inputs, labels), usual(loss_of))
 
 
-def ignore_index(strategy: sg.Strategy) -> News:
-    return train(strategy, ignore_index_workload())
-
-
-def scheduled_workload() -> Workload:
+@Training
+def scheduled() -> Workload:
     """One scheduler goes on with every step, another with every epoch."""
     model = net()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
@@ -316,10 +262,6 @@ def scheduled_workload() -> Workload:
 
     objects = model, optimizer, by_step, by_epoch
     return Workload(objects, rows(30), step, batch_size=10, after_epoch=lambda objects: objects[3].step())
-
-
-def scheduled(strategy: sg.Strategy) -> News:
-    return train(strategy, scheduled_workload())
 
 
 def paced(strategy: sg.Strategy) -> dict[str, Any]:
@@ -433,7 +375,8 @@ def measured(strategy: sg.Strategy) -> list[list[Any]]:
     return found
 
 
-def sum_workload() -> Workload:
+@Training
+def gradients_sum() -> Workload:
     """Losses divided by the global batch; a penalty on the weights divided by the replicas."""
     model = net()
 
@@ -445,10 +388,6 @@ def sum_workload() -> Workload:
 
     objects = model, OPTIMIZERS["adam"](model.parameters())
     return Workload(objects, rows(20), usual(loss_of), batch_size=10, prepare={"gradients": "sum"})
-
-
-def gradients_sum(strategy: sg.Strategy) -> News:
-    return train(strategy, sum_workload())
 
 
 class Bag(nn.Module):
@@ -471,11 +410,9 @@ SPARSE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def sparse_workload(optimizer: str, strategy: sg.Strategy | None = None) -> Workload:
-    """In the scope of a strategy, or as it is outside of any: then the table is torch's own class in all but name."""
-    with contextlib.nullcontext() if strategy is None else strategy.scope():
-        model = Bag(sg.nn.Embedding(30, 4, init=sg.nn.Normal(std=0.5), seed=3))
-    return sparse_training(model, optimizer)
+def sparse_workload(optimizer: str) -> Workload:
+    """Outside of a strategy's scope the table is torch's own class in all but name."""
+    return sparse_training(Bag(sg.nn.Embedding(30, 4, init=sg.nn.Normal(std=0.5), seed=3)), optimizer)
 
 
 def sparse_training(model: Bag, optimizer: str) -> Workload:
@@ -495,19 +432,12 @@ def sparse_training(model: Bag, optimizer: str) -> Workload:
     return Workload((model, lazy, dense), (integers(30, UNEVEN, 2, seed=8), integers(3, UNEVEN, seed=9)), step)
 
 
+sparse_sgd = Training(sparse_workload, "SGD", name="sparse_sgd", in_scope=True)
+sparse_adagrad = Training(sparse_workload, "Adagrad", name="sparse_adagrad", in_scope=True)
+sparse_adam = Training(sparse_workload, "SparseAdam", name="sparse_adam", in_scope=True)
+
+
 def sparse_refused(strategy: sg.Strategy) -> str:
     """What is said about such a table."""
     model = Bag(nn.Embedding(30, 4, sparse=True))
     return said(lambda: strategy.prepare(*sparse_training(model, "SGD").objects))
-
-
-def sparse_sgd(strategy: sg.Strategy) -> News:
-    return train(strategy, sparse_workload("SGD", strategy))
-
-
-def sparse_adagrad(strategy: sg.Strategy) -> News:
-    return train(strategy, sparse_workload("Adagrad", strategy))
-
-
-def sparse_adam(strategy: sg.Strategy) -> News:
-    return train(strategy, sparse_workload("SparseAdam", strategy))

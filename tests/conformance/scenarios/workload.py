@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,6 +104,33 @@ def alone(workload: Workload) -> dict[str, Any]:
         "weights": weights_of(workload.objects),
         "buffers": buffers_of(workload.objects),
     }
+
+
+class Training:
+    """A scenario that trains a workload.
+
+    Args:
+        workload: makes it of ``arguments``; a decorated one takes none.
+        name: of the scenario in the module of ``workload``; None: that of ``workload``.
+        in_scope: whether it is made in the scope of the strategy, for tables.
+    """
+
+    __name__: str
+
+    def __init__(
+        self, workload: Callable[..., Workload], *arguments: Any, name: str | None = None, in_scope: bool = False
+    ) -> None:
+        self.workload = functools.partial(workload, *arguments)
+        self.__module__, self.__name__ = workload.__module__, name or workload.__name__
+        self._in_scope = in_scope
+
+    def __call__(self, strategy: sg.Strategy) -> dict[str, Any]:
+        with strategy.scope() if self._in_scope else contextlib.nullcontext():
+            workload = self.workload()
+        return train(strategy, workload)
+
+    def alone(self) -> dict[str, Any]:
+        return alone(self.workload())
 
 
 def _clip(optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
