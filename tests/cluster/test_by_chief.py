@@ -18,6 +18,7 @@ from stratagem.launch.status import fetch_status
 from tests import forks
 from tests.cluster.test_by_hand import free_addresses
 from tests.cluster.test_exactly_once import check_counts
+from tests.polling import until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 Start = Callable[..., subprocess.Popen[str]]
@@ -139,9 +140,7 @@ def test_a_chief_that_stands_by_takes_over(start: Start, tmp_path: Path, in_file
     ps = start("ps", "--task", "ps:0", "--chief", where)
     script = (SCRIPTS / "count_examples.py", "--out", tmp_path / "out.pt", "--epochs", 3, "--pause-s", 0.05)
     workers = [start("worker", "--task", f"worker:{i}", "--chief", where, *script) for i in (0, 1)]
-    deadline = time.monotonic() + 100
-    while max(task.step for task in fetch_status(where, 60.0).tasks) < 5:
-        assert time.monotonic() < deadline
+    until(lambda: max(task.step for task in fetch_status(where, 60.0).tasks) >= 5, deadline_s=100.0)
     chief.kill()
     logs = Logs(standby, ps, *workers)
     assert logs.finish() == [0, 0, 0, 0], logs

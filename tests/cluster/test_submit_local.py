@@ -17,6 +17,7 @@ import pytest
 
 from tests import forks
 from tests.notebooks import EXECUTE, notebook_of
+from tests.polling import until
 
 DEADLINE_S = 240.0
 ROOT = Path(__file__).parents[2]
@@ -156,10 +157,7 @@ def start_waiting(desk: Desk) -> dict[str, Any]:
     desk.write("wait.py", WAITS)
     submitted = desk.run(*STRATAGEM, "submit", "wait.py")
     assert submitted.returncode == 0, submitted.stderr
-    deadline = time.monotonic() + DEADLINE_S
-    while not (desk.folder / "started").exists():
-        assert time.monotonic() < deadline, desk.log(submitted.stdout.strip())
-        time.sleep(0.05)
+    until((desk.folder / "started").exists, lambda: desk.log(submitted.stdout.strip()), DEADLINE_S)
     job = desk.jobs()[0]
     assert job["state"]["phase"] == "running"
     return job
@@ -192,10 +190,7 @@ def test_a_killed_launcher_is_noticed_though_it_wrote_nothing(desk: Desk) -> Non
     os.kill(desk.pid(job["id"]), signal.SIGKILL)
     state = desk.wait(lambda job: job["state"]["phase"] != "running")["state"]
     assert state == {"phase": "failed", "exit_code": None, "detail": "its launcher was killed"}
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_gone(script):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: is_gone(script), deadline_s=DEADLINE_S)
 
 
 def test_a_dry_run_shows_everything_and_does_nothing(desk: Desk) -> None:

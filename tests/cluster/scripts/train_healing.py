@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from tests.cluster.scripts import faults
+from tests.polling import until
 
 BATCH = 16
 
@@ -39,22 +39,15 @@ def wait_for_newcomer(strategy: sg.MultiWorkerMirroredStrategy, out: Path) -> No
     healing = strategy.communicator.healing
     assert healing is not None
     out.with_suffix(".meets").touch()
-    _until(lambda: healing.sees_newcomer, "nobody came")
+    until(lambda: healing.sees_newcomer, lambda: "nobody came")
 
 
 def let_others_come_to_the_meeting(strategy: sg.MultiWorkerMirroredStrategy, out: Path) -> None:
     """In a worker that was started again, before its first batch: it may start more quickly than they get there."""
     started = out.with_suffix(f".started-{strategy.task.index}")
     if started.exists():
-        _until(out.with_suffix(".meets").exists, "nobody waits")
+        until(out.with_suffix(".meets").exists, lambda: "nobody waits")
     started.touch()
-
-
-def _until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)
 
 
 def main() -> None:

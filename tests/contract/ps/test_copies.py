@@ -13,26 +13,23 @@ import grpc
 import pytest
 import torch
 
-from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.membership import Member, Membership
-from stratagem.errors import JobStoppedError, PeerUnavailableError, ProtocolError, StratagemError
+from stratagem.errors import PeerUnavailableError, ProtocolError, StratagemError
 from stratagem.ps import copies
 from stratagem.ps.backup import Backup
 from stratagem.ps.copies import StoreCopy, StoreImage, tensors_of
 from stratagem.ps.following import RETRY_S, Following
 from stratagem.ps.peer_client import PeerStore
 from stratagem.ps.requests import Sender
-from stratagem.ps.servicer import SERVICE, ParameterServerServicer
-from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
 from stratagem.rpc.security import OPEN
-from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.session import SessionClient
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
-from tests.unit.ps.driver import poll
+from tests.contract.ps.serving import serving
+from tests.polling import until
 
 CHIEF = common_pb2.Sender(task="chief:0", incarnation=1)
 SIZE = 10
@@ -46,21 +43,13 @@ class Ps:
         self.store = Store(task, limits=Limits(max_store_bytes=max_store_bytes), frames_timeout_s=5.0)
         self.store.incarnation = incarnation
         self.store.state.backup = Backup(lambda: 0)
-        self._lanes = SocketLanes(self.store, "127.0.0.1")
-        servicer = ParameterServerServicer(self.store, self._lanes, 8 << 20)
-        self._server = serve(
-            ServerConfig(task="ps:0", max_message_bytes=8 << 20),
-            lambda server: add_servicer(SERVICE, servicer, server),
-            services=[SERVICE.full_name],
-        )
-        self.address = self._server.address
+        self._closing = contextlib.ExitStack()
+        self.address = self._closing.enter_context(serving(self.store)).address
 
     def close(self) -> None:
         assert self.store.state.backup is not None
         self.store.state.backup.close()
-        self.store.state.close_lanes(JobStoppedError("the test is over", 0))
-        self._lanes.close()
-        self._server.stop(0.2)
+        self._closing.close()
 
 
 class Follower:
@@ -229,10 +218,10 @@ def test_a_ps_that_takes_over_is_the_one_that_died(start: Start, connect: Connec
     request = worker.commit_request(18, worker.stage(18, torch.ones(SIZE)), 7)
     request.groups[0].CopyFrom(of_unit.groups[0])
     left_alone = worker.stub.CommitUpdate.future(request)
-    poll(lambda: follower.error is not None)
+    until(lambda: follower.error is not None)
     assert isinstance(follower.error, PeerUnavailableError) and "was taken over" in str(follower.error)
     backup = primary.store.state.backup
-    poll(lambda: backup is not None and backup.words == "ps:1 broke off")
+    until(lambda: backup is not None and backup.words == "ps:1 broke off")
     assert not left_alone.done()
 
 
@@ -242,12 +231,12 @@ def test_a_copy_that_broke_off_is_waited_for_until_its_process_is_declared_dead(
     primary, _, follower, worker = trained(start, connect, follow)
     follower.close()
     backup = primary.store.state.backup
-    poll(lambda: backup is not None and backup.words == "ps:1 broke off")
+    until(lambda: backup is not None and backup.words == "ps:1 broke off")
     request = worker.commit_request(6, worker.stage(6, torch.ones(SIZE)), 2)
     request.groups[0].hyper_parameters[0].update({"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8})
     request.groups[0].hyper_parameters[0].update({"weight_decay": 0.0, "amsgrad": False, "maximize": False})
     left_alone = worker.stub.CommitUpdate.future(request)
-    poll(lambda: primary.store.state.step == 3)
+    until(lambda: primary.store.state.step == 3)
     assert not left_alone.done()
     want = ps_pb2.PullWeightsRequest.Want(group=1)
     pull = ps_pb2.PullWeightsRequest(sender=worker.sender(0), groups=[want], reply_transfer=98)
@@ -279,7 +268,7 @@ def test_values_that_are_assigned_end_the_copy(start: Start, connect: Connect, f
     ref = worker.stage(6, torch.ones(SIZE), frame_pb2.VALUES)
     assign = ps_pb2.AssignValuesRequest(sender=worker.sender(), values=ref, groups=[1])
     assigned = worker.stub.AssignValues.future(assign)
-    poll(lambda: follower.error is not None)
+    until(lambda: follower.error is not None)
     follower.close()
     assert not assigned.done(), "somebody may take the copy, which lacks the values"
     again = follow(primary, holder)
@@ -310,7 +299,7 @@ def test_a_copy_for_which_there_is_no_room_is_tried_more_and_more_rarely(
     primary, holder = start(), start("ps:1", BACKUP.incarnation, max_store_bytes=8)
     connect(primary).create(torch.zeros(SIZE))
     following = keep_copy(primary, holder)
-    poll(lambda: following._retry_s > 3 * RETRY_S)
+    until(lambda: following._retry_s > 3 * RETRY_S)
     assert [record.levelname for record in caplog.records if "No copy of another ps" in record.message] == ["WARNING"]
 
 
@@ -333,7 +322,7 @@ def test_a_copy_is_made_also_after_a_failure_that_nobody_thought_of(
 
     monkeypatch.setattr(holder.store.copies, "new_copy", fails_first)
     following = keep_copy(primary, holder)
-    poll(lambda: "ps:0" in holder.store.copies.kept and holder.store.copies.kept["ps:0"].is_whole)
+    until(lambda: "ps:0" in holder.store.copies.kept and holder.store.copies.kept["ps:0"].is_whole)
     assert "No copy of another ps for now: can't allocate memory" in caplog.text
     assert following._retry_s == RETRY_S
 
@@ -346,7 +335,7 @@ def test_an_image_with_a_gap_is_no_copy(
     primary, holder = start(), start("ps:1", BACKUP.incarnation)
     connect(primary).create(torch.zeros(SIZE), "Adam")
     follower = follow(primary, holder)
-    poll(lambda: follower.error is not None or follower.whole.is_set())
+    until(lambda: follower.error is not None or follower.whole.is_set())
     assert "the piece of group 1 at 4 from ps:0, got one of group 1 at 0" in str(follower.error)
 
 

@@ -12,21 +12,20 @@ import pytest
 import torch
 
 from stratagem.cluster.communication import Transport
-from stratagem.cluster.config import ServerConfig, WorkerConfig
+from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member, Membership
-from stratagem.errors import JobStoppedError, LimitError, PeerUnavailableError, ProtocolError, SequenceError
+from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, SequenceError
 from stratagem.ps.sequences import WINDOW
-from stratagem.ps.servicer import SERVICE, ParameterServerServicer
-from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
-from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.push.ps_client import PsClient
-from tests.unit.ps.driver import CALL, CHIEF, poll
+from tests.contract.ps.serving import serving
+from tests.polling import until
+from tests.unit.ps.driver import CALL, CHIEF
 
 SIZE = 6
 MAX_IDS = 100
@@ -85,19 +84,10 @@ def store() -> Store:
 
 @pytest.fixture(params=["shm", "tcp", "grpc"])
 def worker(store: Store, request: pytest.FixtureRequest) -> Iterator[Worker]:
-    lanes = SocketLanes(store, "127.0.0.1")
-    servicer = ParameterServerServicer(store, lanes, 8 << 20)
-    running = serve(
-        ServerConfig(task="ps:0", max_message_bytes=8 << 20),
-        lambda server: add_servicer(SERVICE, servicer, server),
-        services=[SERVICE.full_name],
-    )
-    made = Worker(running.address, request.param)
-    yield made
-    made.client.close("the test is over")
-    store.state.close_lanes(JobStoppedError("the test is over", 0))
-    lanes.close()
-    running.stop(0.2)
+    with serving(store) as running:
+        made = Worker(running.address, request.param)
+        yield made
+        made.client.close("the test is over")
 
 
 def test_an_update_is_applied_once_and_brings_the_weights(worker: Worker) -> None:
@@ -108,7 +98,7 @@ def test_an_update_is_applied_once_and_brings_the_weights(worker: Worker) -> Non
 
     request = worker.request(0)
     call = worker.client.start("CommitUpdate", request, sequenced=True)
-    poll(lambda: call.done)
+    until(lambda: call.done)
     reply = call.result(write)
     assert reply.applied and torch.equal(weights, torch.full((SIZE,), -0.5))
     request.reply_transfer = worker.client.new_transfer()
@@ -172,7 +162,7 @@ def test_what_cannot_be_ends_the_lane_and_changes_nothing(worker: Worker, store:
         client.lane.send(frame_pb2.COMMIT_UPDATE, 5, 0, 0, lambda: [torch.full((9,), 255, dtype=torch.uint8)], 9)
     with pytest.raises((PeerUnavailableError, LimitError, ProtocolError)):
         client.start("CommitUpdate", request, sequenced=True).result()
-    poll(lambda: not store.state.senders.lanes)
+    until(lambda: not store.state.senders.lanes)
     assert store.state.locked_groups[1].group.num_updates == 0
 
 
@@ -180,7 +170,7 @@ def test_a_worker_that_leaves_while_its_commit_waits_is_noticed(worker: Worker, 
     store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
     worker.client.start("CommitUpdate", worker.request(0), sequenced=True)
     worker.client.close("it leaves")
-    poll(lambda: not store.state.senders.lanes)
+    until(lambda: not store.state.senders.lanes)
     assert store.state.locked_groups[1].group.num_updates == 0
 
 

@@ -15,15 +15,12 @@ import torch
 
 from benchmarks.memory import read_pss
 from stratagem.cluster.communication import Transport
-from stratagem.cluster.config import ServerConfig, WorkerConfig
+from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Unit, Update
-from stratagem.errors import JobStoppedError
 from stratagem.ps import store as ps_store
 from stratagem.ps import waiting
 from stratagem.ps.published import FRAME_BYTES
-from stratagem.ps.servicer import SERVICE, ParameterServerServicer
-from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc import frame_memory, slots
@@ -32,10 +29,10 @@ from stratagem.rpc.lane import nothing
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.lent_slots import Lender
 from stratagem.rpc.security import OPEN
-from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.units import update_to_proto
 from stratagem.worker.push.ps_client import PsClient
-from tests.unit.ps.driver import poll
+from tests.contract.ps.serving import serving
+from tests.polling import until
 
 NUM_WORKERS, NUM_STEPS = 6, 4
 SIZE = 16 << 20  # 64 MiB, and as much momentum
@@ -139,17 +136,8 @@ def store() -> Store:
 
 @pytest.fixture
 def address(store: Store) -> Iterator[str]:
-    lanes = SocketLanes(store, "127.0.0.1")
-    servicer = ParameterServerServicer(store, lanes, 32 << 20)
-    running = serve(
-        ServerConfig(task="ps:0", max_message_bytes=32 << 20),
-        lambda server: add_servicer(SERVICE, servicer, server),
-        services=[SERVICE.full_name],
-    )
-    yield running.address
-    store.state.close_lanes(JobStoppedError("the test is over", 0))
-    lanes.close()
-    running.stop(0.2)
+    with serving(store, 32 << 20) as running:
+        yield running.address
 
 
 @pytest.mark.thorough
@@ -190,7 +178,7 @@ def test_memory_of_what_is_on_its_way_is_given_back_with_the_last_lane(
     before = _shared_bytes()
     with pushed(address, 2, transport):
         assert _shared_bytes() - before + store.state.memory.num_bytes > 4 * SIZE
-    poll(lambda: _shared_bytes() <= before + slots.SEGMENT_BYTES and not store.state.memory.num_bytes)
+    until(lambda: _shared_bytes() <= before + slots.SEGMENT_BYTES and not store.state.memory.num_bytes)
 
 
 def test_memory_of_messages_is_given_back_with_the_last_lane(
@@ -200,7 +188,7 @@ def test_memory_of_messages_is_given_back_with_the_last_lane(
     monkeypatch.setattr(ps_store, "give_back_freed_memory", lambda: given_back.append(len(store.state.senders.lanes)))
     with pushed(address, 2, "grpc"):
         assert not given_back
-    poll(lambda: bool(given_back))
+    until(lambda: bool(given_back))
     assert set(given_back) == {0} and store.state.memory.num_bytes == 0
 
 

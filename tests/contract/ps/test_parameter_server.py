@@ -11,13 +11,11 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.cluster.config import ServerConfig
 from stratagem.errors import (
     CheckpointError,
     ConfigurationError,
     FencedError,
     FrameError,
-    JobStoppedError,
     LimitError,
     ProtocolError,
     SequenceError,
@@ -27,15 +25,15 @@ from stratagem.errors import (
     VariableError,
 )
 from stratagem.ps.published import FRAME_BYTES
-from stratagem.ps.servicer import SERVICE, ParameterServerServicer
-from stratagem.ps.socket_lanes import SocketLanes
+from stratagem.ps.servicer import SERVICE
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import encode_frame
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
-from stratagem.rpc.server import RunningServer, add_servicer, serve
+from stratagem.rpc.server import RunningServer
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
+from tests.contract.ps.serving import serving
 from tests.unit.ps.driver import complete
 
 torch.set_num_threads(1)
@@ -51,17 +49,8 @@ def store() -> Store:
 
 @pytest.fixture
 def server(store: Store) -> Iterator[RunningServer]:
-    lanes = SocketLanes(store, "127.0.0.1")
-    servicer = ParameterServerServicer(store, lanes, 8 << 20)
-    running = serve(
-        ServerConfig(task="ps:0", max_message_bytes=8 << 20),
-        lambda server: add_servicer(SERVICE, servicer, server),
-        services=[SERVICE.full_name],
-    )
-    yield running
-    store.state.close_lanes(JobStoppedError("the test is over", 0))
-    lanes.close()
-    running.stop(0.2)
+    with serving(store) as running:
+        yield running
 
 
 @pytest.fixture

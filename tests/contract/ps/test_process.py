@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.server import RunningServer, serve
 from tests import forks
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
+from tests.polling import until
 from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, complete, make_spec
 
 SERVICE = "stratagem.ParameterServer"
@@ -167,10 +167,7 @@ def test_joins_is_put_back_serves_and_ends_with_the_job(
     try:
         join = servicer.joined.get(timeout=60)
         assert join.task == "ps:0" and join.store_epoch == 0
-        deadline = time.monotonic() + 60.0
-        while list(tmp_path.glob("leaves-*")):
-            assert time.monotonic() < deadline, "the process before is needed again"
-            time.sleep(0.01)
+        until(lambda: not list(tmp_path.glob("leaves-*")), lambda: "the process before is needed again")
         channel = connect(join.address)
         stub: Any = ps_pb2_grpc.ParameterServerStub(channel)
         restore = ps_pb2.RestoreShardsRequest(

@@ -15,7 +15,7 @@ from stratagem.ps.requests import Family, Purpose, Sender
 from stratagem.ps.socket_lanes import SocketLanes, TcpReplies
 from stratagem.ps.store import Store
 from stratagem.rpc.lane_listener import LaneTicket, connect_lane
-from tests.unit.ps.driver import poll
+from tests.polling import until
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def test_tickets_of_those_who_do_not_come_are_forgotten(lanes: SocketLanes, monk
         lanes.open(Sender("worker:0", incarnation), "tcp", "up")
         with contextlib.suppress(PeerUnavailableError):  # it was fast, or too late
             lanes.open(Sender("worker:0", incarnation), "tcp", "down")
-        poll(lambda: not lanes._listener._tokens)
-        poll(lambda: not any(thread.is_alive() for thread in lanes._threads))
+        until(lambda: not lanes._listener._tokens)
+        until(lambda: not any(thread.is_alive() for thread in lanes._threads))
     assert not lanes._expected
 
 
@@ -56,5 +56,5 @@ def test_a_lane_is_of_the_family_that_was_asked_for_last(
     with contextlib.ExitStack() as stack:
         for ticket in ask(lanes, Sender("worker:0", 3)):
             stack.enter_context(connect_lane(ticket, "127.0.0.1", time.monotonic() + 10))
-        poll(lambda: bool(opened))
+        until(lambda: bool(opened))
     assert isinstance(opened[0], TcpReplies)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
 import pathlib
 import threading
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stratagem as sg
 from stratagem.cluster.communication import Transport
-from stratagem.cluster.config import ServerConfig, WorkerConfig
+from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import (
@@ -36,14 +36,11 @@ from stratagem.errors import (
     VariableError,
 )
 from stratagem.nn.remote_rows import RemoteRows
-from stratagem.ps.servicer import SERVICE, ParameterServerServicer
-from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.state import StoreState
 from stratagem.ps.store import Store
 from stratagem.rpc.generated import ps_pb2
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
-from stratagem.rpc.server import RunningServer, add_servicer, serve
 from stratagem.rpc.tcp_lane import TcpLane
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
@@ -56,7 +53,10 @@ from stratagem.worker.push.ps_client import PsClient
 from stratagem.worker.push.table_handle import rows_in
 from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.step_meter import StepMeter
-from tests.unit.ps.driver import CALL, CHIEF, complete, poll
+from tests.contract.ps.serving import serving
+from tests.polling import until
+from tests.unit.nn.test_embedding import Remote
+from tests.unit.ps.driver import CALL, CHIEF, complete
 
 torch.set_num_threads(1)
 
@@ -67,12 +67,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sums from 0.5": lambda parameters: torch.optim.Adagrad(parameters, 0.1, initial_accumulator_value=0.5),
     "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, 0.01),
 }
-
-
-class Remote(DefaultStrategy):
-    """Tables built in its scope live on parameter servers."""
-
-    holds_tables = True
 
 
 class Net(nn.Module):
@@ -116,17 +110,9 @@ class Job:
         return {locked.group.num_updates for store in self.stores for locked in store.state.locked_groups.values()}
 
 
-def start_server(store: Store, lanes: SocketLanes, host: str) -> RunningServer:
-    servicer = ParameterServerServicer(store, lanes, 8 << 20)
-    return serve(
-        ServerConfig(task="ps:0", bind=f"{host}:0", max_message_bytes=8 << 20),
-        lambda server: add_servicer(SERVICE, servicer, server), services=[SERVICE.full_name],
-    )  # fmt: skip
-
-
 @pytest.fixture
 def start() -> Iterator[Callable[..., Job]]:
-    undo: list[Callable[[], None]] = []
+    closing = contextlib.ExitStack()
 
     def job(
         transport: Transport = "tcp",
@@ -138,17 +124,9 @@ def start() -> Iterator[Callable[..., Job]]:
         stores, tasks = [], []
         for index in range(num_ps):
             store = Store(f"ps:{index}", frames_timeout_s=5.0)
-            lanes = SocketLanes(store, host.strip("[]"))
-            server = start_server(store, lanes, host)
+            server = closing.enter_context(serving(store, host=host))
             stores.append(store)
             tasks.append(Member(f"ps:{index}", server.address, 0, True))
-
-            def stop(store: Store = store, lanes: SocketLanes = lanes, server: RunningServer = server) -> None:
-                store.state.close_lanes(JobStoppedError("the test is over", 0))
-                lanes.close()
-                server.stop(0.2)
-
-            undo.append(stop)
         session: Any = SimpleNamespace(
             task="worker:0",
             incarnation=1,
@@ -166,7 +144,7 @@ def start() -> Iterator[Callable[..., Job]]:
         )
         clients = [PsClient(session, index, BytesMeter(), config) for index in range(num_ps)]
         for client in clients:
-            undo.append(functools.partial(client.close, "the test is over"))
+            closing.callback(client.close, "the test is over")
             client.connect()
         runtime: Any = SimpleNamespace(
             clients=clients,
@@ -178,9 +156,8 @@ def start() -> Iterator[Callable[..., Job]]:
         )
         return Job(stores, clients, VariableGroups(runtime, None))
 
-    yield job
-    for action in reversed(undo):
-        action()
+    with closing:
+        yield job
 
 
 def build(optimizer: str, strategy: Strategy | None = None) -> tuple[Net, list[torch.optim.Optimizer]]:
@@ -460,7 +437,7 @@ def test_a_lane_that_breaks_is_opened_again(start: Callable[..., Job], transport
         if step % 3 == 1:  # the gradient leaves
             job.stores[0].state.close_lanes(PeerUnavailableError("a fault of the test"))
             if transport == "grpc":  # which hears of it in a thread of its own; the others when they send
-                poll(lambda: not job.clients[0].is_connected)
+                until(lambda: not job.clients[0].is_connected)
             broken += 1
         job.step()
     assert broken == 4 and job.num_updates() == {6}
@@ -471,9 +448,9 @@ def test_a_ps_that_came_back_at_its_address_is_greeted_first(start: Callable[...
     # The control channel is whole again by itself, as after a restart at the same address; the lane is not.
     job = start("tcp", 1)
     (client,), (store,) = job.clients, job.stores
-    poll(lambda: bool(store.state.senders.lanes))  # the ps accepts in a thread of its own
+    until(lambda: bool(store.state.senders.lanes))  # the ps accepts in a thread of its own
     store.state.close_lanes(JobStoppedError("this life is over", 1))
-    poll(lambda: not store.state.senders.lanes)
+    until(lambda: not store.state.senders.lanes)
     store.state.senders.forget_windows()
     model, optimizers = build("SparseAdam", Remote())
     with pytest.raises(StaleStoreError, match="send Hello first"):
@@ -503,7 +480,7 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
     before = models[2].weight.detach().clone()
 
     store.state.close_lanes(PeerUnavailableError("it restarts"))
-    poll(lambda: not job.clients[0].is_connected and not store.state.senders.lanes)
+    until(lambda: not job.clients[0].is_connected and not store.state.senders.lanes)
     store.checkpoints.restore_shards(str(tmp_path))
     assert held - store.state.locked_groups.keys(), "the checkpoint is older than some variables"
     for model in models:
@@ -643,7 +620,7 @@ def test_rows_that_are_given_go_in_parts_to_a_table_that_is_new(
 
     store = job.stores[0]  # one that lost everything gets the rows that were given
     store.state.close_lanes(PeerUnavailableError("it restarts"))
-    poll(lambda: not store.state.senders.lanes)
+    until(lambda: not store.state.senders.lanes)
     store.state.senders.forget_windows()
     store.state.locked_groups.clear()
     store.state.store_epoch += 1

@@ -29,7 +29,7 @@ from stratagem.worker.ring.ring_group import RingGroup
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
-from tests.unit.ps.driver import poll
+from tests.polling import until
 
 CPU = torch.device("cpu")
 OVER_TCP = CommunicationOptions(transport="tcp", chunk_bytes=1 << 16)
@@ -100,7 +100,7 @@ def test_a_rank_that_is_late_is_named() -> None:
         assert [member.waiting() for member in members] == [None, None]
         with futures.ThreadPoolExecutor(1) as pool:
             early = pool.submit(first.all_reduce, torch.ones(3))
-            poll(lambda: (found := members[0].waiting()) is not None and found[1] > 0.2)
+            until(lambda: (found := members[0].waiting()) is not None and found[1] > 0.2)
             assert (members[0].waiting() or [""])[0] == "worker:1 in all_reduce sum of 3 float32"
             assert members[1].waiting() is None
             second.all_reduce(torch.ones(3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -18,6 +17,7 @@ from stratagem.worker.ring.group import Group, Tag
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.schedule import cut
 from tests.contract.ring.groups import FACTORIES, connected, in_threads, outcomes_of
+from tests.polling import until
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
 REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -413,7 +413,7 @@ def test_close_wakes_a_call_that_waits(groups: Sequence[Group]) -> None:
         target=lambda: outcomes.extend(outcomes_of([functools.partial(all_reduce, groups[0], Tag(1, 7))]))
     )
     waiting.start()
-    wait_until(lambda: groups[0].waiting_on() is not None)
+    until(lambda: groups[0].waiting_on() is not None)
     groups[0].close("the user has had enough")
     waiting.join(DEADLINE_S)
     assert str(outcomes[0].error) == "the user has had enough"
@@ -433,14 +433,7 @@ def test_a_rank_that_stands_still(kind: str, length: int) -> None:
             seen.update(rank for group in groups if (rank := group.waiting_on()) is not None)
             return 2 in seen
 
-        wait_until(silent_rank_is_waited_for)
+        until(silent_rank_is_waited_for)
         waiting.join(DEADLINE_S)
         assert_broken(groups[:2], [outcome.error for outcome in outcomes])
         assert 2 in [getattr(outcome.error, "rank", None) for outcome in outcomes]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.001)

@@ -15,7 +15,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,9 @@ from stratagem.worker.ring.host_memory import Scratch
 from stratagem.worker.ring.host_signals import Signals
 from stratagem.worker.ring.schedule import cut
 from tests.contract.ring.groups import Outcome, host_groups, in_threads, outcomes_of
+from tests.polling import until
 from tests.unit.reduction.reducing import reducing, weight_of
+from tests.unit.rpc.test_segment import num_mappings
 
 SHORT, COPIED, SLOT, CHUNK = 1024, 4352, 6144, 512
 LENGTHS = (0, 1, 5, 64, 257, 1000, 4001)
@@ -69,13 +70,6 @@ def connected(size: int, timeout_s: float = 20.0) -> Iterator[list[HostGroup]]:
 
 def on_every_rank(groups: Sequence[HostGroup], work: Callable[[HostGroup], object]) -> None:
     in_threads([functools.partial(work, group) for group in groups])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.001)
 
 
 def values(rank: int, length: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -330,7 +324,7 @@ class Gate:
     def open_when_waited_for(self, fast: HostGroup) -> None:
         """Lets the rank go when ``fast`` is in the next collective and can get no further."""
         assert self._reached.wait(DEADLINE_S)
-        wait_until(lambda: fast._signals._tag.ordinal == self._next and fast.waiting_on() is not None)
+        until(lambda: fast._signals._tag.ordinal == self._next and fast.waiting_on() is not None)
         self._opened.set()
 
 
@@ -505,10 +499,6 @@ def test_a_group_without_memory_is_not_made(monkeypatch: pytest.MonkeyPatch) -> 
     assert num_mappings() == before
 
 
-def num_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:stratagem")
-
-
 def test_closing_unmaps_everything_that_is_not_held() -> None:
     before = num_mappings()
     with connected(2) as groups:
@@ -587,7 +577,7 @@ def test_a_closed_group_frees_nothing_under_a_running_reduction(monkeypatch: pyt
         assert inside.wait(DEADLINE_S)
         closing = threading.Thread(target=groups[0].close, args=("enough",))
         closing.start()
-        wait_until(lambda: groups[1]._signals._failure is not None)
+        until(lambda: groups[1]._signals._failure is not None)
         assert closing.is_alive()
         go_on.set()
         closing.join(DEADLINE_S)
@@ -615,7 +605,7 @@ class FarRank:
         cells = self._signals._cells
         if cells is None:
             return self.link.recv(40)
-        wait_until(lambda: cells._count == 1)
+        until(lambda: cells._count == 1)
         return bytes(cells.message(2))
 
 
@@ -656,7 +646,7 @@ def test_a_peer_may_end_in_peace_after_its_last_signal(wires: Wires) -> None:
     assert far[1].hear() == signal_of(9)
     far[1].tell(signal_of(9))
     far[1].link.close()
-    wait_until(lambda: signals.waiting_on == 0)
+    until(lambda: signals.waiting_on == 0)
     far[0].tell(signal_of(9))
     waiting.join(DEADLINE_S)
     assert results == [True]
@@ -669,7 +659,7 @@ def test_a_peer_that_dies_is_named_while_another_is_awaited(wires: Wires, tells:
     waiting = threading.Thread(target=lambda: outcomes.extend(outcomes_of([lambda: exchanged(signals, True)])))
     waiting.start()
     assert far[1].hear() == far[0].hear() == signal_of(9)
-    wait_until(lambda: signals.waiting_on == 0)
+    until(lambda: signals.waiting_on == 0)
     if tells:
         far[1].tell(signal_of(9))
     far[1].link.close()
@@ -688,7 +678,7 @@ def test_a_peer_that_dies_after_its_signal_is_named_when_more_rounds_follow(wire
     waiting.start()
     assert far[0].hear() == signal_of(9)
     far[0].tell(signal_of(9))
-    wait_until(lambda: signals.waiting_on == 1)
+    until(lambda: signals.waiting_on == 1)
     far[0].link.close()
     waiting.join(DEADLINE_S)
     assert str(outcomes[0].error) == "rank 0 has ended: its socket closed in collective 9"
@@ -702,7 +692,7 @@ def test_a_peer_may_end_in_peace_when_it_was_heard_and_another_is_awaited(wires:
     assert far[0].hear() == signal_of(9)
     far[0].tell(signal_of(9))
     far[0].link.close()
-    wait_until(lambda: signals.waiting_on == 1)
+    until(lambda: signals.waiting_on == 1)
     far[1].tell(signal_of(9))
     waiting.join(DEADLINE_S)
     assert results == [True]
@@ -767,7 +757,7 @@ def test_bells_that_come_too_late_harm_nothing() -> None:
                 link.send(host_signals._BELL, socket.MSG_DONTWAIT)
         barriers = [threading.Thread(target=group.barrier, args=(Tag(1, 1),)) for group in groups]
         barriers[1].start()
-        wait_until(lambda: groups[1].waiting_on() == 0)
+        until(lambda: groups[1].waiting_on() == 0)
         barriers[0].start()
         for barrier in barriers:
             barrier.join(DEADLINE_S)

@@ -12,8 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from stratagem.worker.ring import host_group
 from stratagem.worker.ring.group import Reduction, Tag
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.schedule import cut
+from tests.polling import until
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
@@ -207,14 +207,7 @@ def test_nothing_grows_and_nothing_stays() -> None:
         assert closed["descriptors"] == late["descriptors"] - 1
     settled, late, _ = reports[1]  # of the process that does nothing else: the other one runs the tests
     assert late["memory"] - settled["memory"] < 4 << 20
-    wait_until(lambda: counts()["descriptors"] == before["descriptors"])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
+    until(lambda: counts()["descriptors"] == before["descriptors"])
 
 
 if __name__ == "__main__":

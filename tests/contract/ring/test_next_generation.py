@@ -36,7 +36,7 @@ from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
-from tests.unit.ps.driver import poll
+from tests.polling import until
 
 CPU = torch.device("cpu")
 
@@ -164,7 +164,7 @@ def test_who_has_not_heard_that_the_ring_formed_goes_on_with_who_has(monkeypatch
         replies = meet(peers, info, deadline)
         if peers.rank == 1 and peers.meeting == (1, 2):
             chief: Chief = peers._session._chief  # type: ignore[attr-defined]
-            poll(lambda: all(chief.members[rank].ring_service.communicator is not None for rank in (0, 2)))
+            until(lambda: all(chief.members[rank].ring_service.communicator is not None for rank in (0, 2)))
             chief.leave("worker:0", generation=2)
             said.set()
             raise MembersChangedError
@@ -194,7 +194,7 @@ def test_who_was_quicker_to_leave_is_not_missed(caplog: pytest.LogCaptureFixture
     """It told the chief goodbye before the others had heard its last message."""
     with ring_of(3, "tcp", min_workers=0) as (chief, ring), futures.ThreadPoolExecutor(3) as pool:
         leaving = [pool.submit(member.leave) for member in chief.members[:2]]
-        poll(lambda: all(one.position.what == "barrier" for one in ring[:2]))
+        until(lambda: all(one.position.what == "barrier" for one in ring[:2]))
         chief.leave("worker:2", generation=1)
         leaving.append(pool.submit(chief.members[2].leave))
         for each in leaving:
@@ -220,7 +220,7 @@ def cut_off(ring: Sequence[Communicator], rank: int) -> None:
         lane._sock.shutdown(socket.SHUT_RDWR)
     else:
         lane._call.cancel()
-        poll(lambda: lane._inbox.error is not None and other._inbox.error is not None)
+        until(lambda: lane._inbox.error is not None and other._inbox.error is not None)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
@@ -234,7 +234,7 @@ def test_a_connection_that_breaks_between_two_that_live_is_made_again(
             assert sums(ring, 1 << 16) == [7.0] * 3
         with futures.ThreadPoolExecutor(2) as pool:  # while two wait for the third one
             waiting = pool.submit(lambda: [sums(ring[:2]), sums(ring[:2])])
-            poll(lambda: all("all_reduce" in one.position.what for one in ring[:2]))
+            until(lambda: all("all_reduce" in one.position.what for one in ring[:2]))
             cut_off(ring, 0)
             assert [sums(ring[2:]), sums(ring[2:])] == [[7.0], [7.0]]
             assert waiting.result(60) == [[7.0] * 2, [7.0] * 2]
@@ -317,7 +317,7 @@ def test_a_rank_that_dies_while_the_lanes_open_is_not_waited_for(monkeypatch: py
         try:
             return form(member, *arguments)
         except Died:
-            poll(lambda: all(one.ring_service._forming is not None for one in chiefs[0].members[1:]))
+            until(lambda: all(one.ring_service._forming is not None for one in chiefs[0].members[1:]))
             chiefs[0].leave("worker:0", generation=2)
 
     monkeypatch.setattr(Opener, "made", dies)
@@ -352,7 +352,7 @@ def test_a_ring_forms_once_it_is_known_where_all_listen(monkeypatch: pytest.Monk
 
     def homeless(chief: Chief, members: Sequence[Member], generation: int) -> None:
         def go_on() -> None:
-            poll(lambda: len(looked) == 3)
+            until(lambda: len(looked) == 3)
             say(chief, members, generation)
 
         say(chief, [dataclasses.replace(members[0], address=""), *members[1:]], generation)
@@ -392,7 +392,7 @@ def test_two_between_whom_the_network_drops_large_packets_are_named() -> None:
         for one in ring:
             one.group.timeout_s = 5.0
         calls = [pool.submit(one.all_reduce, torch.ones(100_000)) for one in ring]
-        poll(lambda: ring[1].group.waiting_on() == 2)  # whom it sends to, not who has to send to it
+        until(lambda: ring[1].group.waiting_on() == 2)  # whom it sends to, not who has to send to it
         errors = [str(call.exception(60)) for call in calls]
         assert all("worker:1" in error and "worker:2" in error for error in errors), errors
         assert not any("waits for worker:0" in error for error in errors), errors

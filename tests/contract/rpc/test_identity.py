@@ -11,8 +11,7 @@ import queue
 import shutil
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from stratagem.rpc.tls_files import Pems, TlsFiles
 from stratagem.worker import chief_client
 from stratagem.worker.chief_client import ChiefClient
 from tests.contract.rpc.securities import expire, make_certificates, renew, with_tls, with_token
+from tests.polling import until
 
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
 grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
@@ -96,13 +96,6 @@ def chief(security: Security, bind: str = "127.0.0.1:0") -> Iterator[tuple[Welco
     )
     yield servicer, running.address
     running.stop(0)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about within 30 s"
-        time.sleep(0.01)
 
 
 def why_not(address: str, task: str, security: Security) -> StratagemError:
@@ -214,12 +207,12 @@ def test_a_task_whose_chief_is_away_says_so_once_and_when_it_is_back(
         attempts.append(error)
 
     monkeypatch.setattr(session, "_handle_loss", counted)
-    wait_until(lambda: caplog.messages)
-    wait_until(lambda: len(attempts) > 5)
+    until(lambda: caplog.messages)
+    until(lambda: len(attempts) > 5)
     with chief(OPEN) as (servicer, address):
         where.write_text(address)
         assert servicer.joined.get(timeout=30) == "ps:0"
-        wait_until(lambda: len(caplog.messages) > 1)
+        until(lambda: len(caplog.messages) > 1)
         session.goodbye(0)
     waits, back = caplog.messages
     assert waits.startswith(f"Waiting for the chief at file:{where}, ") and " s more: chief cannot be reached" in waits
@@ -374,13 +367,6 @@ def serial_of(address: str, security: Security) -> str:
         return str((tls.getpeercert() or {})["serialNumber"])
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
-
-
 def test_a_server_takes_up_a_renewed_certificate_and_keeps_its_connections(folder: Path) -> None:
     me = with_tls(folder, "operator")
     with chief(with_tls(folder, "chief:0")) as (_, address):
@@ -401,7 +387,7 @@ def test_a_broken_renewal_leaves_the_old_certificate_in_use(folder: Path, caplog
         old = serial_of(address, me)
         shutil.copy(folder / "worker-0.crt", folder / "chief-0.crt")  # not the key's
         assert serial_of(address, me) == old
-        eventually(lambda: "stays in use" in caplog.text)
+        until(lambda: "stays in use" in caplog.text)
         assert "key and certificate do not belong together" in caplog.text
         renew(folder, "chief:0")
         assert serial_of(address, me) != old
@@ -472,7 +458,7 @@ def test_a_poller_comes_back_with_a_renewed_certificate(folder: Path, tmp_path: 
     for path in make_certificates(tmp_path / "strangers", *TASKS).iterdir():
         path.replace(folder / path.name)
     with chief(with_tls(folder, "chief:0"), address):
-        eventually(lambda: poller.ask(1))
+        until(lambda: poller.ask(1))
         poller.close()
 
 

@@ -20,6 +20,7 @@ from stratagem.rpc import lane_listener as door_module
 from stratagem.rpc.lane_listener import Kind, LaneListener, LaneTicket, connect_lane, peer_uid
 from stratagem.rpc.security import OPEN
 from tests.contract.rpc.securities import make_certificates, with_tls
+from tests.polling import until
 
 
 def soon(seconds: float = 30.0) -> float:
@@ -246,9 +247,7 @@ def test_when_too_many_visitors_wait_the_oldest_goes(listener: LaneListener, mon
         for sock in silent[:8]:
             sock.settimeout(30)
             assert sock.recv(1) == b""  # sent away, long before its time is over
-        deadline = soon()
-        while sum(thread.name == "listener-check" for thread in threading.enumerate()) > 5:
-            assert time.monotonic() < deadline
+        until(lambda: sum(thread.name == "listener-check" for thread in threading.enumerate()) <= 5)
         connect_lane(ticket, "127.0.0.1", soon()).close()
         listener.wait("a", soon()).close()
 
@@ -275,9 +274,8 @@ def test_one_task_has_so_many_lanes_and_others_have_theirs() -> None:
     try:
         tickets = [listener.expect(("worker:1", index), "tcp", "worker:1") for index in range(2)]
         connect_lane(tickets[0], "127.0.0.1", soon()).close()
-        deadline = soon()
-        while not listener._arrived:  # comes in a moment after it was let in; nobody has taken it, and it still counts
-            assert time.monotonic() < deadline
+        # It comes in a moment after it was let in; nobody has taken it, and it still counts.
+        until(lambda: listener._arrived)
         with pytest.raises(LimitError, match="worker:1 has 2 lanes that are not open yet, which is max_lanes_per_peer"):
             listener.expect(("worker:1", 2), "tcp", "worker:1")
         listener.expect(("worker:1", 1), "tcp", "worker:1")  # in the place of its own older one

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from benchmarks.jobs import JobFailedError
 from benchmarks.peers import MPI, TENSORFLOW, PeerMissingError
 from benchmarks.runner import Case, Sample
 from stratagem.ps.shard_group import ShardGroup
+from tests.polling import until
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
@@ -161,10 +161,9 @@ def test_the_memory_of_processes_is_watched_by_role() -> None:
     watch = memory.Watch(os.getpid(), lambda pid: "worker" if pid == child.pid else "")
     with watch.running():
         child.stdout.readline()
-        deadline = time.monotonic() + 60
-        while (peak := watch.of("worker")) is None or peak.pss_bytes < 64 << 20:
-            assert time.monotonic() < deadline, peak
-            time.sleep(0.02)
+        until(lambda: (peak := watch.of("worker")) is not None and peak.pss_bytes >= 64 << 20)
+        peak = watch.of("worker")
+        assert peak is not None
     child.communicate()
     assert peak.usual_bytes <= peak.pss_bytes and peak.shared_bytes < 64 << 20
     assert watch.of("ps") is None

@@ -44,13 +44,6 @@ worker:
 """
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("STRATAGEM_") or name in ("TF_CONFIG", "RANK"):
-            monkeypatch.delenv(name)
-
-
 def invoke(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command, as :func:`main` gives them."""
     program = CliRunner()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,13 +20,6 @@ from stratagem.rpc.security import Security, make_security
 from stratagem.rpc.server import RunningServer, serve
 
 TOKEN = "a-token-of-the-job-0123456789"
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("STRATAGEM_") or name in ("TF_CONFIG", "RANK"):
-            monkeypatch.delenv(name)
 
 
 def listen(security: Security | None = None) -> RunningServer:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
 
 from stratagem.data.distribute import distribute
 from stratagem.data.options import DistributeOptions
@@ -14,27 +13,10 @@ from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.data.values import local_values
 from stratagem.worker.ring.communicator import Communicator
+from tests.conformance.scenarios.examples import Numbers, Steps
 from tests.unit.ring.thread_group import run_ranks
 
-Steps = list[list[list[int]]]
-"""For each step and local replica: its examples."""
-
 CPU = torch.device("cpu")
-
-
-class Numbers(Dataset[int]):
-    """0, 1, 2, …"""
-
-    def __init__(self, num_examples: int) -> None:
-        self.num_examples = num_examples
-        self.asked: list[int] = []
-
-    def __len__(self) -> int:
-        return self.num_examples
-
-    def __getitem__(self, index: int) -> int:
-        self.asked.append(index)
-        return index
 
 
 class Epochs(Numbers):
@@ -47,16 +29,6 @@ class Epochs(Numbers):
 
     def __getitem__(self, index: int) -> int:
         return self.epoch
-
-
-class Stream(IterableDataset[int]):
-    """0, 1, 2, … with no numbers to ask for."""
-
-    def __init__(self, num_examples: int) -> None:
-        self.num_examples = num_examples
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.num_examples))
 
 
 class Shares(Listener):

@@ -14,7 +14,8 @@ from stratagem.data.distribute import contents_of, distribute
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement
 from stratagem.training.fit.sources import Arrays
-from tests.unit.data.reading import Numbers, on_workers
+from tests.conformance.scenarios.examples import Numbers
+from tests.unit.data.reading import on_workers
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12) % 3
 

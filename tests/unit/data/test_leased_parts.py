@@ -21,7 +21,8 @@ from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
-from tests.unit.data.reading import CPU, Epochs, Numbers
+from tests.conformance.scenarios.examples import Numbers
+from tests.unit.data.reading import CPU, Epochs
 
 WORKER = Incarnation("worker:0", 1)
 

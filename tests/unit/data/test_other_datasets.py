@@ -13,7 +13,8 @@ from stratagem.data.loaders import why_not_planned
 from stratagem.data.placement import InputPlacement
 from stratagem.errors import ConfigurationError
 from stratagem.training.fit.sources import source_of
-from tests.unit.data.reading import CPU, Numbers
+from tests.conformance.scenarios.examples import Numbers
+from tests.unit.data.reading import CPU
 
 
 def test_what_is_a_dataset_by_its_methods_gives_single_examples() -> None:

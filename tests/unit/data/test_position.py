@@ -14,7 +14,8 @@ from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
-from tests.unit.data.reading import CPU, Numbers, batches, epoch, on_workers, steps_of, values
+from tests.conformance.scenarios.examples import Numbers
+from tests.unit.data.reading import CPU, batches, epoch, on_workers, steps_of, values
 from tests.unit.data.test_resplitting import SOURCES
 from tests.unit.data.test_sharding import FILE, OFF, files
 

@@ -20,7 +20,8 @@ from stratagem.data.placement import InputPlacement, StepShare
 from stratagem.data.readers import BatchSplit, cut
 from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
-from tests.unit.data.reading import CPU, Epochs, Numbers, Shares, Steps, Stream, batches, epoch, on_workers, steps_of
+from tests.conformance.scenarios.examples import Numbers, Steps, Stream
+from tests.unit.data.reading import CPU, Epochs, Shares, batches, epoch, on_workers, steps_of
 
 NUMBERS = [
     (6, 4, 2, [[[0, 1], [2, 3]], [[4], [5]]]),

@@ -15,7 +15,8 @@ from stratagem.data.files import FileDataset, Path
 from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement
 from stratagem.errors import ConfigurationError
-from tests.unit.data.reading import CPU, Numbers, Shares, Stream, batches, epoch, on_workers, steps_of, values
+from tests.conformance.scenarios.examples import Numbers, Stream
+from tests.unit.data.reading import CPU, Shares, batches, epoch, on_workers, steps_of, values
 
 FILE, DATA, OFF = (DistributeOptions(auto_shard_policy=AutoShardPolicy[name]) for name in ("FILE", "DATA", "OFF"))
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from stratagem.launch.fork_server import COMMAND_PREFIX
 from stratagem.launch.plan import Launch
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import OwnChild, TaskProcess
+from tests.polling import until
+from tests.unit.launch.test_local import runs
 
 DEADLINE_S = 60.0
 # What a script can see of the process it is in; only the preloading may show.
@@ -37,23 +39,6 @@ print(json.dumps({
     "command": [word for word in open("/proc/self/cmdline").read().replace("\\0", " ").split()],
 }))
 """
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Polls until the condition holds."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the deadline has passed"
-        time.sleep(0.01)
-    return value
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its new parent to notice does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 ENVIRON = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from stratagem.launch.plan import Launch, LocalJob
 from stratagem.launch.status import StatusPoller
 from stratagem.launch.supervisor import LATE_S
 from stratagem.rpc.status_view import StatusView
+from tests.polling import until
 
 # A chief nobody answers at; it ends when every worker has written its "done" file.
 CHIEF = """
@@ -47,15 +47,6 @@ def test_a_task_that_cannot_be_started_is_said(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "train.py").touch()
     with pytest.raises(StratagemError, match="worker:0 cannot be started: Too many open files; `ulimit -a`"):
         run_local(LocalJob(script=tmp_path / "train.py"), stdout=io.StringIO(), stderr=io.StringIO())
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Polls until the condition holds."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the deadline has passed"
-        time.sleep(0.01)
-    return value
 
 
 def runs(pid: int) -> bool:

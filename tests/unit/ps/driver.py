@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import random
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,11 +267,3 @@ class Background:
         if isinstance(self._outcome[0], Exception):
             raise self._outcome[0]
         return self._outcome[0]
-
-
-def poll(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits for a condition, with a deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        threading.Event().wait(0.002)

@@ -12,7 +12,8 @@ from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import PeerUnavailableError
 from stratagem.ps.backup import MIN_TOLD_BYTES, Backup
 from stratagem.ps.requests import Sender
-from tests.unit.ps.driver import ListLane, poll
+from tests.polling import until
+from tests.unit.ps.driver import ListLane
 
 DEADLINE_S = 60.0
 COMMIT, FOLLOWED = 7, 13
@@ -211,7 +212,7 @@ def test_a_backup_that_is_silent_is_asked_to_drop_its_copy(backup: Backup, monke
     assert backup.copy_to_drop == 0, "nobody waits"
     tell(backup)
     waiting = Waiting(backup.settle)
-    poll(lambda: backup.copy_to_drop == 3)
+    until(lambda: backup.copy_to_drop == 3)
     backup.look(membership(FIRST, copies_dropped=2))
     assert waiting.waits, "an older one, whose place this copy has taken"
     backup.look(membership(FIRST, copies_dropped=3))

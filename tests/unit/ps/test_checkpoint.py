@@ -24,7 +24,8 @@ from stratagem.ps.requests import TransferRef
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitLedger
-from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, in_thread, make_spec, poll, weights
+from tests.polling import until
+from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, in_thread, make_spec, weights
 
 torch.set_num_threads(1)
 
@@ -253,7 +254,7 @@ def test_restore_sends_everybody_back_to_hello(tmp_path: pathlib.Path) -> None:
     path = checkpoint(tmp_path, [store], 1)
     worker.commit(torch.ones(11), unit(1))
     waiting = in_thread(lambda: worker.send(worker.request(TransferRef(99, 3), [unit(2)])))
-    poll(lambda: len(store.state.senders.window(worker.sender)._running) == 1)
+    until(lambda: len(store.state.senders.window(worker.sender)._running) == 1)
     epoch = store.checkpoints.restore_shards(str(path))
     assert epoch > before
     with pytest.raises(StaleStoreError):

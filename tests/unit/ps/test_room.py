@@ -19,7 +19,8 @@ from stratagem.ps.staging import FRAME_OVERHEAD_BYTES, Staging
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
-from tests.unit.ps.driver import CALL, DirectWorker, in_thread, make_spec, poll
+from tests.polling import until
+from tests.unit.ps.driver import CALL, DirectWorker, in_thread, make_spec
 
 NUM_FRAMES, FRAME_ELEMENTS = 12, 1000
 FRAME_BYTES = 4 * FRAME_ELEMENTS + FRAME_OVERHEAD_BYTES
@@ -69,7 +70,7 @@ def test_a_frame_waits_until_another_senders_update_is_applied(monkeypatch: pyte
     frame = Frame(frame_pb2.GRADIENT, 1, 1, 0, torch.ones(10))
     started = time.monotonic()
     waiting = in_thread(lambda: store.variables.stage(workers[2].sender, FrameKind.GRADIENT, frame, CALL))
-    poll(lambda: waiting.done or time.monotonic() > started + 0.1)
+    until(lambda: waiting.done or time.monotonic() > started + 0.1)
     assert not waiting.done
     workers[0].commit(torch.ones(10), Unit(1, 0, 0))
     waiting.result()
@@ -118,7 +119,7 @@ def test_the_room_of_a_gradient_is_taken_by_the_weights_that_answer_it(monkeypat
     def held(*arguments: Any) -> Any:
         waiting.append(in_thread(lambda: store.variables.stage(workers[2].sender, FrameKind.GRADIENT, frame, CALL)))
         started = time.monotonic()
-        poll(lambda: waiting[0].done or time.monotonic() > started + 0.1)
+        until(lambda: waiting[0].done or time.monotonic() > started + 0.1)
         assert not waiting[0].done
         return hold(*arguments)
 

@@ -23,7 +23,8 @@ from stratagem.ps import waiting
 from stratagem.ps.requests import AssignValues, FrameKind, GroupCommit, Sender, TransferRef
 from stratagem.ps.specs import GroupSpec, Limits, ShardSpec
 from stratagem.ps.store import Store
-from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, in_thread, make_spec, poll, staged_bytes, weights
+from tests.polling import until
+from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, in_thread, make_spec, staged_bytes, weights
 
 torch.set_num_threads(1)
 
@@ -293,7 +294,7 @@ def test_an_update_without_units_whose_reply_is_lost_is_not_applied_again() -> N
     request = worker.request(worker.stage(torch.ones(10)), [])
     with store.state.locked_groups[1].lock:
         call = in_thread(lambda: worker.send(request))
-        poll(lambda: bool(store.state.inside))
+        until(lambda: bool(store.state.inside))
         store.close_lane(worker.sender, worker.lane)
     with pytest.raises(ProtocolError, match="has no lane to send weights over"):
         call.result()
@@ -383,7 +384,7 @@ def test_fenced_sender_is_refused_everywhere_and_woken() -> None:
     store, (lead, worker) = started(2)
     waiting = in_thread(lambda: worker.send(worker.request(TransferRef(99, 5), [unit(0)])))
     worker.stage(torch.ones(10))
-    poll(lambda: staged_bytes(store) == 40)
+    until(lambda: staged_bytes(store) == 40)
     store.fence(CHIEF, "worker:1", 1, CALL)
     with pytest.raises(FencedError, match="declared dead"):
         waiting.result()

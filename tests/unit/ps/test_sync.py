@@ -14,7 +14,8 @@ from stratagem.errors import ConfigurationError, FencedError, ProtocolError
 from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.requests import Merge, RequestedSlice
 from stratagem.ps.store import Store
-from tests.unit.ps.driver import CALL, CHIEF, SKIP, Background, DirectWorker, in_thread, make_spec, poll, weights
+from tests.polling import until
+from tests.unit.ps.driver import CALL, CHIEF, SKIP, Background, DirectWorker, in_thread, make_spec, weights
 
 torch.set_num_threads(1)
 
@@ -81,7 +82,7 @@ def test_nothing_is_applied_before_every_slice_is_committed() -> None:
     units = units_of(1, 2)
     first = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
     two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 2))
-    poll(lambda: store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
+    until(lambda: store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
     assert not first.done and store.state.step == 0
     two.send(two.request(two.stage(torch.ones(SIZE)), [units[1]], slice=part_of(1, units, 2)))
     assert first.result().applied and store.state.step == 1
@@ -192,7 +193,7 @@ def test_workers_that_step_after_other_batches_are_told_so() -> None:
     store, (one, two) = started(2)
     first, second = units_of(1, 2), units_of(2, 2)
     waiting = commit(one, torch.ones(SIZE), first[0], part_of(1, first, 2))
-    poll(lambda: store.state.steps.is_prepared((1, 0), first[0]))
+    until(lambda: store.state.steps.is_prepared((1, 0), first[0]))
     ref = two.stage(torch.ones(SIZE))
     request = two.request(ref, [first[1], second[1]], slice=part_of(2, second, 4))
     with pytest.raises(ConfigurationError, match=r"worker:0 .* after the batch of step 1, and worker:1 .* of step 2"):
@@ -216,7 +217,7 @@ def test_a_worker_that_goes_on_without_an_update_is_waited_for_by_nobody(waits: 
             call.result()
             request = one.request(ref, [units[0]], slice=part)
             call = in_thread(lambda: one.send(request))
-        poll(lambda: store.state.steps.is_prepared((1, 0), units[0]))
+        until(lambda: store.state.steps.is_prepared((1, 0), units[0]))
         two.close(units[1], num_updates=0)
         with pytest.raises(ConfigurationError, match=said):
             call.result()
@@ -234,7 +235,7 @@ def test_a_batch_that_is_in_another_step_once_more_is_not_one_that_was_left() ->
     two.close(before[1], num_updates=1)
     units = (units[0], before[1])
     call = commit(one, torch.full((SIZE,), 0.5), units[0], part_of(2, units, 2))
-    poll(lambda: store.state.steps.is_prepared((2, 0), units[0]))
+    until(lambda: store.state.steps.is_prepared((2, 0), units[0]))
     assert commit(two, torch.full((SIZE,), 9.0), units[1], part_of(2, units, 2)).result().applied
     assert call.result().applied
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 0.5)]))
@@ -245,7 +246,7 @@ def test_chief_completes_a_step_whose_workers_are_all_dead() -> None:
     units = units_of(1, 2)
     call = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
     two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 2))
-    poll(lambda: store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
+    until(lambda: store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
     assert store.fence(CHIEF, "worker:0", 1, CALL) == [((1, 0), units[0])]
     store.fence(CHIEF, "worker:1", 1, CALL)
     store.commits.sync.close_step(CHIEF, 1, [units[0]], [Update((units[0],), 0)], CALL)
@@ -263,7 +264,7 @@ def test_a_fence_says_of_an_update_each_unit_that_was_accumulated_for_it() -> No
     request = one.request(one.stage(torch.ones(SIZE)), [first[0], second[0]], slice=part_of(2, second, 4))
     waiting = in_thread(lambda: one.send(request))
     expected = [((2, 0), first[0]), ((2, 0), second[0])]
-    poll(lambda: store.state.steps.committed_by("worker:0", 1) == expected)
+    until(lambda: store.state.steps.committed_by("worker:0", 1) == expected)
     assert store.fence(CHIEF, "worker:0", 1, CALL) == expected
     with pytest.raises(FencedError):
         waiting.result()
@@ -339,7 +340,7 @@ def test_contributors_that_differ_are_refused_by_name() -> None:
     with pytest.raises(ProtocolError, match="expected the planned slices"):
         two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units[::-1], 2))
     waiting = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
-    poll(lambda: one.store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
+    until(lambda: one.store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
     with pytest.raises(ConfigurationError, match=r"commits apply with scale 1.0, worker:1 .* scale 0.5; call prepare"):
         commit(two, torch.ones(SIZE), units[1], part_of(1, units, 2), scale=0.5).result()
     one.store.fence(CHIEF, "worker:0", 1, CALL)
@@ -369,7 +370,7 @@ def test_a_weight_that_one_script_alone_has_set_is_refused() -> None:
             assert commit(two, torch.ones(SIZE), units[1], part_of(step, units, 2)).result().applied
             assert first.result().applied
             continue
-        poll(lambda: store.state.steps.is_prepared((2, 0), units_of(2, 2)[0]))
+        until(lambda: store.state.steps.is_prepared((2, 0), units_of(2, 2)[0]))
         with pytest.raises(ConfigurationError, match=r"worker:0 .* set_weight\(0.5\), and worker:1 .* its 2 examples"):
             two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(step, units, 2))
         store.fence(CHIEF, "worker:0", 1, CALL)

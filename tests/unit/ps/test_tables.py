@@ -22,7 +22,8 @@ from stratagem.ps.store import Store
 from stratagem.ps.table_group import TableGroup
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
-from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, complete, in_thread, make_spec, poll, staged_bytes
+from tests.polling import until
+from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, complete, in_thread, make_spec, staged_bytes
 from tests.unit.ps.tables import TableWorker, packed, table_spec
 
 torch.set_num_threads(1)
@@ -233,7 +234,7 @@ def test_a_synchronous_step_is_one_update_of_the_union(merge: Merge) -> None:
         return RequestedSlice(1, units, weights[at], merge)
 
     waiting = in_thread(lambda: one.commit_rows([1, 4], first, units[0], slice=part(0)))
-    poll(lambda: store.state.steps.is_prepared((1, 0), units[0]))
+    until(lambda: store.state.steps.is_prepared((1, 0), units[0]))
     ref = two.stage_rows([2, 4, 9], second)
     two.prepare(ref, units[1], part(1))
     assert two.send(two.request(ref, [units[1]], slice=part(1))).applied and waiting.result().applied
@@ -295,7 +296,7 @@ def test_a_table_is_not_made_while_a_checkpoint_is_written(
     monkeypatch.setattr(TableGroup, "make_values", note)
     store.checkpoints.hold_commits(CHIEF, 7, 60.0, CALL)
     made = in_thread(worker.create_table)
-    poll(lambda: bool(store.state.locked_groups))
+    until(lambda: bool(store.state.locked_groups))
     save(store, tmp_path / "c")
     assert made.result() == ([], [1]) and was_held == [False]
     assert not snapshot.load(tmp_path / "c", 0).groups[0].initialized

@@ -15,7 +15,7 @@ from stratagem.worker.ring import ring_service
 from stratagem.worker.ring.lane_plan import RankInfo
 from stratagem.worker.ring.members import members_of
 from stratagem.worker.ring.ring_service import MeetingRoom
-from tests.unit.ps.driver import poll
+from tests.polling import until
 
 
 def test_everybody_hears_what_everybody_said() -> None:
@@ -55,7 +55,7 @@ def test_who_waits_in_an_older_generation_hears_of_the_newer_one_at_once() -> No
     said: list[list[str] | None] = []
     old = threading.Thread(target=lambda: said.append(room.meet(1, 1, 2, 0, "old", 600.0)))
     old.start()
-    poll(lambda: bool(room._said))
+    until(lambda: bool(room._said))
     room.meet(2, 1, 2, 0, "new", 0.0)
     old.join()
     assert said == [None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import types
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from stratagem.rpc import spin
 from stratagem.rpc.spin import Cores, Spin
+from tests.polling import until
 
 
 class Watch:
@@ -60,9 +60,7 @@ def test_what_the_kernel_said_holds_for_a_moment_and_not_longer(tmp_path: Path) 
     cores = Cores(str(loadavg))
     assert cores.are_enough()
     loadavg.write_text("0 0 0 9999/1 1\n")
-    deadline = time.monotonic() + 60
-    while cores.are_enough():
-        assert time.monotonic() < deadline
+    until(lambda: not cores.are_enough())
 
 
 def test_what_is_ready_is_found_at_the_first_look_without_asking_for_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +10,6 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
-
-
-@pytest.fixture
-def strategy() -> Iterator[sg.Strategy]:
-    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
-    yield strategy
-    strategy.close()
 
 
 def values(strategy: sg.Strategy, make: Callable[[int], Any]) -> Any:

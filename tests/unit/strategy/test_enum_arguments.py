@@ -29,13 +29,6 @@ class Other(enum.Enum):
 
 
 @pytest.fixture
-def strategy() -> Iterator[sg.MirroredStrategy]:
-    made = sg.MirroredStrategy(["cpu:0", "cpu:1"])
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def workers() -> Iterator[Communicator]:
     made = Communicator(ThreadGroup(Meeting(1), 0), lambda error, position: error)
     yield made

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -24,18 +23,12 @@ from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.schedule import cut
 from stratagem.worker.step_meter import StepMeter, WaitingOn
+from tests.polling import until
 from tests.unit.reduction.reducing import Net, batch, build, mean_loss, share_of, take_off, weight_of
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
 from tests.unit.strategy.replica_crews import Replicas, replicas
 
 DEADLINE_S = 60.0  # of any wait in a test; one that runs into it fails
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.001)
 
 
 @pytest.fixture(params=[2, 3])
@@ -208,7 +201,7 @@ def test_a_bucket_may_be_on_its_way_while_the_replicas_meet(two: Replicas) -> No
 
     def decide(given: list[Any]) -> list[Any]:
         met.set()
-        wait_until(lambda: two.communicators[0].group.waiting_on() == 1 or futures[0].done())
+        until(lambda: two.communicators[0].group.waiting_on() == 1 or futures[0].done())
         return given
 
     def work(communicator: ReplicaCommunicator) -> float:
@@ -230,12 +223,12 @@ def test_a_bucket_may_be_on_its_way_while_the_replicas_meet(two: Replicas) -> No
 def test_what_a_replica_has_queued_is_waited_for_while_it_meets(two: Replicas) -> None:
     def work(communicator: ReplicaCommunicator) -> float:
         def bucket() -> torch.Tensor:
-            wait_until(lambda: two.communicators[0].group.waiting_on() == 1)
+            until(lambda: two.communicators[0].group.waiting_on() == 1)
             return communicator.all_reduce(torch.ones(1))
 
         if communicator.rank == 0:
             with two.replica_threads.waiting():
-                wait_until(lambda: two.replica_threads.doing(1) is Doing.MEETING)
+                until(lambda: two.replica_threads.doing(1) is Doing.MEETING)
             total = communicator.all_reduce(torch.ones(1))
             two.replica_threads.meet("a meeting", None, lambda given: given)
             return total.item()
@@ -256,7 +249,7 @@ def test_a_replica_that_computes_long_is_waited_for() -> None:
 
     def work(communicator: ReplicaCommunicator) -> float:
         if communicator.rank == 1:  # replica 0 waits here and runs into its timeout again and again
-            wait_until(lambda: groups[0].waiting_on() == 1)
+            until(lambda: groups[0].waiting_on() == 1)
             for _ in range(20):
                 timed_out.wait(0.002)
                 assert groups[0].waiting_on() == 1

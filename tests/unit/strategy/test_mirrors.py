@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,13 +28,6 @@ from tests.unit.strategy.mirrored_replicas import (
 )
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
-
-
-@pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    made = Replicas()
-    yield made
-    made.replica_threads.close()
 
 
 OPTIMIZERS: dict[str, Optimizers] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,13 +35,6 @@ class Net(nn.Module):
         for parameter in self.parameters():
             parameter.data.fill_(0.25)
         self.mode = "slow"
-
-
-@pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    made = Replicas()
-    yield made
-    made.replica_threads.close()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Sized
 from typing import Any
 
 import pytest
@@ -49,13 +49,6 @@ class Net(nn.Module):
 
     def __getitem__(self, index: int) -> nn.Module:
         return self.layers[index]
-
-
-@pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    made = Replicas()
-    yield made
-    made.replica_threads.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,6 @@ from stratagem.strategy.ps.checks import check_optimizer, check_prepared
 from tests.unit.strategy.mirrored_replicas import Replicas, equal, proxies
 
 INPUTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    made = Replicas()
-    yield made
-    made.replica_threads.close()
 
 
 def net() -> nn.Sequential:

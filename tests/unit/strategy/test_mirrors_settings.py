@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +13,6 @@ from torch.optim import lr_scheduler
 
 from stratagem.errors import ConfigurationError
 from tests.unit.strategy.mirrored_replicas import Replicas, equal, loss_of, net, train_step
-
-
-@pytest.fixture
-def replicas() -> Iterator[Replicas]:
-    made = Replicas()
-    yield made
-    made.replica_threads.close()
 
 
 def test_every_step_has_one_rate_whoever_is_first(replicas: Replicas) -> None:

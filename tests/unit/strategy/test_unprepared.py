@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,13 +24,6 @@ class Center(torch.nn.Module):
 
     def forward(self, outputs: torch.Tensor) -> torch.Tensor:
         return (outputs - self.center).square().mean()
-
-
-@pytest.fixture
-def strategy() -> Iterator[sg.Strategy]:
-    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
-    yield strategy
-    strategy.close()
 
 
 def trained(strategy: sg.Strategy, center: Center, *also: Any) -> None:

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from stratagem.worker import __main__ as worker
-from tests.unit.ps.driver import poll
+from tests.polling import until
 
 
 def test_threads_that_outlive_a_script_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_threads_that_outlive_a_script_are_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr(worker, "THREADS_S", 0.01)
     worker._watch_threads("worker:1")
-    poll(lambda: said.getvalue().endswith("\n"))
+    until(lambda: said.getvalue().endswith("\n"))
     over.set()
     for thread in lasting:
         thread.join()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from stratagem.launch.submit.entry_point import EntryPoint
 from stratagem.launch.submit.plan import JobPlan, make_plan
 from stratagem.launch.submit.record import JobRecord, JobStore
 from stratagem.launch.submit.request import JobRequest
+from tests.polling import until
 
 PROGRAM = """
 import sys
@@ -39,10 +39,7 @@ sys.exit(main(Path(sys.argv[1])))
 def test_a_launcher_that_fails_with_a_traceback_has_an_exit_code(tmp_path: Path) -> None:
     (tmp_path / ORDER).write_text(json.dumps(["train.py"]))
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, timeout=60, capture_output=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / EXIT_CODE).exists():
-        assert time.monotonic() < deadline, (tmp_path / OUTPUT).read_text()
-        time.sleep(0.01)
+    until((tmp_path / EXIT_CODE).exists, (tmp_path / OUTPUT).read_text)
     assert (tmp_path / EXIT_CODE).read_text() == "1"
     assert (tmp_path / OUTPUT).read_text().endswith("RuntimeError: a defect of the launcher\n")
 
