@@ -129,13 +129,21 @@ class Task:
         """The event ``kind`` ("fenced", "stop") if it came."""
         return next((getattr(event, kind) for event in self.events if event.WhichOneof("event") == kind), None)
 
-    async def welcomed(self) -> None:
+    async def welcomed(self) -> Task:
         await until(lambda: (self.incarnation and self.events) or self.error)
         if self.error is not None:
             raise self.error
+        return self
 
-    async def ready(self) -> None:
+    async def ready(self) -> Task:
         await until(lambda: self.membership.ready)
+        return self
+
+    async def stopped(self) -> Any:
+        """The event that tells it to stop; it has said goodbye then."""
+        stop = await until(lambda: self.ended("stop"))
+        self.goodbye()
+        return stop
 
     def goodbye(self, exit_code: int = 0, message: str = "") -> None:
         goodbye = chief_pb2.Goodbye(exit_code=exit_code, message=message)
@@ -186,6 +194,9 @@ class Task:
 class FakePs(ps_pb2_grpc.ParameterServerServicer):
     """A ps without tensors: it knows which units it has applied, and what the chief asked of it."""
 
+    session: Task
+    """The one with which it joined."""
+
     def __init__(self, index: int, saved: dict[str, Any] | None = None) -> None:
         self.index = index
         self.calls: list[str] = []
@@ -212,7 +223,6 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         """Of how many it was told to be one."""
         self.taken_from: tuple[str, int] | None = None
         self.refusal = ""
-        self.session: Task | None = None
         self.fence_gate = asyncio.Event()
         self.fence_gate.set()
         self.restore_gate = asyncio.Event()

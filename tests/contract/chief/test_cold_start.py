@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.units import Unit
-from stratagem.ps.servicer import SERVICE, ParameterServerServicer
-from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
-from stratagem.rpc.server import add_servicer, serve
 from tests.cluster.test_checkpoint_faults import cut, flip
 from tests.contract.chief.fakes import Chief, Task, chief, indices, run, until
 from tests.contract.chief.test_recovery import save
+from tests.contract.ps.serving import serving
 from tests.unit.ps.driver import DirectWorker
 
 SIZE = 16
@@ -46,21 +43,14 @@ PLANS = {"sync": {"num_slices": 1, "staleness": 0.0}, "async": {"staleness": flo
 async def real_ps(chief_address: str, index: int) -> AsyncIterator[Store]:
     """A store that serves and has joined."""
     store = Store(f"ps:{index}", frames_timeout_s=5.0)
-    lanes = SocketLanes(store, "127.0.0.1")
-    servicer = ParameterServerServicer(store, lanes, 8 << 20)
-    server = serve(
-        ServerConfig(task="chief:0", max_message_bytes=8 << 20),
-        lambda server: add_servicer(SERVICE, servicer, server),
-        services=[SERVICE.full_name],
-    )
-    session = Task(chief_address, store.task, server.address)
+    closing = contextlib.ExitStack()
+    session = Task(chief_address, store.task, closing.enter_context(serving(store)).address)
     try:
         await session.welcomed()
         yield store
     finally:
         await session.die()
-        lanes.close()
-        await asyncio.to_thread(server.stop, 0.2)
+        await asyncio.to_thread(closing.close)
 
 
 @contextlib.asynccontextmanager
@@ -222,8 +212,7 @@ def test_a_chief_whose_tasks_have_all_left_waits_for_the_ps_to_say_what_is_train
         async with contextlib.AsyncExitStack() as stack:
             first = await stack.enter_async_context(chief(**config, num_ps=left))
             stores = [await stack.enter_async_context(real_ps(first.address, index)) for index in range(left)]
-            worker = Task(first.address, "worker:0")
-            await worker.ready()
+            worker = await Task(first.address, "worker:0").ready()
             await train(worker, stores, saved[1], tmp_path / "c")
             worker.goodbye(143)
             await until(lambda: not first.job.sessions.live("worker"))
@@ -233,8 +222,7 @@ def test_a_chief_whose_tasks_have_all_left_waits_for_the_ps_to_say_what_is_train
                 session.leaving = True
             await until(lambda: not first.job.sessions.live("ps"))
         async with chief(bind=port, **config, num_ps=1) as second:
-            worker = Task(port, "worker:0")
-            await worker.welcomed()
+            worker = await Task(port, "worker:0").welcomed()
             await second.job.recovery.open_books()
             assert not second.job.is_open
             async with real_ps(port, 0) as store:

@@ -47,19 +47,16 @@ async def until_late(running: Chief, condition: Callable[[], Any]) -> None:
 async def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_path: Path) -> None:
     async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
         await until(lambda: running.job.journal.history.checkpoint)
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         servers[0].apply(Unit(1, 0, 0))
         for worker in workers:
             worker.goodbye()
         await until(lambda: running.job.sessions.stopping)
-        assert servers[0].session is not None and not servers[0].session.ended("stop"), "the last checkpoint waits"
+        assert not servers[0].session.ended("stop"), "the last checkpoint waits"
         async with ps(running.address, FakePs(1)) as reborn:
-            assert reborn.session is not None
             for session in (servers[0].session, reborn.session):
-                assert (await until(functools.partial(session.ended, "stop"))).exit_code == 0
-                session.goodbye()
+                assert (await session.stopped()).exit_code == 0
             assert await running.exit_code() == 0
             assert "save" in reborn.calls and (tmp_path / "latest").read_text() == "step-00000001\n"
         assert not list(tmp_path.glob("*ended*")), "everybody has heard of the end"
@@ -92,8 +89,7 @@ async def test_the_next_chief_stays_for_who_does_not_know_that_its_goodbye_was_h
     ring: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "state_dir": str(tmp_path)}
     async with chief(**ring) as running:
         monkeypatch.setattr(running.job._end, "see_off", lambda stop: asyncio.Event().wait())
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         worker.goodbye()
         await until(lambda: running.job.journal.history.done)
         await running.kill()
@@ -115,8 +111,7 @@ async def test_the_next_chief_does_not_wait_twice_for_a_ps_that_has_gone(
     monkeypatch.setattr("stratagem.chief.job_end.LATE_S", 1000.0)
     options: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path), "session_timeout_s": 0.5}
     async with chief(**options, heartbeat_interval_s=0.1) as running, ps(running.address, FakePs(0)):
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         worker.goodbye()
         await until(lambda: running.job.journal.history.ending)
         await running.kill()
@@ -141,15 +136,12 @@ async def test_a_job_that_is_told_to_end_and_not_saved_is_not_preempted(
     """It ended with 143, which says that a checkpoint is saved."""
     config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
     async with chief(**config, checkpoints_stay=stays) as running, ps(running.address, Full(0)) as server:
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         await until(lambda: running.job.journal.history.checkpoint)
         server.apply(Unit(1, 0, 0))
         running.job.stop(143, "the chief got SIGINT")
         worker.goodbye(143)
-        assert server.session is not None
-        await until(functools.partial(server.session.ended, "stop"))
-        server.session.goodbye()
+        await server.session.stopped()
         assert await running.exit_code() == (1 if stays else 143)
     assert ("shut down but not saved: no last checkpoint (ps:0 cannot write" in caplog.text) is stays
     assert (f"the newest is {tmp_path}/step-00000000. A job that is started resumes from" in caplog.text) is stays
@@ -171,9 +163,7 @@ async def test_work_that_is_done_and_not_saved_is_not_done_well_unless_nobody_as
         await until(lambda: running.job.journal.history.checkpoint)
         server.apply(Unit(1, 0, 0))
         worker.goodbye()
-        assert server.session is not None
-        assert (await until(functools.partial(server.session.ended, "stop"))).exit_code == 0, "it has done its part"
-        server.session.goodbye()
+        assert (await server.session.stopped()).exit_code == 0, "it has done its part"
         assert await running.exit_code() == stays
         assert "ps:0 cannot write its shards: no space left" in caplog.text
         assert ("not saved: no last checkpoint (ps:0 cannot write its shards" in caplog.text) is stays
@@ -201,9 +191,7 @@ async def test_a_job_that_finds_nothing_left_to_do_saves_nothing(
         await until(lambda: running.job.journal.history.initialized)
         worker.goodbye()
         for server in servers:
-            assert server.session is not None
-            await until(functools.partial(server.session.ended, "stop"))
-            server.session.goodbye()
+            await server.session.stopped()
         assert await running.exit_code() == 0
     assert "No last checkpoint" not in caplog.text
 
@@ -224,7 +212,6 @@ async def test_a_ps_to_which_nothing_could_be_given_back_is_in_no_last_checkpoin
         await until(lambda: running.job.journal.history.checkpoint)
         await worker.open()
         await worker.next()
-        assert servers[0].session is not None and servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         servers[0].apply(Unit(1, 0, 0))
@@ -237,10 +224,8 @@ async def test_a_ps_to_which_nothing_could_be_given_back_is_in_no_last_checkpoin
             reborn.restore_gate.set()
             await until(lambda: "ps-1.json was altered" in caplog.text)
             await until_late(running, lambda: running.job.journal.history.ending)
-            assert reborn.session is not None
             for session in (servers[0].session, reborn.session):
-                await until(functools.partial(session.ended, "stop"))
-                session.goodbye()
+                await session.stopped()
             assert await running.exit_code() == 1
             assert "save" not in reborn.calls
     assert "No last checkpoint" in caplog.text
@@ -260,7 +245,6 @@ async def test_a_chief_that_follows_saves_no_ps_either_to_which_nothing_could_be
             await until(lambda: first.job.journal.history.checkpoint)
             await worker.open()
             await worker.next()
-            assert fakes[0].session is not None and fakes[1].session is not None
             await fakes[1].session.die()
             await until(lambda: len(first.job.sessions.servers) == 1)
             fakes[0].apply(Unit(1, 0, 0))
@@ -271,11 +255,10 @@ async def test_a_chief_that_follows_saves_no_ps_either_to_which_nothing_could_be
             places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
             await first.kill()
         async with chief(bind=first.address, worker_timeout_s=0.5, **sizes) as second:
-            lives = [each.session.incarnation for each in (fakes[0], reborn) if each.session is not None]
+            lives = [each.session.incarnation for each in (fakes[0], reborn)]
             tasks = [Task(first.address, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
             for task in tasks:
-                assert (await until(functools.partial(task.ended, "stop"))).reason
-                task.goodbye()
+                assert (await task.stopped()).reason
             await second.exit_code()
             assert "save" not in reborn.calls
             for task in tasks:
@@ -285,7 +268,6 @@ async def test_a_chief_that_follows_saves_no_ps_either_to_which_nothing_could_be
 async def test_a_ps_that_is_not_put_back_yet_is_in_no_checkpoint(tmp_path: Path) -> None:
     async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
         await until(lambda: running.job.journal.history.checkpoint)
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         reborn = FakePs(1)
@@ -302,14 +284,12 @@ async def test_a_ps_that_is_not_put_back_yet_is_in_no_checkpoint(tmp_path: Path)
 async def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path) -> None:
     async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
         await until(lambda: running.job.journal.history.checkpoint)
-        assert servers[1].session is not None and servers[0].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         for worker in workers:
             worker.goodbye()
         await until_late(running, lambda: running.job.journal.history.ending)
-        await until(functools.partial(servers[0].session.ended, "stop"))
-        servers[0].session.goodbye()
+        await servers[0].session.stopped()
         await until(lambda: not running.job.sessions.servers)
         await until_late(running, running.job.finished.done)
         assert await running.exit_code() == 1, "what it held is in no checkpoint"
@@ -326,17 +306,14 @@ async def test_the_end_is_written_for_a_ps_that_waited_to_be_taken_in(tmp_path: 
     """One that had said nothing was forgotten; started again, it waited for a chief."""
     async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
         await until(lambda: running.job.journal.history.checkpoint)
-        newcomer = Task(running.address, "ps:2", "127.0.0.1:1")
-        await newcomer.welcomed()
+        newcomer = await Task(running.address, "ps:2", "127.0.0.1:1").welcomed()
         for worker in workers:
             worker.goodbye()
         await until(functools.partial(newcomer.ended, "stop"))
         await newcomer.die()
         await until(lambda: running.job.sessions.tasks["ps:2"].state is SessionState.LOST)
         for server in servers:
-            assert server.session is not None
-            await until(functools.partial(server.session.ended, "stop"))
-            server.session.goodbye()
+            await server.session.stopped()
         await until_late(running, running.job.finished.done)
         assert await running.exit_code() == 0
     assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-ps-2"]
@@ -371,7 +348,7 @@ async def test_a_chief_that_dies_while_it_tells_the_end_goes_on_with_that(
             for worker in workers:
                 worker.goodbye()
             await until(lambda: first.job.journal.history.ending)
-            lives = [server.session for server in servers if server.session is not None]
+            lives = [server.session for server in servers]
             place = lives[1].address
             lives[0].goodbye()
             await until(lambda: len(first.job.sessions.servers) == 1)
@@ -379,10 +356,8 @@ async def test_a_chief_that_dies_while_it_tells_the_end_goes_on_with_that(
         caplog.clear()
         num_calls = len(servers[1].calls)
         async with chief(bind=first.address, session_timeout_s=5.0, **folders) as second:
-            late = Task(second.address, "ps:1", place, lives[1].incarnation)
-            await late.welcomed()
-            assert (await until(functools.partial(late.ended, "stop"))).exit_code == 0
-            late.goodbye()
+            late = await Task(second.address, "ps:1", place, lives[1].incarnation).welcomed()
+            assert (await late.stopped()).exit_code == 0
             assert await second.exit_code() == 0
             assert "save" not in servers[1].calls[num_calls:], "the last checkpoint is there"
         assert "No last checkpoint" not in caplog.text
@@ -398,9 +373,7 @@ async def test_a_chief_that_is_killed_when_all_have_gone_is_followed_by_one_that
         for worker in workers:
             worker.goodbye()
         for server in servers:
-            assert server.session is not None
-            await until(functools.partial(server.session.ended, "stop"))
-            server.session.goodbye()
+            await server.session.stopped()
         assert await running.exit_code() == 0
         killed_here = Journal(state_dir)
         killed_here.close()
@@ -416,9 +389,7 @@ async def test_the_end_is_written_for_a_worker_that_the_others_did_without(tmp_p
         await until(lambda: running.job.sessions.tasks["worker:1"].state is SessionState.DONE)
         workers[0].goodbye(143)
         for server in servers:
-            assert server.session is not None
-            await until(functools.partial(server.session.ended, "stop"))
-            server.session.goodbye()
+            await server.session.stopped()
         assert await running.exit_code() == 0
     assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-worker-0"]
 
@@ -469,18 +440,15 @@ async def test_a_worker_that_was_started_again_after_its_goodbye_does_not_begin_
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
 
     async with chief(**folders, num_workers=1, num_ps=1) as first, ps(first.address, FakePs(0)):
-        worker = Task(first.address, "worker:0")
-        await worker.ready()
+        worker = await Task(first.address, "worker:0").ready()
         await until(lambda: first.job.journal.history.checkpoint)
         worker.goodbye()
         await until(lambda: first.job.journal.history.ending)
-        again = Task(first.address, "worker:0")
-        await again.welcomed()
+        again = await Task(first.address, "worker:0").welcomed()
         await first.kill()
     async with chief(bind=first.address, **folders, num_workers=1, num_ps=1) as second:
         late = Task(second.address, "worker:0", resume=again.incarnation)
-        assert (await until(functools.partial(late.ended, "stop"))).exit_code == 0
-        late.goodbye()
+        assert (await late.stopped()).exit_code == 0
         assert await second.exit_code() == 0
 
 
@@ -491,8 +459,7 @@ async def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path
     async with contextlib.AsyncExitStack() as stack:
         async with chief(**folders, num_workers=1) as first:
             servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
-            worker = Task(first.address, "worker:0")
-            await worker.ready()
+            worker = await Task(first.address, "worker:0").ready()
             await until(lambda: first.job.journal.history.checkpoint)
             await worker.open(batch_size=4, num_slices=2, staleness=0.0)
             await worker.next()
@@ -502,7 +469,6 @@ async def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path
             worker.goodbye()
             await until(lambda: first.job.journal.history.ending)
             place = first.job.sessions.tasks["ps:1"].address
-            assert servers[0].session is not None and servers[1].session is not None
             servers[0].session.goodbye()
             await until(lambda: len(first.job.sessions.servers) == 1)
             await first.kill()
@@ -511,9 +477,7 @@ async def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path
         async with chief(bind=first.address, **folders, num_workers=1) as second:
             late = Task(second.address, "ps:1", place, servers[1].session.incarnation)
             async with ps(second.address, reborn):
-                assert reborn.session is not None
                 for session in (late, reborn.session):
-                    await until(functools.partial(session.ended, "stop"))
-                    session.goodbye()
+                    await session.stopped()
                 assert await second.exit_code() == 0
                 assert not servers[1].restored_from and second.job.get_status().updates_lost == 0

@@ -23,15 +23,13 @@ async def test_a_worker_whose_connection_broke_keeps_what_it_holds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as served:
         address = f"127.0.0.1:{served.getsockname()[1]}"
         async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
-            first = Task(running.address, "worker:0", address)
-            await first.ready()
+            first = await Task(running.address, "worker:0", address).ready()
             await first.open()
             assert indices(await first.next(want=2)) == [0, 1]
             await first.die()
             await until(lambda: not running.job.sessions.tasks["worker:0"].stream)
             assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
-            second = Task(running.address, "worker:0", address, first.incarnation)
-            await second.ready()
+            second = await Task(running.address, "worker:0", address, first.incarnation).ready()
             assert indices(await second.next([0], held=[1])) == [2], "and it has not to say what it holds"
             assert not running.job.sessions.fenced
 
@@ -50,8 +48,7 @@ async def test_a_single_refusal_is_not_taken_for_a_death(monkeypatch: pytest.Mon
     with socket.create_server(("127.0.0.1", 0)) as served:
         address = f"127.0.0.1:{served.getsockname()[1]}"
         async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
-            task = Task(running.address, "worker:0", address)
-            await task.ready()
+            task = await Task(running.address, "worker:0", address).ready()
             await task.die()
             await until(lambda: len(looks) > 2)
             assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
@@ -69,8 +66,7 @@ async def test_a_worker_whose_port_is_closed_is_not_waited_for(
             found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
             monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: found)
         async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
-            task = Task(running.address, "worker:0", address)
-            await task.ready()
+            task = await Task(running.address, "worker:0", address).ready()
             await task.die()
             await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
     assert "broke without a goodbye, and nothing listens at its address" in caplog.text
@@ -115,15 +111,13 @@ async def test_a_chief_that_leaves_says_no_stop_and_the_next_one_goes_on(
         assert await first.exit_code() == 143
     assert [worker.ended("stop") for worker in workers] == [None, None]
     async with chief(bind=first.address, **ring) as second:
-        back = Task(second.address, "worker:1", resume=workers[1].incarnation)
-        await back.ready()
+        back = await Task(second.address, "worker:1", resume=workers[1].incarnation).ready()
         # worker:0 has not come back yet, and nothing says that it is lost: the ring would break off.
         assert [(info.task, info.live) for info in back.membership.tasks] == [
             ("worker:0", True),
             ("worker:1", True),
         ]
-        other = Task(second.address, "worker:0", resume=workers[0].incarnation)
-        await other.ready()
+        other = await Task(second.address, "worker:0", resume=workers[0].incarnation).ready()
         for worker in (back, other):
             worker.goodbye()
         assert await second.exit_code() == 0
@@ -134,8 +128,7 @@ async def test_a_goodbye_that_a_chief_hears_when_it_has_left_is_for_the_one_that
     """It was in no journal, and the next chief took the worker for lost."""
     sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "state_dir": str(tmp_path)}
     async with chief(**sizes) as first:
-        worker = Task(first.address, "worker:0")
-        await worker.ready()
+        worker = await Task(first.address, "worker:0").ready()
         first.job.leave(143, "the chief got SIGTERM")
         assert await first.exit_code() == 143
         worker.goodbye()
@@ -145,8 +138,7 @@ async def test_a_goodbye_that_a_chief_hears_when_it_has_left_is_for_the_one_that
         assert "tell the next one" in (await until(lambda: late.error)).details()
         await first.kill()
     async with chief(**sizes) as second:
-        again = Task(second.address, "worker:0", resume=worker.incarnation)
-        await again.ready()
+        again = await Task(second.address, "worker:0", resume=worker.incarnation).ready()
         again.goodbye()
         assert await second.exit_code() == 0
         for task in (worker, late, again):
@@ -204,8 +196,7 @@ async def test_a_job_that_is_stopped_while_its_chief_leaves_is_over(
         await saved.wait()
 
     async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         monkeypatch.setattr(running.job._maintenance, "save_last", takes_long)
         running.job.leave(143, "the chief got SIGTERM")
         await saving.wait()
@@ -219,8 +210,7 @@ async def test_a_job_that_is_stopped_while_its_chief_leaves_is_over(
 
 async def test_a_chief_without_a_journal_ends_the_job() -> None:
     async with chief(num_workers=1, num_ps=0) as running:
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         running.job.leave(143, "the chief got SIGTERM")
         assert (await until(lambda: worker.ended("stop"))).exit_code == 143
         worker.goodbye(143)
@@ -229,8 +219,7 @@ async def test_a_chief_without_a_journal_ends_the_job() -> None:
 
 async def test_a_worker_that_stays_away_longer_is_fenced() -> None:
     async with chief(num_workers=1, num_ps=0, session_grace_s=0.2) as running:
-        first = Task(running.address, "worker:0")
-        await first.ready()
+        first = await Task(running.address, "worker:0").ready()
         await first.die()
         await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
         error = await refused(_resume(running.address, first.incarnation))

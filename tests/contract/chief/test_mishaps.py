@@ -57,8 +57,7 @@ async def test_a_ps_that_dies_between_the_initial_values_and_the_first_checkpoin
     config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
     async with chief(**config) as running:
         async with ps(running.address, NotYet(0)):
-            worker = Task(running.address, "worker:0")
-            await worker.ready()
+            worker = await Task(running.address, "worker:0").ready()
             await until(lambda: running.job.journal.history.initialized)
         await until(lambda: not running.job.sessions.servers)
         reborn = FakePs(0)
@@ -77,7 +76,6 @@ async def test_no_unit_is_leased_while_a_ps_is_away_whose_initial_values_no_chec
     config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
     async with cluster(**config) as (running, [worker], servers):
         await worker.open()
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         servers[0].initialized = True
@@ -105,15 +103,13 @@ async def test_the_next_chief_knows_that_a_ps_had_initial_values_which_are_gone_
         async with chief(**folders, **sizes) as first:
             for server in blank[:2]:
                 await stack.enter_async_context(ps(first.address, server))
-            worker = Task(first.address, "worker:0")
-            await worker.ready()
+            worker = await Task(first.address, "worker:0").ready()
             await worker.open()
             blank[0].initialized = True
             before = blank[0].num_described
             await until(lambda: blank[0].num_described > before + 2)
             assert not first.job.journal.history.initialized
             await first.kill()
-        assert blank[1].session is not None
         async with chief(bind=first.address, **folders, **sizes) as second, ps(second.address, blank[2]):
             other = blank[1].session
             tasks = [
@@ -139,15 +135,13 @@ async def test_what_a_ps_loses_when_all_workers_have_finished_and_no_chief_is_th
         async with chief(**folders, **sizes) as first:
             old = HeldBack(0)
             await stack.enter_async_context(ps(first.address, old))
-            worker = Task(first.address, "worker:0")
-            await worker.ready()
+            worker = await Task(first.address, "worker:0").ready()
             await until(lambda: first.job.journal.history.checkpoint)
             await worker.open(**plan)
             await worker.next()
             old.apply(Unit(1, 0, 0))
             await worker.next([0], wait=False)
             old.save_gate.clear()
-            assert old.session is not None
             if ps_dies_first:
                 await old.session.die()
                 await until(lambda: not first.job.sessions.servers)
@@ -158,7 +152,6 @@ async def test_what_a_ps_loses_when_all_workers_have_finished_and_no_chief_is_th
         reborn = FakePs(0)
         reborn.initialized = False
         async with chief(bind=first.address, **folders, **sizes) as second, ps(second.address, reborn):
-            assert reborn.session is not None
             await until(functools.partial(reborn.session.ended, "stop"))
             assert reborn.restored_from and 0 in reborn.closed[1, 0]
             assert second.job.get_status().updates_lost == 1
@@ -171,7 +164,6 @@ async def test_the_last_checkpoint_is_not_left_out_for_a_ps_that_is_away(tmp_pat
     async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
         await until(lambda: running.job.journal.history.checkpoint)
         servers[1].apply(Unit(1, 0, 0))
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         with pytest.raises(PeerUnavailableError, match="1 of 2 ps are away"):
@@ -199,7 +191,6 @@ async def test_a_connection_that_breaks_during_the_last_checkpoint_does_not_cost
         server.apply(Unit(1, 0, 0), num_servers=1)
         server.is_whole = False
         worker.goodbye()
-        assert server.session is not None
         await until(lambda: server.session and server.session.ended("stop"))
         assert server.is_whole and (tmp_path / "latest").read_text() == "step-00000001\n"
         await worker.die()
@@ -267,12 +258,10 @@ async def test_the_others_hear_of_a_ps_that_comes_back_before_it_is_put_back(tmp
     back; and the new process for that: a minute, and the job had ended."""
     async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
         await until(lambda: running.job.journal.history.checkpoint)
-        assert servers[0].session is not None and servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         other = servers[0].session
         async with running.job.recovery.ps_return.lock, ps(running.address, FakePs(1)) as reborn:
-            assert reborn.session is not None
             await reborn.session.welcomed()
             new = reborn.session.incarnation
             [told] = await until(lambda: [each for each in other.membership.tasks if each.incarnation == new])
@@ -282,7 +271,6 @@ async def test_the_others_hear_of_a_ps_that_comes_back_before_it_is_put_back(tmp
 async def test_a_call_that_is_under_way_to_a_ps_that_is_gone_fails() -> None:
     """It was cancelled, and with it whoever had made it: a checkpoint was neither taken nor refused."""
     async with chief(num_workers=1, num_ps=1) as running, ps(running.address, FakePs(0)) as server:
-        assert server.session is not None
         server.fence_gate.clear()
         at = server.session.address
         client = Server(Incarnation("ps:0", 3), at, chief="chief:0", chief_epoch=1)
@@ -319,7 +307,7 @@ async def test_a_slice_that_every_ps_has_closed_is_accepted_by_a_chief_whose_jou
                 server.close_unit(Unit(1, 0, 0))
             places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
             await first.kill()  # the end of the first slice was not in the journal
-        lives = [server.session.incarnation for server in servers if server.session is not None]
+        lives = [server.session.incarnation for server in servers]
         async with chief(bind=port, state_dir=str(tmp_path)) as second:
             resumed = [
                 Task(port, f"worker:{i}", resume=each.incarnation, held=leases[i] * i) for i, each in enumerate(workers)
@@ -345,7 +333,7 @@ async def test_a_hold_of_a_chief_that_died_ends_when_the_next_one_has_the_ps_bac
             await first.job.commit_hold.enter("a checkpoint")
             place = first.job.sessions.tasks["ps:0"].address
             await first.kill()
-        assert server.token and server.session is not None
+        assert server.token
         async with chief(bind=port, **config) as second:
             again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
             await until(lambda: second.job.sessions.live("ps"))
@@ -360,8 +348,7 @@ async def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_ma
         async with chief(**sizes) as first:
             port = first.address
             server = await stack.enter_async_context(ps(port, FakePs(0)))
-            worker = Task(port, "worker:0")
-            await worker.ready()
+            worker = await Task(port, "worker:0").ready()
             await worker.open(**SYNC)
             [before] = (await worker.next()).leases
             server.close_unit(Unit(1, 0, 0))
@@ -373,7 +360,6 @@ async def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_ma
         kept = [line for line in lines if '"kind":"step"' not in line and '"kind":"accepted"' not in line]
         assert len(kept) < len(lines), "they were not on the disk yet"
         journal.write_text("".join(kept))
-        assert server.session is not None
         async with chief(bind=port, **sizes) as second:
             tasks = [
                 Task(port, "worker:0", resume=worker.incarnation),
@@ -421,15 +407,13 @@ async def test_what_a_chief_learns_of_the_ps_when_it_comes_is_in_its_journal(tmp
         async with chief(**config) as first:
             port = first.address
             await stack.enter_async_context(ps(port, server))
-            worker = Task(port, "worker:0")
-            await worker.ready()
+            worker = await Task(port, "worker:0").ready()
             await worker.open(num_examples=4)
             await worker.next(want=2)
             for index in range(2):
                 server.close_unit(Unit(1, 0, index))
             place = first.job.sessions.tasks["ps:0"].address
             await first.kill()
-        assert server.session is not None
         async with chief(bind=port, **config) as second:
             resumed = Task(port, "worker:0", resume=worker.incarnation)
             again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
@@ -446,8 +430,7 @@ async def test_a_checkpoint_calls_nothing_accepted_that_a_ps_may_lack(tmp_path: 
     async with chief(**folders, num_workers=1, num_ps=1) as running:
         server = HeldBack(0)
         async with ps(running.address, server):
-            worker = Task(running.address, "worker:0")
-            await worker.ready()
+            worker = await Task(running.address, "worker:0").ready()
             await until(lambda: running.job.journal.history.checkpoint)
             await worker.open()
             await worker.next()
@@ -473,15 +456,14 @@ async def test_a_chief_that_is_started_again_leases_units_while_updates_of_the_d
     async with contextlib.AsyncExitStack() as stack:
         async with chief(**folders, num_workers=1) as first:
             servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
-            worker = Task(first.address, "worker:0")
-            await worker.ready()
+            worker = await Task(first.address, "worker:0").ready()
             await until(lambda: first.job.journal.history.checkpoint)
             await worker.open()
             await worker.next()
             servers[1].apply(Unit(1, 0, 0))
             places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
             await first.kill()
-        lives = [server.session.incarnation for server in servers if server.session is not None]
+        lives = [server.session.incarnation for server in servers]
         async with chief(bind=first.address, **folders, num_workers=1) as second:
             tasks = [Task(first.address, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
             tasks.append(Task(first.address, "worker:0"))
@@ -510,7 +492,6 @@ async def test_a_ps_that_holds_no_variables_is_not_waited_for_and_one_without_va
         servers[0].apply(Unit(1, 0, 0), num_servers=1)
         servers[0].close_unit(Unit(1, 0, 0))
         await worker.next([0], wait=False)
-        assert servers[0].session is not None
         await servers[0].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         async with ps(running.address, FakePs(0)):
@@ -527,7 +508,6 @@ async def test_a_checkpoint_that_fails_again_and_again_is_told_of_once(
     async with cluster(**config) as (running, [worker], servers):
         await worker.open()
         await worker.next()
-        assert servers[0].session is not None
         await servers[0].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         save, ends = running.job._maintenance._save, asyncio.Semaphore(0)
@@ -592,8 +572,7 @@ async def test_the_first_checkpoint_has_the_values_of_every_ps(tmp_path: Path) -
 
     config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
     async with chief(**config) as running, ps(running.address, WithoutValues(0)) as server:
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         await until(lambda: running.job.journal.history.checkpoint)
         assert [call for call in server.calls if call != "release"] == ["hold", "hold", "save"]
         await worker.die()
@@ -610,11 +589,9 @@ async def test_a_ps_that_was_not_started_for_the_folder_of_checkpoints_ends_the_
     """The chief asked it again and again, with a line of the log each time, and the workers waited for ever."""
     config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
     async with chief(**config) as running, ps(running.address, Elsewhere(0)) as server:
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         assert "below no folder at all" in (await until(lambda: worker.ended("stop"))).reason
         worker.goodbye(1)
-        assert server.session is not None
         server.session.goodbye(1)
         assert await running.exit_code() == 2
 
@@ -627,7 +604,6 @@ async def test_a_script_that_saves_in_the_middle_of_a_unit_does_not_wait_for_wha
         await worker.next()
         for server in servers:
             server.apply(Unit(1, 0, 0))
-        assert servers[0].session is not None
         await servers[0].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         async with ps(running.address, FakePs(0)) as reborn:
@@ -644,8 +620,7 @@ async def test_what_is_loaded_before_the_chief_has_looked_is_what_a_ps_goes_back
     config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
     async with chief(**config) as running:
         async with ps(running.address, FakePs(0)) as server:
-            worker = Task(running.address, "worker:0")
-            await worker.ready()
+            worker = await Task(running.address, "worker:0").ready()
             server.complete = False
             request = chief_pb2.SaveCheckpointRequest(sender=worker.sender, loaded=True)
             error = await refused(worker.stub.SaveCheckpoint(request))
@@ -665,8 +640,7 @@ async def test_a_chief_that_leaves_saves_no_initial_values_of_some_ps_only(tmp_p
     config: dict[str, Any] = {"num_workers": 1, "num_ps": 2, "checkpoint_dir": str(tmp_path)}
     config["state_dir"] = str(tmp_path / "state")
     async with chief(**config) as running, ps(running.address, NotYet(0)) as first, ps(running.address, NotYet(1)):
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         await until(lambda: running.job.journal.history.initialized)
         first.initialized = False
         with pytest.raises(PeerUnavailableError, match="needs the values of ps:0, which no worker has given"):
@@ -760,7 +734,6 @@ async def test_a_ps_whose_rows_nobody_trains_has_lost_no_update(tmp_path: Path) 
         for server in servers:
             server.close_unit(Unit(1, 0, 0))
         await worker.next([0], wait=False)
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         reborn = FakePs(1)
@@ -783,7 +756,6 @@ async def test_a_ps_that_held_nothing_before_a_second_model_was_prepared_is_put_
         await worker.next(num_groups=1)
         assert running.job.journal.history.initialized == ["ps:0"]
         servers[1].initialized, servers[1].groups = True, [16]
-        assert servers[1].session is not None
         if leases:
             await worker.next(num_groups=2)
         else:  # a script with a pipeline of its own
@@ -808,8 +780,7 @@ async def test_units_are_leased_again_whose_updates_keep_the_first_checkpoint_fr
         await worker.die()
         for server in servers:
             server.initialized = True
-        again = Task(running.address, "worker:0")
-        await again.welcomed()
+        again = await Task(running.address, "worker:0").welcomed()
         assert indices(await again.next()) == [0]
         assert not running.job.journal.history.checkpoint
         servers[0].apply(Unit(1, 0, 0))

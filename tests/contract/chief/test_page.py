@@ -135,8 +135,7 @@ async def test_tasks_tell_their_log_where_there_is_a_page(monkeypatch: pytest.Mo
         for task in tasks:
             await task.die()
     async with chief(num_ps=0) as running:
-        task = Task(running.address, "worker:0", "127.0.0.1:1")
-        await task.welcomed()
+        task = await Task(running.address, "worker:0", "127.0.0.1:1").welcomed()
         assert not task.events[0].welcome.wants_log
         task.beat(lines=["nobody asked"])
         task.beat(step=3)

@@ -141,7 +141,6 @@ async def test_an_update_of_fewer_ps_is_not_taken_for_torn(tmp_path: Path) -> No
 
 async def test_a_checkpoint_needs_every_ps(tmp_path: Path) -> None:
     async with cluster() as (running, workers, servers):
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         error = await refused(save(workers[0], tmp_path))
@@ -157,9 +156,7 @@ async def test_the_first_and_the_last_checkpoint_come_by_themselves(tmp_path: Pa
         for worker in workers:
             worker.goodbye()
         for server in servers:
-            assert server.session is not None
-            await until(functools.partial(server.session.ended, "stop"))
-            server.session.goodbye()
+            await server.session.stopped()
         assert await running.exit_code() == 0
         assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
@@ -199,7 +196,6 @@ def logged(caplog: pytest.LogCaptureFixture, pattern: str) -> Any:
 
 async def lose(running: Chief, server: FakePs) -> None:
     """A ps dies, and the chief knows."""
-    assert server.session is not None
     lost = server.session.incarnation
     await server.session.die()
     await until(lambda: all(each.number != lost for each in running.job.sessions.servers))
@@ -395,7 +391,6 @@ async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_lat
             await worker.open()
             [lease] = (await worker.next()).leases
             applied([server], 0)
-            assert server.session is not None
             await server.session.die()
             await until(lambda: not first.job.sessions.servers)
             port, reborn = first.address, FakePs(0)
@@ -403,7 +398,7 @@ async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_lat
             await until(lambda: first.job.sessions.live("ps"))
             place = first.job.sessions.tasks["ps:0"].address
             await first.kill()
-        assert reborn.restored_from and reborn.session is not None
+        assert reborn.restored_from
         async with chief(bind=port, **config) as second:
             resumed = Task(port, "worker:0", resume=worker.incarnation, held=[lease])
             again = Task(port, "ps:0", place, reborn.session.incarnation, store_epoch=2)
@@ -422,7 +417,6 @@ async def test_at_staleness_0_what_went_back_to_the_middle_of_a_batch_is_compute
         await until(lambda: running.job.journal.history.checkpoint)
         await worker.open(staleness=0.0)
         await worker.next(steps_per_unit=2)
-        assert server.session is not None
         await server.session.die()
         await until(lambda: not running.job.sessions.servers)
         reborn = FakePs(0)
@@ -447,7 +441,6 @@ async def test_a_ps_that_dies_while_a_checkpoint_is_written_goes_back_to_that(tm
         servers[0].save_gate.clear()
         saving = asyncio.create_task(save(worker, tmp_path))
         await until(lambda: all("save" in server.calls[-1:] for server in servers))
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         async with ps(running.address, Saved(1)) as reborn:
@@ -469,7 +462,6 @@ def test_a_ps_that_comes_back_takes_the_copy_of_the_process_that_served_last(
             await workers[0].next(want=4)
             applied(servers, 0, 1, 2)
             await workers[0].next([0, 1], held=[2, 3], wait=False)
-            assert servers[0].session is not None
             await servers[0].session.die()
             await until(lambda: len(running.job.sessions.servers) == 1)
             unfinished = FakePs(0)  # dies before it is put back: workers never heard of it
@@ -530,14 +522,12 @@ async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: 
             port = first.address
             dead = await stack.enter_async_context(ps(port, FakePs(0)))
             holder = await stack.enter_async_context(ps(port, FakePs(1)))
-            worker = Task(port, "worker:0")
-            await worker.ready()
+            worker = await Task(port, "worker:0").ready()
             await until(lambda: first.job.journal.history.checkpoint)
             await worker.open()
             await worker.next(want=2)
             applied([dead, holder], 0)
             await worker.next([0], held=[1], wait=False)
-            assert dead.session is not None and holder.session is not None
             of_incarnation = dead.session.incarnation
             await first.kill()
         async with chief(bind=port, **config) as second:
@@ -570,8 +560,7 @@ async def test_a_job_that_begins_anew_closes_nothing_on_a_ps_that_had_gone_on_fr
     config["checkpoint_dir"] = str(tmp_path)
     async with chief(**config) as first:
         async with ps(first.address, FakePs(0)) as one, ps(first.address, FakePs(1)) as other:
-            worker = Task(first.address, "worker:0")
-            await worker.ready()
+            worker = await Task(first.address, "worker:0").ready()
             await until(lambda: first.job.journal.history.checkpoint)
             await worker.open()
             await worker.next()
@@ -624,7 +613,6 @@ async def test_a_ps_that_is_lost_as_it_is_asked_for_a_copy_says_nothing_of_its_n
                 each.restore_gate.clear()
             async with ps(first.address, lost):
                 await until(lambda: lost.taken_from)
-                assert lost.session is not None
                 await lost.session.die()
                 async with ps(first.address, there):
                     await until(lambda: there.taken_from)
@@ -653,7 +641,6 @@ async def test_a_ps_whose_chief_died_while_it_was_put_back_is_put_back_again(
             await worker.next(want=1)
             applied([server], 0)
             await worker.next([0], held=[], wait=False)
-            assert server.session is not None
             await server.session.die()
             await until(lambda: not first.job.sessions.servers)
             reborn = FakePs(0)
@@ -664,7 +651,6 @@ async def test_a_ps_whose_chief_died_while_it_was_put_back_is_put_back_again(
             place = first.job.sessions.tasks["ps:0"].address
             await first.kill()
         reborn.restore_gate.set()
-        assert reborn.session is not None
         async with chief(bind=port, **folders, num_ps=1, num_workers=1) as second:
             resumed = Task(port, "worker:0", resume=worker.incarnation)
             again = Task(port, "ps:0", place, resume=reborn.session.incarnation, store_epoch=2)
@@ -691,14 +677,13 @@ async def test_a_ps_whose_chief_died_after_it_was_put_back_and_before_the_books_
         async with chief(**config) as first:
             port = first.address
             servers = [await stack.enter_async_context(ps(port, FakePs(index))) for index in range(2)]
-            worker = Task(port, "worker:0")
-            await worker.ready()
+            worker = await Task(port, "worker:0").ready()
             await until(lambda: first.job.journal.history.checkpoint)
             await worker.open(**plan)
             await worker.next(want=1)
             applied(servers, 0, close=True)
             await worker.next([0], held=[], wait=False)
-            survivors = [each.session for each in servers[num_reborn:] if each.session is not None]
+            survivors = [each.session for each in servers[num_reborn:]]
             await first.kill()
         async with chief(bind=port, **config) as second:  # the worker is away, so its books stay closed
             there = [Task(port, each.task, each.address, each.incarnation) for each in survivors]
@@ -711,7 +696,7 @@ async def test_a_ps_whose_chief_died_after_it_was_put_back_and_before_the_books_
                 assert [path.name for path in (tmp_path / "c").glob("step-*")] == ["step-00000000"]
             await second.kill()
         async with chief(bind=port, **config) as third:
-            sessions = [each.session for each in reborn if each.session is not None]
+            sessions = [each.session for each in reborn]
             again = [Task(port, each.task, each.address, each.incarnation, store_epoch=2) for each in sessions]
             there += [Task(port, each.task, each.address, each.incarnation) for each in survivors]
             there += [*again, Task(port, "worker:0", resume=worker.incarnation)]
@@ -731,11 +716,9 @@ async def test_a_ps_with_values_whose_welcome_was_lost_is_the_one_it_was(tmp_pat
         await until(lambda: running.job.journal.history.initialized)
         known = running.job.sessions.tasks["ps:0"]
         before = known.incarnation
-        again = Task(running.address, "ps:0", known.address, store_epoch=7)
-        await again.welcomed()
+        again = await Task(running.address, "ps:0", known.address, store_epoch=7).welcomed()
         assert again.incarnation == before.number and not server.restored_from
-        new = Task(running.address, "ps:0", known.address)
-        await new.welcomed()
+        new = await Task(running.address, "ps:0", known.address).welcomed()
         assert new.incarnation > before.number, "a process without values is another one"
         for each in (again, new):
             await each.die()
@@ -744,7 +727,6 @@ async def test_a_ps_with_values_whose_welcome_was_lost_is_the_one_it_was(tmp_pat
 async def test_a_ps_that_lost_everything_without_a_checkpoint_stops_the_job() -> None:
     async with cluster(num_ps=1) as (running, workers, servers):
         await until(lambda: running.job.journal.history.initialized)
-        assert servers[0].session is not None
         await servers[0].session.die()
         reborn = FakePs(0)
         reborn.initialized = False
@@ -761,7 +743,6 @@ def serves(worker: Task, task: str) -> bool:
 
 async def test_a_returning_ps_hears_all_fences_before_workers_hear_of_it(tmp_path: Path) -> None:
     async with cluster(num_ps=1) as (running, workers, servers):
-        assert servers[0].session is not None
         await servers[0].session.die()
         await workers[1].die()
         await until(lambda: running.job.sessions.lead == "worker:0" and running.job.sessions.fenced)
@@ -799,7 +780,6 @@ async def test_a_restarted_chief_goes_on_with_the_same_tasks(tmp_path: Path) -> 
                 await back.welcomed()
                 waiting = asyncio.create_task(back.next(want=9, held=[1]))
                 for server in servers:
-                    assert server.session is not None
                     life = server.session
                     here.append(Task(port, life.task, life.address, life.incarnation))
                     await here[-1].welcomed()

@@ -42,8 +42,7 @@ async def begun(running: Chief, worker: Task, server: FakePs) -> None:
 async def without_newcomer(stack: contextlib.AsyncExitStack, running: Chief) -> tuple[FakePs, FakePs, Task]:
     """A ps, one that is yet to come, and a worker; as :func:`begun`."""
     server = await stack.enter_async_context(ps(running.address, FakePs(0)))
-    worker = Task(running.address, "worker:0")
-    await worker.ready()
+    worker = await Task(running.address, "worker:0").ready()
     await begun(running, worker, server)
     return server, FakePs(1), worker
 
@@ -64,7 +63,6 @@ async def half_handed_over(
         await worker.open(num_slices=num_workers, staleness=0.0)
         await worker.next(steps_per_unit=2)
     leaving.apply(Unit(1, 0, 0), 0, num_servers=1)
-    assert leaving.session is not None
     leaving.session.beat(leaving=True)
     await until(lambda: running.job.sessions.tasks["ps:0"].state is SessionState.LOST)
     await leaving.session.die()
@@ -201,7 +199,6 @@ async def test_the_chief_dies_before_and_after_the_number_is_in_its_journal(tmp_
             await ask(worker, 2)
             await until(lambda: "save" in server.calls and running.job.journal.history.wanted_ps)
             assert running.job.journal.history.num_ps == 1
-            assert server.session is not None and newcomer.session is not None
             numbers = (worker.incarnation, server.session.incarnation, newcomer.session.incarnation)
             homes = [running.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
             held = server.token
@@ -251,7 +248,6 @@ async def test_what_came_between_the_journal_and_a_new_beginning_all_of_another_
             server.restore_gate.clear()
             await ask(worker, 2)
             await until(lambda: running.job.sessions.tasks["ps:1"].state is SessionState.LIVE)
-            assert server.session is not None and newcomer.session is not None
             numbers = (server.session.incarnation, newcomer.session.incarnation)
             homes = [running.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
             await running.kill()
@@ -273,17 +269,15 @@ async def test_what_one_ps_lacked_all_of_another_number_lack_for_the_next_chief_
     async with contextlib.AsyncExitStack() as stack:
         running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
         await begun(running, worker, first)
-        assert first.session is not None
         await first.session.die()
         await until(lambda: not running.job.sessions.servers)
         again, second = FakePs(0), FakePs(1)
         await stack.enter_async_context(ps(running.address, again))
         await until(lambda: running.job.sessions.live("ps"))
-        assert again.restored_from and again.session is not None
+        assert again.restored_from
         await ask(worker, 2)
         await stack.enter_async_context(ps(running.address, second))
         await until(lambda: worker.membership.num_ps == 2 and all(task.live for task in worker.membership.tasks))
-        assert second.session is not None
         lacking = {"ps:0": again.session.incarnation, "ps:1": second.session.incarnation}
         assert running.job.journal.history.put_back == lacking
 
@@ -304,7 +298,6 @@ async def test_a_ps_that_is_to_end_is_no_newcomer_and_one_that_held_nothing_has_
         async with ps(running.address, Empty(1)) as second:
             await until(lambda: len(job.sessions.live("ps")) == 2)
             await worker.next([0], wait=False)
-            assert second.session is not None
             await second.session.die()
             await until(lambda: len(job.sessions.servers) == 1)
             async with ps(running.address, Empty(1)):
@@ -353,7 +346,6 @@ async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows
             await until(lambda: job.journal.history.is_rerouted is not was_told)
             applied([first, dead], 1)
             await worker.next([0, 1], wait=False)
-            assert dead.session is not None
             await dead.session.die()
             await until(lambda: len(job.sessions.servers) == 1)
         second = Told(1)
@@ -415,7 +407,6 @@ async def test_half_a_batch_that_a_ps_lacked_all_of_another_number_lack(tmp_path
         await until(lambda: job.journal.history.checkpoint)
         await worker.open()
         await worker.next(steps_per_unit=2)
-        assert first.session is not None
         await first.session.die()
         await until(lambda: not job.sessions.servers)
         both = FakePs(0), FakePs(1)
@@ -447,7 +438,6 @@ async def test_a_ps_that_was_told_of_nothing_yet_goes_back_to_the_checkpoint_it_
         second.num_taken = 0
         async with ps(running.address, second):
             await until(lambda: len(job.sessions.live("ps")) == 2 and not job.journal.history.is_rerouted)
-            assert second.session is not None
             await second.session.die()
             await until(lambda: len(job.sessions.servers) == 1)
         async with ps(running.address, reborn):
@@ -463,8 +453,7 @@ async def test_a_checkpoint_that_waits_while_training_goes_on_is_warned_of(
     server.num_taken = 4
     caplog.set_level("INFO")
     async with chief(**folders(tmp_path)) as running, ps(running.address, server):
-        worker = Task(running.address, "worker:0")
-        await worker.ready()
+        worker = await Task(running.address, "worker:0").ready()
         await until(lambda: "4 elements of the one that the ps began from" in caplog.text)
         levels = {record.levelname for record in caplog.records if "has to wait" in record.getMessage()}
         assert levels == {"INFO"}, "a worker may be at its prepare"
@@ -508,7 +497,6 @@ async def test_what_ps_said_before_their_number_changed_says_nothing_of_what_the
         await until(lambda: servers[0].gate is None)
         await ask(worker, 1)
         await until(lambda: worker.membership.num_ps == 1 and not servers[0].token)
-        assert servers[0].session is not None
         if dies:
             await servers[0].session.die()
             await until(lambda: not job.sessions.servers)

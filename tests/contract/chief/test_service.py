@@ -53,23 +53,20 @@ async def test_everybody_hears_when_the_cluster_is_ready() -> None:
         assert membership.lead == "worker:0"
         live = {info.task: info.live for info in membership.tasks}
         assert live == {"worker:0": True, "worker:1": True, "ps:0": True, "ps:1": True}
-        assert servers[0].session is not None
         await servers[0].session.ready()
         assert workers[0].events[0].HasField("welcome") and not workers[0].events[0].welcome.job_started
 
 
 async def test_who_comes_when_somebody_has_made_a_step_hears_that_the_job_has_begun() -> None:
     async with cluster(num_ps=0) as (running, workers, _):
-        again = Task(running.address, "worker:1", "127.0.0.1:9")
-        await again.welcomed()
+        again = await Task(running.address, "worker:1", "127.0.0.1:9").welcomed()
         assert not again.events[0].welcome.job_started
         workers[0].beat(step=1)
         while not any(
             task.progress.step for task in (await workers[0].stub.GetStatus(chief_pb2.GetStatusRequest())).tasks
         ):
             pass
-        again = Task(running.address, "worker:1", "127.0.0.1:9")
-        await again.welcomed()
+        again = await Task(running.address, "worker:1", "127.0.0.1:9").welcomed()
         assert again.events[0].welcome.job_started
 
 
@@ -105,8 +102,7 @@ async def test_units_of_a_killed_worker_go_to_another_only_after_every_ps_fenced
         assert indices(await waiting) == [0, 1]
         error = await refused(workers[0].stub.NextUnits(chief_pb2.NextUnitsRequest(sender=workers[1].sender)))
         assert isinstance(error, FencedError)
-        again = Task(running.address, "worker:1")
-        await again.ready()
+        again = await Task(running.address, "worker:1").ready()
         assert again.incarnation > workers[1].incarnation
         assert (await workers[0].next([0, 1])).end
         assert (await again.next()).end
@@ -119,8 +115,7 @@ async def test_a_task_that_was_started_again_has_done_nothing_yet() -> None:
         streams = running.job.streams
         await until(lambda: streams.waiting_steps.get("worker:1"))
         await workers[1].die()
-        again = Task(running.address, "worker:1")
-        await again.welcomed()
+        again = await Task(running.address, "worker:1").welcomed()
         worker = from_reply(wire.status_to_proto(running.job.get_status())).workers[1]
         assert (worker.incarnation, worker.step) == (again.incarnation, 0), "it is not the process that made 40 steps"
         assert not streams.waiting_steps.get("worker:1")
@@ -148,8 +143,7 @@ async def test_a_worker_added_at_staleness_0_is_refused_and_the_job_goes_on() ->
     async with cluster(max_workers=3) as (running, workers, _):
         for worker in workers:
             await worker.open(num_slices=2, staleness=0.0)
-        added = Task(running.address, "worker:2")
-        await added.welcomed()
+        added = await Task(running.address, "worker:2").welcomed()
         error = await refused(added.open(num_slices=2, staleness=0.0))
         assert isinstance(error, ConfigurationError)
         assert "worker:2 cannot be added at staleness 0" in str(error)
@@ -225,8 +219,7 @@ def test_what_every_ps_has_closed_of_a_dead_worker_is_accepted_unless_it_has_to_
 async def test_of_many_tasks_each_sends_fewer_heartbeats() -> None:
     async def interval_s(**config: Any) -> float:
         async with chief(heartbeat_interval_s=0.5, **config) as running:
-            task = Task(running.address, "worker:0")
-            await task.welcomed()
+            task = await Task(running.address, "worker:0").welcomed()
             welcome = next(event.welcome for event in task.events if event.HasField("welcome"))
             assert running.job.config.session_timeout_s >= 4 * welcome.heartbeat_interval_s
             await task.die()
@@ -372,7 +365,7 @@ async def test_the_job_ends_well_when_all_workers_are_done() -> None:
     async with cluster() as (running, workers, servers):
         workers[0].goodbye()
         workers[1].goodbye()
-        sessions = [server.session for server in servers if server.session is not None]
+        sessions = [server.session for server in servers]
         for session in sessions:
             stop = await until(functools.partial(session.ended, "stop"))
             assert (stop.exit_code, stop.reason) == (0, "every worker has finished")
@@ -385,8 +378,7 @@ async def test_the_job_ends_well_when_all_workers_are_done() -> None:
 
 async def test_a_ps_that_starts_after_the_end_hears_of_it() -> None:
     async with chief(num_workers=1, num_ps=1) as running:
-        worker = Task(running.address, "worker:0")
-        await worker.welcomed()
+        worker = await Task(running.address, "worker:0").welcomed()
         worker.goodbye(0)
         await until(lambda: running.job.sessions.stopping is not None)
         assert not running.job.finished.done(), "it waits for ps:0"

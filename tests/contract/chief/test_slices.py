@@ -24,7 +24,6 @@ async def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
         [second] = (await workers[0].next([0])).leases
         assert (second.step, second.unit.index) == (2, 2)
         # worker:1 is still in step 1 (its reply got lost with ps:1); worker:0 is in step 2.
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         async with ps(running.address, FakePs(1)) as reborn:
@@ -51,7 +50,6 @@ async def test_a_slice_that_a_checkpoint_has_leaves_the_step_that_it_came_into_s
         for worker in workers:
             await worker.open(**SYNC)
             await worker.next()
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         async with ps(running.address, FakePs(1)) as reborn:
@@ -86,7 +84,6 @@ async def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path:
             [mine] = (await workers[0].next()).leases
             await first.kill()
         async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
-            assert server.session is not None
             tasks = [
                 Task(port, "worker:0", resume=workers[0].incarnation, held=[mine]),
                 Task(port, "worker:1", resume=workers[1].incarnation),
@@ -111,8 +108,7 @@ async def test_a_worker_comes_back_to_no_job_in_step_whose_updates_are_of_severa
         second.goodbye(exit_code=1)
         await until(lambda: not running.job.sessions.tasks["worker:1"].open)
         for server.accumulates in (True, False):
-            again = Task(running.address, "worker:1")
-            await again.ready()
+            again = await Task(running.address, "worker:1").ready()
             if server.accumulates:
                 error = await refused(again.open(num_slices=2, staleness=0.0))
                 assert isinstance(error, ConfigurationError) and "start the job again" in str(error)
@@ -127,15 +123,13 @@ async def test_what_ps_have_of_an_update_of_several_batches_is_not_leased_again(
         async with chief(num_workers=1, num_ps=1, state_dir=str(tmp_path)) as first:
             port = first.address
             server = await stack.enter_async_context(ps(port, FakePs(0)))
-            worker = Task(port, "worker:0")
-            await worker.ready()
+            worker = await Task(port, "worker:0").ready()
             await worker.open(num_slices=1, staleness=0.0)
             assert indices(await worker.next(steps_per_unit=1)) == [0]
             assert indices(await worker.next(held=[0], steps_per_unit=1)) == [1]
             await first.kill()
         server.open[Update((Unit(1, 0, 0), Unit(1, 0, 1)), 0)], server.accumulates = 1, True
         async with chief(bind=port, num_workers=1, num_ps=1, state_dir=str(tmp_path)) as second:
-            assert server.session is not None
             tasks = [
                 Task(port, "worker:0", resume=worker.incarnation),
                 Task(port, "ps:0", server.session.address, server.session.incarnation),
@@ -159,7 +153,6 @@ async def test_a_report_of_before_all_went_back_says_nothing_of_what_another_wor
             await worker.open(**SYNC)
         await workers[0].next()
         applied(servers, 1)  # by worker:0, whose report does not come through
-        assert servers[1].session is not None
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
         async with ps(running.address, FakePs(1)) as reborn:
@@ -220,14 +213,12 @@ async def test_a_slice_that_was_closed_out_of_its_step_comes_in_a_later_one(tmp_
             assert server.closings[1] == ([Unit(1, 0, 0)], [])
             place = first.job.sessions.tasks["ps:0"].address
             await first.kill()
-        assert server.session is not None
         server.closings.clear()  # as if it had not heard: its workers wait for the slice
         async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)) as second:
             resumed = Task(port, "worker:0", resume=workers[0].incarnation, held=[mine])
             await until(lambda: second.job.sessions.live("worker"))
             again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
-            reborn = Task(port, "worker:1")
-            await reborn.welcomed()
+            reborn = await Task(port, "worker:1").welcomed()
             await until(lambda: server.closings == {1: ([Unit(1, 0, 0)], [])})
             applied([server], 0)
             await resumed.next([0], wait=False)
@@ -254,7 +245,6 @@ async def test_a_slice_counts_as_committed_whose_own_worker_committed_it(tmp_pat
             await workers[0].die()
             await until(lambda: first.job.journal.history.fenced)
             await first.kill()
-        assert server.session is not None
         server.committed_slices = [(1, Unit(1, 0, 0))]
         server.fence_gate.set()
         async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
@@ -283,7 +273,6 @@ async def test_a_chief_that_follows_does_not_take_back_what_was_leased_before_al
                 await worker.open(**SYNC)
             [before] = (await workers[0].next()).leases
             await workers[1].next()
-            assert dead.session is not None
             await dead.session.die()
             await until(lambda: not first.job.sessions.servers)
             reborn = await stack.enter_async_context(ps(port, FakePs(0)))
@@ -294,7 +283,6 @@ async def test_a_chief_that_follows_does_not_take_back_what_was_leased_before_al
             place = first.job.sessions.tasks["ps:0"].address
             await first.kill()
         async with chief(bind=port, **sizes) as second:
-            assert reborn.session is not None
             tasks = [
                 Task(port, "worker:0", resume=workers[0].incarnation, held=[before]),
                 Task(port, "worker:1", resume=workers[1].incarnation, held=[after]),
@@ -341,7 +329,6 @@ async def test_what_was_lost_of_an_epoch_that_is_over_is_lost_for_a_chief_that_f
             place = first.job.sessions.tasks["ps:0"].address
             await first.kill()
         reborn.mark_gate.set()
-        assert reborn.session is not None
         async with chief(bind=port, **config) as second:
             tasks = [
                 Task(port, "worker:0", resume=worker.incarnation),
