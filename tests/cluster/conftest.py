@@ -116,6 +116,12 @@ class Cluster:
         done = sorted(path.name for path in self.folder.glob("fault-*"))
         return Finished(code, (self.folder / "stdout").read_text(), self.stderr, summary, done)
 
+    def succeed(self, timeout_s: float = DEADLINE_S) -> Finished:
+        """Waits for the end of the job, which is to be a good one."""
+        done = self.finish(timeout_s)
+        assert done.code == 0, done.stderr
+        return done
+
     def close(self) -> None:
         """Kills what is left."""
         for process in self.processes():

@@ -58,8 +58,7 @@ for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(torch.ones(
 
 
 def test_a_script_that_raises_right_after_its_first_step_is_started_again(cluster: Start, tmp_path: Path) -> None:
-    done = cluster(1, 1, script(tmp_path, RAISES_ONCE), str(tmp_path / "raised")).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(1, 1, script(tmp_path, RAISES_ONCE), str(tmp_path / "raised")).succeed()
     assert done.summary["restarts"] == 1
 
 
@@ -87,8 +86,7 @@ def test_who_failed_first_is_named_and_its_exit_code_is_the_jobs(
 def test_a_script_without_a_strategy_is_told_and_keeps_nobody_waiting(cluster: Start, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("print('only this')\n")
-    done = cluster(1, 1, path).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(1, 1, path).succeed()
     check_words(
         done.stderr, "ended without making its cluster", "sg.strategy_from_environment()", "every worker has fin"
     )
@@ -102,8 +100,7 @@ def test_workers_with_a_strategy_of_one_process_are_told_at_their_first_step(clu
         "model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))\n"
         "strategy.run(lambda: (model(torch.ones(1, 2)).sum().backward(), optimizer.step()))\n"
     )
-    done = cluster(2, 0, path).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, 0, path).succeed()
     check_words(done.stderr, "this job has 2 workers, and the strategy", "is of one process", "ended without making")
 
 
@@ -205,8 +202,7 @@ def test_data_that_a_script_cuts_by_rank_beside_parameter_servers(
     """Each batch is made of what the worker holds that trains it: examples were left out without a word."""
     part = "torch.arange(8.0)[strategy.task.index::2]" if by_rank else "torch.arange(4.0)"
     body = f"list(strategy.distribute_dataset(torch.utils.data.DataLoader({part}.view(4, 1), batch_size=2)))\n"
-    done = cluster(2, 1, script(tmp_path, "strategy.prepare(model, optimizer)\n" + body)).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, 1, script(tmp_path, "strategy.prepare(model, optimizer)\n" + body)).succeed()
     assert ("other examples in dataset 1" in done.stderr) == by_rank
 
 
@@ -263,8 +259,7 @@ def test_a_worker_that_prepares_more_than_the_lead_says_what_it_waits_for(cluste
     job = cluster(2, 1, script(tmp_path, ONE_MORE), tmp_path / "go")
     job.wait_for(lambda: "until worker:0 gives ps:0 its values of 2 variables" in job.stderr, "a word")
     (tmp_path / "go").touch()
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     check_words(done.stderr, "'momentum': 0,", "'momentum': 0.5,", "each update uses the settings of its own worker")
 
 
@@ -304,8 +299,7 @@ def test_non_finite_gradients(cluster: Start, tmp_path: Path, policy: str) -> No
 @pytest.mark.thorough
 def test_synchronous_nan_is_skipped_by_all(cluster: Start, tmp_path: Path) -> None:
     arguments = ["--poison-step", 3, "--nan", "skip", "--epochs", 2]
-    done = cluster(2, 2, "train_small.py", *arguments, flags=["--staleness", "0"]).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, 2, "train_small.py", *arguments, flags=["--staleness", "0"]).succeed()
     assert done.stderr.count("skipped an update") == 2
 
 

@@ -19,13 +19,11 @@ Start = Callable[..., Any]
     ],
 )
 def test_what_is_loaded_once_is_the_jobs(cluster: Start, num_ps: int, flags: list[str]) -> None:
-    done = cluster(2, num_ps, "changes_weights.py", "kept", flags=flags).finish()
-    assert done.code == 0, done.stderr
+    cluster(2, num_ps, "changes_weights.py", "kept", flags=flags).succeed()
 
 
 def test_who_meets_when_the_lead_has_ended_waits_for_nobody(cluster: Start) -> None:
-    done = cluster(2, 1, "changes_weights.py", "lead ends first").finish(60)
-    assert done.code == 0, done.stderr
+    cluster(2, 1, "changes_weights.py", "lead ends first").succeed(60)
 
 
 def test_what_would_be_lost_is_refused(cluster: Start) -> None:

@@ -22,8 +22,7 @@ TOLERANCE = 2e-6
 
 
 def run(start: Start, workers: int, ps: int, *arguments: object) -> None:
-    done = start(workers, ps, "train_checkpoint.py", *arguments).finish()
-    assert done.code == 0, done.stderr
+    start(workers, ps, "train_checkpoint.py", *arguments).succeed()
 
 
 def check_equal(found: list[Any], net: torch.nn.Module, adam: torch.optim.Optimizer) -> None:

@@ -50,8 +50,7 @@ def test_a_damaged_shard(
     paths = sorted(saved.glob("step-*"), key=step_of)
     harm(paths[-1] / shard)
 
-    again = cluster(2, 2, "count_examples.py", *arguments, flags=flags).finish()
-    assert again.code == 0, again.stderr
+    again = cluster(2, 2, "count_examples.py", *arguments, flags=flags).succeed()
     lost = step_of(paths[-1]) - step_of(paths[-2])
     assert lost > 0
     assert re.search(rf"The job resumes from step {step_of(paths[-2])} ", again.stderr), again.stderr

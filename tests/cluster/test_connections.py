@@ -18,8 +18,7 @@ TASKS = ("worker:0", "worker:1", "ps:0", "ps:1")
 def run(cluster: Start, chaos: list[str], out: Path, epochs: int) -> Finished:
     """Two workers and two ps that count examples; all that was asked for happened, and nobody was started again."""
     script = ("--examples", 1000, "--epochs", epochs, "--pause-s", 0.05, "--out", out)
-    done: Finished = cluster(2, 2, "count_examples.py", *script, flags=["--chaos", "; ".join(chaos)]).finish()
-    assert done.code == 0, done.stderr
+    done: Finished = cluster(2, 2, "count_examples.py", *script, flags=["--chaos", "; ".join(chaos)]).succeed()
     fired: list[dict[str, Any]] = done.summary["chaos"]
     assert len(fired) == len(chaos) and all("after_s" in each for each in fired), fired
     assert done.summary["restarts"] == done.summary["updates_lost"] == 0, done.stderr

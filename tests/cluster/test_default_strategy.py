@@ -49,8 +49,7 @@ def alone() -> dict[str, Any]:
 def test_model_fit_trains_with_the_strategy_of_the_job(
     cluster: Callable[..., Any], workers: int, ps: int, flags: tuple[str, ...], strategy: str
 ) -> None:
-    done = cluster(workers, ps, SCRIPT, flags=flags).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(workers, ps, SCRIPT, flags=flags).succeed()
     one, found = alone(), json.loads(done.stdout)
     assert (one["strategy"], one["replicas"], one["has"]) == ("DefaultStrategy", 1, False)
     assert (found["strategy"], found["replicas"], found["has"]) == (strategy, 2, True)

@@ -65,8 +65,7 @@ def check_evaluator(folder: Path, stderr: str, last: int) -> None:
 def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, alone: Path) -> None:
     folder = tmp_path / "model"
     arguments = ["--strategy-first", "--model-dir", folder, "--max-steps", MAX_STEPS]
-    done = cluster(2, 0, "estimate.py", *arguments, flags=["--evaluator"]).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, 0, "estimate.py", *arguments, flags=["--evaluator"]).succeed()
     assert steps_in(folder) == steps_in(alone) == [8, 16, 24]
     check_alike(folder, alone)
     check_evaluator(folder, done.stderr, MAX_STEPS)
@@ -91,8 +90,7 @@ def test_an_evaluator_that_could_restore_no_checkpoint_fails(cluster: Start, tmp
 @pytest.mark.parametrize("num_ps", [0, 1])
 def test_two_estimators_of_one_script(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     flags = ["--staleness", "0", "--max-restarts", "0"]
-    done = cluster(2, num_ps, "two_estimators.py", "--model-dir", tmp_path, flags=flags).finish()
-    assert done.code == 0, done.stderr
+    cluster(2, num_ps, "two_estimators.py", "--model-dir", tmp_path, flags=flags).succeed()
     assert steps_in(tmp_path / "first") == steps_in(tmp_path / "second") == [3]
 
 
@@ -100,8 +98,7 @@ def test_a_table_and_its_optimizer_continue_on_parameter_servers(cluster: Start,
     """Creating the model asked for rows that the job did not have yet, and the sums of Adagrad began anew."""
     folder, arguments = tmp_path / "model", ["--table", "--model-dir", tmp_path / "model", "--max-steps"]
     for last in (10, MAX_STEPS):
-        done = cluster(2, 2, "estimate.py", *arguments, last, flags=["--staleness", "0"]).finish()
-        assert done.code == 0, done.stderr
+        done = cluster(2, 2, "estimate.py", *arguments, last, flags=["--staleness", "0"]).succeed()
     assert "The job resumes from step 10" in done.stderr
     check_alike(folder, trained_alone(tmp_path / "alone", "--table"))
 
@@ -118,11 +115,9 @@ def test_a_killed_ring_goes_on_in_its_data_and_then_on_parameter_servers(
     first = cluster(2, 0, "estimate.py", *arguments, "--max-steps", MAX_STEPS, flags=once, faults=[fault]).finish()
     assert first.code != 0 and first.faults, first.stderr
     assert steps_in(folder) == [3, 6, 9]
-    second = cluster(2, 0, "estimate.py", *arguments, "--max-steps", 16).finish()
-    assert second.code == 0, second.stderr
+    second = cluster(2, 0, "estimate.py", *arguments, "--max-steps", 16).succeed()
     assert "Resuming from step 9" in second.stderr and steps_in(folder)[-1] == 16
-    third = cluster(2, 2, "estimate.py", *arguments, "--max-steps", MAX_STEPS, flags=["--staleness", "0"]).finish()
-    assert third.code == 0, third.stderr
+    third = cluster(2, 2, "estimate.py", *arguments, "--max-steps", MAX_STEPS, flags=["--staleness", "0"]).succeed()
     assert "The job resumes from step 16" in third.stderr
     check_alike(folder, alone)
 
@@ -132,16 +127,14 @@ def test_max_steps_is_exact_on_parameter_servers_whatever_dies(cluster: Start, t
     folder = tmp_path / "model"
     arguments = ["--count", "--place", "--model-dir", folder]
     faults = [{"task": "worker:1", "step": 3, "action": "kill"}, {"task": "worker:0", "step": 9, "action": "kill"}]
-    first = cluster(2, 2, "estimate.py", *arguments, "--max-steps", 40, flags=["--evaluator"], faults=faults).finish()
-    assert first.code == 0, first.stderr
+    first = cluster(2, 2, "estimate.py", *arguments, "--max-steps", 40, flags=["--evaluator"], faults=faults).succeed()
     assert first.faults == ["fault-0", "fault-1"]
     check_evaluator(folder, first.stderr, 40)
     assert steps_in(folder)[-1] == 40
     counts = weights(folder, 40, "counts")["table.weight"]
     assert counts.sum() == 40 * BATCH_SIZE
     assert counts.min() == counts.max() == 40 * BATCH_SIZE / NUM_EXAMPLES
-    second = cluster(2, 2, "estimate.py", *arguments, "--max-steps", 50).finish()
-    assert second.code == 0, second.stderr
+    cluster(2, 2, "estimate.py", *arguments, "--max-steps", 50).succeed()
     counts = weights(folder, 50, "counts")["table.weight"]
     assert counts.sum() == 50 * BATCH_SIZE
     assert counts.max() - counts.min() == 1
@@ -166,8 +159,7 @@ def test_a_ring_that_is_told_to_end_saves_its_step_and_is_started_again(
 @pytest.mark.parametrize("num_ps", [0, 2], ids=["ring", "ps"])
 def test_the_walk_through(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     arguments = ["--no-download", "--data-dir", tmp_path, "--model-dir", tmp_path / "model", "--epochs", 2]
-    done = cluster(2, num_ps, EXAMPLES / "mnist_estimator.py", *arguments, flags=["--evaluator"]).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, num_ps, EXAMPLES / "mnist_estimator.py", *arguments, flags=["--evaluator"]).succeed()
     losses = [float(loss) for loss in re.findall(r"evaluator:0\].*test loss (\d+\.\d+)", done.stderr)]
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-5), done.stderr
     assert losses[0] < 1.8  # 2.3 before training

@@ -16,8 +16,7 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 @pytest.mark.thorough
 def test_digits_with_an_evaluator(cluster: Start) -> None:
     job = cluster(2, 2, DIGITS, "--epochs", 8, flags=["--evaluator", "--checkpoint-every-s", "1"])
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     evaluated = [
         (int(step), float(percent))
         for step, percent in re.findall(r"\[evaluator:0\] step (\d+): held-out accuracy ([\d.]+)%", done.stderr)

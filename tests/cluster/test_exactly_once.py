@@ -32,8 +32,7 @@ def check_counts(saved: Path | dict[str, torch.Tensor], epochs: int) -> None:
 def test_two_workers_two_ps(cluster: Start, tmp_path: Path, data_workers: int) -> None:
     out = tmp_path / "out.pt"
     job = cluster(2, 2, "count_examples.py", "--epochs", 3, "--data-workers", data_workers, "--out", out)
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    job.succeed()
     check_counts(out, 3)
 
 
@@ -41,8 +40,7 @@ def test_two_workers_two_ps(cluster: Start, tmp_path: Path, data_workers: int) -
 def test_accumulation(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     # One worker, so that the number of batches it sees is a multiple of the accumulation.
-    done = cluster(1, 2, "count_examples.py", "--accumulate", 3, "--out", out).finish()
-    assert done.code == 0, done.stderr
+    cluster(1, 2, "count_examples.py", "--accumulate", 3, "--out", out).succeed()
     check_counts(out, 2)
 
 

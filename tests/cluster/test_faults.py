@@ -19,8 +19,7 @@ Start = Callable[..., Any]
 def test_resent_updates_are_applied_once(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     faults = [{"task": f"worker:{index}", "step": 0, "action": "resend"} for index in (0, 1)]
-    done = cluster(2, 2, "count_examples.py", "--epochs", 2, "--out", out, faults=faults).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, 2, "count_examples.py", "--epochs", 2, "--out", out, faults=faults).succeed()
     resends = sum(int(number) for number in re.findall(r"(\d+) resends", done.stderr))
     assert resends >= 100, resends
     check_counts(out, 2)
@@ -101,8 +100,7 @@ def test_bounded_staleness_with_a_slow_worker(cluster: Start, tmp_path: Path) ->
     out = tmp_path / "out.pt"
     faults = [{"task": "worker:1", "step": step, "action": "slow", "seconds": 0.2} for step in range(4)]
     job = cluster(2, 2, "count_examples.py", "--epochs", 2, "--out", out, flags=["--staleness", "2"], faults=faults)
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    job.succeed()
     check_counts(out, 2)
 
 

@@ -55,8 +55,7 @@ def check(out: Path, num_epochs: int) -> list[dict[str, Any]]:
 def test_every_worker_has_the_same_history_and_one_stops_all(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--epochs", 9, "--stop-in-epoch", 2, "--pause-s", 0.002]
-    done = cluster(2, 2, "fit_counted.py", "--out", out, *arguments, flags=["--staleness", "0"]).finish()
-    assert done.code == 0, done.stderr
+    cluster(2, 2, "fit_counted.py", "--out", out, *arguments, flags=["--staleness", "0"]).succeed()
     news = check(out, num_epochs=3)
     assert [one["num_epochs_lived"] for one in news] == [3, 3]
     assert [one["num_steps"] for one in news] == [3 * NUM_TRAINED // 2] * 2  # a slice of each batch for each
@@ -67,8 +66,7 @@ def test_an_evaluation_on_one_worker_alone_puts_no_later_one_out_of_order(
     cluster: Start, tmp_path: Path, alone: int
 ) -> None:
     out = tmp_path / "out"
-    done = cluster(2, 1, "evaluates_alone.py", "--out", out, "--alone", alone).finish()
-    assert done.code == 0, done.stderr
+    cluster(2, 1, "evaluates_alone.py", "--out", out, "--alone", alone).succeed()
     lead, other = [json.loads(Path(f"{out}.worker:{worker}").read_text()) for worker in range(2)]
     assert len(lead) == 3 and len(other) == 2 and lead[:2] == other
     for told, of_its_weights in [*lead, *other]:
@@ -112,7 +110,6 @@ def test_chief_or_ps_killed_in_an_evaluation(cluster: Start, tmp_path: Path, kil
 @pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.thorough), "inf"])
 def test_the_last_update_of_an_epoch_may_have_fewer_batches(cluster: Start, tmp_path: Path, staleness: str) -> None:
     out = tmp_path / "out.pt"
-    done = cluster(2, 2, "fit_accumulated.py", "--out", out, flags=["--staleness", staleness]).finish()
-    assert done.code == 0, done.stderr
+    cluster(2, 2, "fit_accumulated.py", "--out", out, flags=["--staleness", staleness]).succeed()
     for name, value in torch.load(out, weights_only=True).items():
         assert torch.equal(value, torch.full_like(value, -2)), f"{name}: {value.tolist()}"

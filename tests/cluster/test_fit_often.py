@@ -55,8 +55,7 @@ def check_job(start: Start, folder: Path, fits: int, num_ps: int, staleness: str
     arguments = ["--seed", seed, "--fits", fits]
     one = alone(folder / "one", *arguments, "--strategy", "one")
     job = start(2, num_ps, SCRIPT.name, *arguments, "--out", folder / "job", flags=["--staleness", staleness])
-    done = job.finish(60 + 10 * fits)
-    assert done.code == 0, done.stderr
+    job.succeed(60 + 10 * fits)
     for worker in range(2):
         found = read(folder / "job", worker)
         check(found, one, in_step=staleness == "0")

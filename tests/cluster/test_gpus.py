@@ -87,14 +87,12 @@ def test_a_ring_equals_one_process(
     for name, value in variables(way).items():
         monkeypatch.setenv(name, value)
     out, arguments = tmp_path / "ring.pt", ["--optimizer", "momentum", "--clip-norm", "0.5", "--accumulate", "2"]
-    job = cluster(size, 0, "train_small.py", *arguments, "--out", out, flags=["--strategy", "ring"]).finish()
-    assert job.code == 0, job.stderr
+    job = cluster(size, 0, "train_small.py", *arguments, "--out", out, flags=["--strategy", "ring"]).succeed()
     assert ("nccl, because every worker has a GPU of its own" in job.stderr) == (way == "nccl"), job.stderr
     check_equal(one_process(tmp_path, *arguments), out)
 
 
 def test_parameter_servers_equal_one_process(cluster: Callable[..., Any], tmp_path: Path) -> None:
     out, arguments = tmp_path / "ps.pt", ["--optimizer", "adamw"]
-    job = cluster(3, 2, "train_small.py", *arguments, "--out", out, flags=["--staleness", "0"]).finish()
-    assert job.code == 0, job.stderr
+    cluster(3, 2, "train_small.py", *arguments, "--out", out, flags=["--staleness", "0"]).succeed()
     check_equal(one_process(tmp_path, *arguments), out)

@@ -24,8 +24,7 @@ def losses_in(output: str) -> list[float]:
 def run(cluster: Start, kind: str, script: str, folder: Path) -> str:
     """Two workers' output of two epochs of a walk-through."""
     arguments = ["--no-download", "--data-dir", folder, "--model-dir", folder, "--epochs", "2"]
-    done = cluster(2, NUM_PS[kind], EXAMPLES / script, *arguments, flags=["--max-restarts", "0"]).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, NUM_PS[kind], EXAMPLES / script, *arguments, flags=["--max-restarts", "0"]).succeed()
     output: str = done.stdout
     return output
 

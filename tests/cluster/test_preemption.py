@@ -77,8 +77,7 @@ def test_a_worker_of_parameter_servers_is_told_and_the_others_go_on(cluster: Sta
     arguments = ["--by", "fit", "--folder", tmp_path / "a", "--out", tmp_path / "a.pt"]
     told = at(3, "terminate", "worker:1", "worker:1")
     first = {"task": "worker:0", "step": 1, "action": "wait", "for": 0}  # else it may take all batches itself
-    done = cluster(2, 1, "train_preempted.py", *arguments, faults=[told, first]).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, 1, "train_preempted.py", *arguments, faults=[told, first]).succeed()
     assert done.faults == ["fault-0", "fault-1"]
     assert done.summary["tasks"]["worker:0"]["exit_codes"] == [0]
     assert done.summary["tasks"]["worker:1"]["exit_codes"] == [143, 0]

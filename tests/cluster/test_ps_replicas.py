@@ -70,8 +70,7 @@ def test_no_update_is_lost_when_a_ps_is_killed(
     job.wait_for(lambda: "Checkpoint of step 0" in job.stderr, "initial values")  # else a worker gives them again
     kill_in_turns(job, num_kills)
     stop.touch()
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     assert (done.summary["restarts"], done.summary["updates_lost"]) == (num_kills, 0), done.stderr
     counted = re.findall(r"resumes from step \d+, of which ps:\d had a copy: 0 updates lost", done.stderr)
     assert len(counted) == num_kills
@@ -93,8 +92,7 @@ def test_two_ps_that_cannot_reach_one_another_hold_nobody_up(cluster: Start, tmp
     copies = job.stderr.count("Keeping a copy of")
     job.wait_for(lambda: job.stderr.count("Keeping a copy of") >= copies + 2, "copies after the cut")
     stop.touch()
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     assert (done.summary["restarts"], done.summary["updates_lost"]) == (0, 0), done.stderr
     assert done.summary["chaos"][0]["standstill_s"] < 12, "shorter than the cut"
     state = sg.load_checkpoint(done.summary["checkpoint"])

@@ -51,8 +51,7 @@ def test_digits_and_charlm_equal_one_process(
     cluster: Start, tmp_path: Path, alone: dict[str, Any], workers: int, transport: str
 ) -> None:
     out = tmp_path / "ring.pt"
-    done = cluster(workers, 0, "train_examples.py", "--out", out, flags=lane(transport)).finish()
-    assert done.code == 0, done.stderr
+    cluster(workers, 0, "train_examples.py", "--out", out, flags=lane(transport)).succeed()
     for workload, ring in torch.load(out, weights_only=True).items():
         one = alone[workload]
         assert ring["num_agreed"] == NUM_STEPS == len(one["losses"])
@@ -68,8 +67,7 @@ def test_uneven_and_empty_shares_clipping_and_a_schedule(cluster: Start, tmp_pat
     arguments = ["--optimizer", "momentum", "--clip-norm", 0.05, "--decay"]
     job = cluster(3, 0, "train_small.py", *arguments, "--out", out)
     expected = one_process(tmp_path, *arguments)
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     check_equal(expected, out)
     assert done.summary["examples"] == 150
 
@@ -80,8 +78,7 @@ def test_accumulation_equals_one_process(cluster: Start, tmp_path: Path) -> None
     arguments = ["--optimizer", "adam", "--accumulate", 5]
     job = cluster(2, 0, "train_small.py", *arguments, "--out", out, flags=lane("tcp"))
     expected = one_process(tmp_path, *arguments)
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    job.succeed()
     check_equal(expected, out)
 
 
@@ -90,8 +87,7 @@ def test_two_optimizers_equal_one_process(cluster: Start, tmp_path: Path) -> Non
     out = tmp_path / "ring.pt"
     job = cluster(2, 0, "train_gan.py", "--out", out)
     expected = one_process(tmp_path, script="train_gan.py")
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    job.succeed()
     check_equal(expected, out)
 
 
@@ -163,8 +159,7 @@ def test_many_all_reduces_leave_nothing_behind(cluster: Start, tmp_path: Path, t
     num = int(os.environ.get("TEST_SOAK", "1000"))
     out = tmp_path / "news"
     job = cluster(2, 0, "collectives.py", "soak", num, 5, "--out", out, flags=lane(transport, "--chunk-bytes", 65536))
-    done = job.finish(timeout_s=110 + num / 20)
-    assert done.code == 0, done.stderr
+    job.succeed(timeout_s=110 + num / 20)
     for rank in range(2):
         news = json.loads(Path(f"{out}.{rank}").read_text())
         assert news["done"] == num

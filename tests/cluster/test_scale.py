@@ -66,8 +66,7 @@ def number_of_ps(address: str) -> int:
 
 def check(job: Any, num_restarts: int = 0) -> None:
     """The job has ended well, with each example of its epochs applied once, and nobody else was started again."""
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     assert (done.summary["restarts"], done.summary["updates_lost"]) == (num_restarts, 0), done.stderr
     tasks = {name: task["exit_codes"] for name, task in done.summary["tasks"].items()}
     assert tasks.pop("chief:0") == [-signal.SIGKILL] * num_restarts + [0]
@@ -191,8 +190,7 @@ def test_the_chief_is_killed_while_the_number_changes(cluster: Start, tmp_path: 
 @pytest.mark.timeout(600)
 def test_a_ps_is_killed_while_the_number_changes(cluster: Start, tmp_path: Path) -> None:
     kills = [(3, "The target is", "ps:0"), (2, "Checkpoint of step", "ps:1"), (3, "Begins from", "ps:0")]
-    done = kill_while_the_number_changes(cluster, tmp_path / "stop", kills).finish()
-    assert done.code == 0, done.stderr
+    done = kill_while_the_number_changes(cluster, tmp_path / "stop", kills).succeed()
     state = sg.load_checkpoint(done.summary["checkpoint"])
     most = max(-float(value.min()) for value in state.values())
     lacking = sum(float((value + most).sum()) for value in state.values())
@@ -203,8 +201,7 @@ def test_a_ps_is_killed_while_the_number_changes(cluster: Start, tmp_path: Path)
 def check_ended(job: Any, ended: Mapping[str, Sequence[int]]) -> int:
     """The job has ended well, and only these were started again, after these exit codes; the updates that are lost,
     which are as many as are lacking."""
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     codes = {name: task["exit_codes"] for name, task in done.summary["tasks"].items()}
     assert codes == {task: [*ended.get(task, ()), 0] for task in codes}, done.stderr
     state = sg.load_checkpoint(done.summary["checkpoint"])

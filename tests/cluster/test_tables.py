@@ -36,8 +36,7 @@ def test_two_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, op
     arguments = ["--optimizer", optimizer, *(["--pretrained", rows] if optimizer == "adagrad" else [])]
     job = cluster(2, 2, SCRIPT, *arguments, "--out", out, flags=["--staleness", "0"])
     expected = one_process(tmp_path, *arguments, script=SCRIPT)
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    job.succeed()
     check_equal(expected, out)
 
 
@@ -48,8 +47,7 @@ def test_clipping_accumulation_and_shards(cluster: Start, tmp_path: Path) -> Non
     arguments = ["--accumulate", 2, "--examples", 48, "--clip-norm", 0.05, "--optimizer", "adagrad"]
     job = cluster(3, 2, SCRIPT, *arguments, "--shards", 5, "--out", out, flags=["--staleness", "0"])
     expected = one_process(tmp_path, *arguments, script=SCRIPT)
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    job.succeed()
     check_equal(expected, out)
 
 
@@ -59,16 +57,14 @@ def test_a_checkpoint_goes_to_other_ps_and_to_one_process(cluster: Start, tmp_pa
     torch.save(torch.randn(41, 4), rows)
     common = ["--optimizer", "sparse_adam", "--epochs", 2, "--pretrained", rows]
     saved, out = tmp_path / "saved" / "step", tmp_path / "ps.pt"
-    done = cluster(2, 2, SCRIPT, *common, "--save", saved, flags=["--staleness", "0"]).finish()
-    assert done.code == 0, done.stderr
+    cluster(2, 2, SCRIPT, *common, "--save", saved, flags=["--staleness", "0"]).succeed()
     path = sg.latest_checkpoint(saved.parent)
     assert path is not None and len(list(Path(path).glob("ps-*.json"))) == 2
     state = sg.load_checkpoint(path)
     assert state["table.weight"].shape == (41, 4) and state["bags.weight"].shape == (23, 4)
     job = cluster(1, 3, SCRIPT, *common, "--restore", path, "--out", out, flags=["--staleness", "0"])
     expected = one_process(tmp_path, *common, "--restore", path, script=SCRIPT)
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    job.succeed()
     check_equal(expected, out)
 
 
@@ -93,8 +89,7 @@ def test_a_worker_that_restores_keeps_no_table_in_its_memory(cluster: Start, tmp
     """Every worker read all of it, and of its slots; the lead does so a part at a time."""
     num_rows = 300_000
     for _ in ("saves and restores", "loads before compile"):
-        done = cluster(2, 2, "restores_table.py", tmp_path, num_rows).finish()
-        assert done.code == 0, done.stderr
+        cluster(2, 2, "restores_table.py", tmp_path, num_rows).succeed()
         said = [json.loads((tmp_path / f"worker:{index}.json").read_text()) for index in range(2)]
         (grown,) = (each["grown"] for each in said if not each["is_lead"])
         assert grown < num_rows * 64 * 4 / 4, said

@@ -37,8 +37,7 @@ def test_one_flag_encrypts_everything_and_the_numbers_are_the_same(cluster: Star
     flags = ["--tls", "auto", "--transport", "tcp", *(["--staleness", "0"] if num_ps else [])]
     job = cluster(2, num_ps, "train_small.py", "--out", out, flags=flags)
     expected = one_process(tmp_path)
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     assert re.search(r"chief:0 listening on \S+, with TLS", done.stderr) and "over tcp" in done.stderr
     check_equal(expected, out)
     assert not [*tmp_path.rglob("*.key"), *tmp_path.rglob("*.crt")]  # thrown away
@@ -68,8 +67,7 @@ class Running:
         before = self.step(security)
         self.job.wait_for(lambda: self.step(security) > before, "further steps")
         self._until.touch()
-        done = self.job.finish()
-        assert done.code == 0, done.stderr
+        done = self.job.succeed()
         assert done.summary["restarts"] == 0
         return done
 

@@ -80,8 +80,7 @@ def test_chiefs_come_and_go(cluster: Callable[..., Cluster], tmp_path: Path) -> 
         os.kill(pid, signal.SIGKILL)
     chiefs.pids(serving, standby)
     stop.touch()
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     others = {task: told["exit_codes"] for task, told in done.summary["tasks"].items() if "chief" not in task}
     assert others == {"ps:0": [0], "ps:1": [0], "worker:0": [0], "worker:1": [0]}, done.stderr
     serves, stands_by, takeovers = done.summary["chief"].values()
@@ -95,8 +94,7 @@ def test_chiefs_come_and_go(cluster: Callable[..., Cluster], tmp_path: Path) -> 
 def test_chaos_reaches_the_chief_that_serves(cluster: Callable[..., Cluster], tmp_path: Path, num_ps: int) -> None:
     out, faults = tmp_path / "out.pt", "kill chief@step=20; kill standby@step=200; kill chief@step=400"
     arguments = ["--examples", 200, "--pause-s", 0.02, "--epochs", 14, "--out", out]
-    done = cluster(2, num_ps, "count_examples.py", *arguments, flags=[*FLAGS, "--chaos", faults]).finish()
-    assert done.code == 0, done.stderr
+    done = cluster(2, num_ps, "count_examples.py", *arguments, flags=[*FLAGS, "--chaos", faults]).succeed()
     assert [fault.get("updates_lost") for fault in done.summary["chaos"]] == [0, 0, 0], done.stderr
     assert done.summary["chief"]["takeovers"] == 2, done.stderr
     check_counts(out, 14)

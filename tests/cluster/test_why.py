@@ -53,8 +53,7 @@ def test_a_run_is_traced_and_judged_by_its_summary_after_its_end(
     check_timeline(json.loads(timeline.read_text()))
     check_operators(json.loads(timeline.read_text())["traceEvents"])
     until.touch()
-    done = job.finish()
-    assert done.code == 0, done.stderr
+    done = job.succeed()
     assert {"worker:0", "worker:1", "ps:0"} <= done.summary["measures"].keys()
     values = done.summary["measures"]["worker:1"]["values"]
     assert values["forward_s"] > 0 and values["wait_s"] > 0 and values["steps"] > 0
