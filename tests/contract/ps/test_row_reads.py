@@ -15,7 +15,8 @@ from stratagem.cluster.communication import Transport
 from stratagem.errors import PeerUnavailableError
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.worker.push import row_reads
-from tests.contract.ps.test_tables import Job, Remote, start
+from tests.contract.ps.test_tables import Job, start
+from tests.unit.nn.test_embedding import Remote
 
 __all__ = ["start"]
 torch.set_num_threads(1)
