@@ -88,8 +88,12 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -
 
 def follows(error: BaseException | None) -> bool:
     """Whether another task had failed: behind the error, whatever the script made of it, is one that says so."""
+    seen: list[BaseException] = []  # a chain may be a circle
     while error is not None and not isinstance(error, CollectiveError | JobStoppedError):
+        seen.append(error)
         error = error.__cause__ or error.__context__
+        if any(error is one for one in seen):
+            return False
     return error is not None
 
 
@@ -99,10 +103,11 @@ def _of(error: BaseException) -> Outcome:
             return Outcome(EXIT_PREEMPTED, error.message)
         case SystemExit(code=None):
             return Outcome(EXIT_DONE)
-        case SystemExit(code=int(code)):
+        case SystemExit(code=int(status)):
+            code = exit_code_of(status)
             return Outcome(code, f"the script exited with code {code}" if code else "")
         case SystemExit():
-            return Outcome(EXIT_FAILED, str(error.code))
+            return Outcome(EXIT_FAILED, _text(error.code))
         case KeyboardInterrupt():
             return Outcome(130, "interrupted")
         case JobStoppedError():
@@ -114,7 +119,23 @@ def _of(error: BaseException) -> Outcome:
         _kept.append(error)
     frames = _script_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Outcome(EXIT_FAILED, f"{type(error).__name__}: {error}", text)
+    return Outcome(EXIT_FAILED, words_of(error), text)
+
+
+def exit_code_of(status: object) -> int:
+    """The code of a process that ends by ``sys.exit(status)``: the system keeps the lowest byte of a number."""
+    return status & 0xFF if isinstance(status, int) else int(status is not None)
+
+
+def words_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_text(error)}"
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<its __str__ fails: {type(error).__name__}>"
 
 
 def _place(frames: TracebackType | None) -> str:
@@ -151,8 +172,9 @@ def before_sudden_exit(work: Callable[[int, str], object]) -> None:
     def exit_now(status: int) -> NoReturn:
         os._exit = leave
         if os.getpid() == process:
-            told = f"the script left by os._exit({status})" if status else ""
-            thread = threading.Thread(target=work, args=(status, told), name="sudden-exit", daemon=True)
+            code = exit_code_of(status)
+            told = f"the script left by os._exit({status})" if code else ""
+            thread = threading.Thread(target=work, args=(code, told), name="sudden-exit", daemon=True)
             thread.start()
             thread.join(PATIENCE_S)
         leave(status)
@@ -188,7 +210,7 @@ def watch_exit() -> Callable[[], tuple[int, str]]:
 
     def told() -> tuple[int, str]:
         status = _Exit.uncaught[-1] if _Exit.uncaught else None
-        code = status & 0xFF if isinstance(status, int) else int(status is not None)
+        code = exit_code_of(status)
         return code, f"the script left by sys.exit({status!r})" if code else ""
 
     return told

@@ -23,7 +23,7 @@ from stratagem.errors import ConfigurationError, JobStoppedError
 from stratagem.rpc.logs import configure_logging, show_until_configured
 from stratagem.worker.interrupts import preemption
 from stratagem.worker.runtime import WorkerRuntime, active_runtime
-from stratagem.worker.script_runner import before_sudden_exit, follows, watch_exit
+from stratagem.worker.script_runner import before_sudden_exit, follows, watch_exit, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
 
     def on_exception(cls: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         code = error.exit_code if isinstance(error, JobStoppedError) else 1
-        failure.append((code, f"{cls.__name__}: {error}", follows(error)))
+        failure.append((code, words_of(error), follows(error)))
         previous(cls, error, traceback)
 
     sys.excepthook = on_exception

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.forks import run
+
 SCRIPT = """
 import sys, threading
 from stratagem.worker.script_runner import watch_exit
@@ -34,3 +36,25 @@ def test_the_code_of_an_exit_that_nobody_caught_is_known(end: str) -> None:
     assert done.stdout.rstrip("\n") == ENDS[end], done.stderr
     assert done.stderr == ("no data\n" if "no data" in end else "")
     assert done.returncode == int(ENDS[end].split()[0])
+
+
+@pytest.mark.parametrize(("status", "code"), [(-1, 255), (256, 0)])
+def test_the_code_of_a_sudden_exit_is_known(status: int, code: int) -> None:
+    imports = "import os\nfrom stratagem.worker.script_runner import before_sudden_exit\n"
+    script = f"before_sudden_exit(lambda *told: print(*told, flush=True))\nos._exit({status})"
+    done = run([sys.executable, "-c", imports + script], timeout=60)
+    assert done.returncode == code
+    assert done.stdout.strip() == (f"{code} the script left by os._exit({status})" if code else "0"), done.stderr
+
+
+def test_an_error_that_has_no_words_is_a_failure_of_a_script_that_python_runs() -> None:
+    script = """
+from types import SimpleNamespace
+from stratagem.strategy.roles import say_goodbye_at_exit
+say_goodbye_at_exit(SimpleNamespace(goodbye=lambda *told: print(*told, flush=True)))
+class Odd(Exception):
+    def __str__(self): raise KeyError
+raise Odd
+"""
+    done = run([sys.executable, "-c", script], timeout=60)
+    assert (done.returncode, done.stdout) == (1, "1 Odd: <its __str__ fails: KeyError> False\n"), done.stderr

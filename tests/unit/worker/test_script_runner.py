@@ -1,4 +1,4 @@
-"""Which exit code an error of a script becomes."""
+"""Which exit code and words the end of a script becomes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.worker.script_runner import run_script
+from stratagem.errors import CollectiveError
+from stratagem.worker.script_runner import follows, run_script
 
 
 @pytest.mark.parametrize(
@@ -17,3 +18,30 @@ def test_what_no_restart_can_help_is_exit_code_2(tmp_path: Path, error: str, cod
     script.write_text(f"from stratagem.errors import {error}\nraise {error}('why')\n")
     outcome = run_script(str(script), [])
     assert outcome.exit_code == code and outcome.message.startswith(f"{error}: why (at ")
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (3, 3), (-1, 255), (256, 0), (2**40 + 7, 7)])
+@pytest.mark.parametrize("end", ["raise SystemExit({})", "import sys; sys.exit({})"])
+def test_a_status_becomes_the_code_of_a_process(tmp_path: Path, end: str, status: int, code: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(end.format(status))
+    outcome = run_script(str(script), [])
+    assert (outcome.exit_code, bool(outcome.message)) == (code, code != 0)
+
+
+def test_an_error_that_has_no_words_is_told_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("class Odd(Exception):\n    def __str__(self): raise KeyError\n" + (end := "raise Odd"))
+    outcome = run_script(str(script), [])
+    assert (outcome.exit_code, outcome.message) == (1, "Odd: <its __str__ fails: KeyError>")
+    assert end in outcome.traceback
+    script.write_text(script.read_text().replace(end, "raise SystemExit(Odd())"))
+    assert run_script(str(script), []).message == "<its __str__ fails: KeyError>"
+
+
+def test_errors_that_are_causes_of_one_another_follow_no_task() -> None:
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert not follows(first)
+    second.__cause__ = CollectiveError("worker:1 is gone")
+    assert follows(first)
