@@ -58,6 +58,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     process = os.getpid()
     script_runner.before_sudden_exit(lambda code, words: _leave(config, Outcome(code, words)))
     outcome = script_runner.run_script(script, arguments, is_module)
+    _reopen_outputs()
     if os.getpid() != process:
         _end_child(outcome)
     alone = not script_runner.uses_torch_distributed()
@@ -90,6 +91,18 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
         _end_at_once(exit_code)
     _watch_threads(config.task)
     return exit_code
+
+
+def _reopen_outputs() -> None:
+    """Those that the script has closed or taken away; their numbers stay open by that."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None or getattr(stream, "closed", False):
+            try:
+                again = os.fdopen(number, "w", errors="backslashreplace", closefd=False)
+            except OSError:  # the script has closed the number too
+                again = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+            setattr(sys, name, again)
 
 
 def _end_child(outcome: Outcome) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,24 @@ raise Odd
 """
     done = run([sys.executable, "-c", script], timeout=60)
     assert (done.returncode, done.stdout) == (1, "1 Odd: <its __str__ fails: KeyError> False\n"), done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "1 / 0"])
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "sys.stdout.close(); sys.stderr.close()",
+        "sys.stdout = sys.stderr = None",
+        "os.close(1); os.close(2); sys.stdout = None",
+    ],
+)
+def test_a_script_may_close_its_outputs(tmp_path: Path, taken: str, end: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import os, sys\n{taken}\n{end}\n")
+    run_it = (
+        "import sys\nfrom stratagem.cluster.config import WorkerConfig\nfrom stratagem.worker.__main__ import run\n"
+    )
+    run_it += f"sys.exit(run(WorkerConfig(task='worker:0'), {str(script)!r}, []))"
+    done = run([sys.executable, "-c", run_it], timeout=60)
+    assert done.returncode == bool(end), done.stderr
+    assert ("ZeroDivisionError" in done.stderr) == bool(end and "close(2)" not in taken), done.stderr
