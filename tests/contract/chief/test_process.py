@@ -64,7 +64,7 @@ def test_it_prints_its_address_serves_and_ends_when_its_worker_does() -> None:
 
 def test_a_state_dir_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "chief.tmp").mkdir()  # where the file that says where it serves is to be made
+    (tmp_path / "chief.address.partial").mkdir()  # where the file that says where it serves is to be made
     for state_dir, why in ((tmp_path / "file" / "below", "Not a directory"), (tmp_path, "Is a directory")):
         with chief_process(num_workers=1, state_dir=str(state_dir)) as process:
             _, errors = process.communicate(timeout=DEADLINE_S)
