@@ -132,7 +132,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
         security=security,
     )
 
-    has_served = threading.Event()
+    has_served, is_told = threading.Event(), threading.Event()
     index = TaskId.parse(config.task).index
 
     def note_ready(membership: Membership) -> None:
@@ -144,9 +144,10 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
             session.end(f"the others have what {config.task} held; there are {membership.num_ps} ps now")
         elif index >= membership.num_ps:
             server.set_serving(True)  # whoever waits for all ps to be ready need not wait for this one
-            logger.info(
-                "Waiting to be admitted, by stratagem scale --ps %d: there are %d ps", index + 1, membership.num_ps
-            )
+            if not is_told.is_set():
+                wanted = index + 1, membership.num_ps
+                logger.info("Waiting to be admitted, by stratagem scale --ps %d: there are %d ps", *wanted)
+            is_told.set()
         if state.backup is not None:
             state.backup.look(membership)
         if following is not None:

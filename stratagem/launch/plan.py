@@ -41,6 +41,8 @@ OF_ONE_TASK = (
 )
 """Variables that say which task of which cluster a process is."""
 _OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "TLS", "TOKEN_FILE"))
+_OF_A_PERSON = ("PYTHONINSPECT",)
+"""Python would ask on standard input what to do when the process should end."""
 
 
 def current_folder() -> str:
@@ -269,7 +271,7 @@ def plan_launch(
         chief: where the task is to look for the chief, if that is not just ``chief_address``.
     """
     num_threads = job.threads_per_process(num_cores, environ.get("OMP_NUM_THREADS", ""))
-    variables = {name: value for name, value in environ.items() if name not in (*OF_ONE_TASK, *_OWN)}
+    variables = {name: value for name, value in environ.items() if name not in (*OF_ONE_TASK, *_OWN, *_OF_A_PERSON)}
     variables |= {"PYTHONUNBUFFERED": "1", "STRATAGEM_NUM_THREADS": str(num_threads)}
     variables = {**heap.ENVIRONMENT, **variables}
     # One process sees for itself how many accelerators it has.

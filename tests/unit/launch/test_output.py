@@ -294,7 +294,8 @@ def test_cores_are_shared(tmp_path: Path, cores: int, workers: int, ps: int, thr
 
 def test_a_script_alone_has_no_cluster(tmp_path: Path) -> None:
     job = _job(tmp_path, strategy="one")
-    launch = plan_launch(job, W0, RunFolders(tmp_path), {"OMP_NUM_THREADS": "7"}, 4)
+    launch = plan_launch(job, W0, RunFolders(tmp_path), {"OMP_NUM_THREADS": "7", "PYTHONINSPECT": "1"}, 4)
+    assert "PYTHONINSPECT" not in launch.environ, "no task ended: Python asked what to do"
     assert launch.command[-3:] == (str(tmp_path / "train.py"), "--epochs", "2")
     assert not any("--chief" in word for word in launch.command)
     assert (launch.environ["STRATAGEM_STRATEGY"], launch.environ["OMP_NUM_THREADS"]) == ("one", "7")
