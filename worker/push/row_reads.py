@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -159,10 +159,10 @@ class RowReads:
         self.turn = turn
         """Of the thread that sends something to ps, until the answers are here: a script may read tables in one while
         it trains in another, and what goes and comes over a lane is for one at a time."""
-        self._companions: dict[Table, list[_Companion]] = {}
-        """By the table that is looked up first."""
+        self._companions: dict[Table, dict[tuple[Table, int], _Companion]] = {}
+        """By the table that is looked up first; by table and distance."""
         self._first: tuple[Table, torch.Tensor] | None = None
-        """The last table that was, and its ids."""
+        """The last table that was, and its ids, which stay in memory until this worker commits."""
         self._ready: list[tuple[_Companion, Lookup]] = []
         """What came with it, and was not asked for yet."""
         self._ready_until = 0.0
@@ -179,7 +179,8 @@ class RowReads:
                     del self._ready[position]
                     return ready
             wanted = Lookup.of(table, array)
-            guesses = [*self._guesses(ids, known, wanted.rows.nbytes)]
+            with torch.inference_mode(False):  # whose rows get no gradient outside of that mode
+                guesses = [*self._guesses(ids, known, wanted.rows.nbytes)]
             more = [_Wanted(companion.table, each.numbers, each.rows) for companion, each in guesses]
             self.read(table, wanted.numbers, wanted.rows, more)
             if more:
@@ -199,30 +200,27 @@ class RowReads:
                     _read([_Wanted(table, numbers[part], rows[part])])
 
     def clear(self) -> None:
-        """Rows may change: what was read and not asked for is as good as wasted."""
+        """Rows may change: what was read and not asked for is as good as wasted, and another batch begins."""
+        self._first = None
         for companion, _ in self._ready:
             companion.num_wasted += 1
         self._ready.clear()
 
-    def _note(self, table: Table, ids: torch.Tensor) -> Sequence[_Companion]:
+    def _note(self, table: Table, ids: torch.Tensor) -> Collection[_Companion]:
         """Remembers which tables are looked up after one another; what is known to follow, if this is the first."""
         first, before = self._first or (table, ids)
         if table is first or not _is_alike(ids, before):  # another batch begins
             self.clear()
             self._first = table, ids
-            return self._companions.get(table, ())
+            return self._companions.get(table, {}).values()
         distance = (ids.data_ptr() - before.data_ptr()) // ids.itemsize
-        known = self._companions.setdefault(first, [])
-        companion = next((one for one in known if one.table is table and one.distance == distance), None)
-        if companion is None:
-            companion = _Companion(table, distance)
-            if len(known) < MAX_COMPANIONS:
-                known.append(companion)
-        companion.num_used += 1
+        known = self._companions.setdefault(first, {})
+        if (table, distance) in known or len(known) < MAX_COMPANIONS:
+            known.setdefault((table, distance), _Companion(table, distance)).num_used += 1
         return ()
 
     def _guesses(
-        self, ids: torch.Tensor, known: Sequence[_Companion], num_bytes: int
+        self, ids: torch.Tensor, known: Collection[_Companion], num_bytes: int
     ) -> Iterator[tuple[_Companion, Lookup]]:
         num_elements = ids.untyped_storage().nbytes() // ids.itemsize
         extent = sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))

@@ -180,8 +180,9 @@ class VariableGroups:
 
     def pull(self) -> None:
         """Takes newer weights of everything an optimizer changes; a ConfigurationError where somebody else changed the
-        copies here meanwhile."""
+        copies here meanwhile. Rows of tables that were read and not asked for yet are dropped."""
         with self._turn:
+            self._reads.clear()
             for variables in self._all:
                 if variables.optimizer:
                     variables.copies.check()

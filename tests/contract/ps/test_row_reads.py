@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,38 @@ def test_ids_that_a_table_does_not_have_are_its_own_error(pair: tuple[Job, Colum
     torch.testing.assert_close(model.tables[2](ids[:, 2]), rows_now(model.tables[2], ids[:, 2]))
 
 
+def test_rows_that_came_in_inference_mode_train_outside_of_it(pair: tuple[Job, Columns], trips: list[int]) -> None:
+    _, model = pair
+    first, second, _ = model.tables
+    ids = batch(1)
+    with torch.inference_mode():
+        first(ids[:, 0])
+    second(ids[:, 1]).sum().backward()
+    assert trips == [3] and second.remote_table.pending.total() is not None
+
+
+def test_after_a_commit_another_batch_begins_whose_ids_may_lie_where_others_did(
+    pair: tuple[Job, Columns], trips: list[int]
+) -> None:
+    """As in a pinned buffer; the table that was looked up first is not any more."""
+    job, model = pair
+    _, second, third = model.tables
+    ids = batch(1)
+    model(ids)
+    for step in range(3):
+        (second(ids[:, 1]) + third(ids[:, 2])).sum().backward()
+        job.step()
+        ids.copy_(batch(step))
+    assert trips == [3, 1, 1, 1, 1, 2]
+    column = ids[:, 1]
+    second(column).sum().backward()
+    is_held = weakref.ref(column)
+    del column
+    assert is_held() is not None
+    job.step()
+    assert is_held() is None
+
+
 def test_no_more_than_some_bytes_are_read_together(
     pair: tuple[Job, Columns], trips: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +210,12 @@ def wait(job: Job, model: Columns, ids: torch.Tensor) -> None:
     model.tables[1].remote_table.link.reads._ready_until -= row_reads.MAX_AGE_S
 
 
-@pytest.mark.parametrize("change", [update, load, lose, wait])
+def pull(job: Job, model: Columns, ids: torch.Tensor) -> None:
+    """As a worker that is not the lead, when the lead has loaded tables."""
+    job.groups.pull()
+
+
+@pytest.mark.parametrize("change", [update, load, lose, wait, pull])
 def test_rows_are_read_again_where_they_may_have_changed(
     pair: tuple[Job, Columns], trips: list[int], change: Callable[[Job, Columns, torch.Tensor], None]
 ) -> None:
@@ -192,4 +230,4 @@ def test_rows_are_read_again_where_they_may_have_changed(
     found = model.tables[1](ids[:, 1])
     assert trips == [1]
     torch.testing.assert_close(found, rows_now(model.tables[1], ids[:, 1]))
-    assert torch.equal(found, before) == (change in (lose, wait))
+    assert torch.equal(found, before) == (change in (lose, wait, pull))
