@@ -151,10 +151,10 @@ class RemoteRows(nn.Module):
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
             came = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ConfigurationError(f"expected a tensor of ids, int32 or int64, got {came}")
-        if torch._C._functorch.is_batchedtensor(ids):
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ConfigurationError(
-                f"{table.title} under torch.vmap, where ids have no values to ask the parameter servers for: call the "
-                "layer with all ids outside, and give vmap the rows"
+                f"{table.title} under torch.vmap or another of torch.func's, where ids have no values to ask the "
+                "parameter servers for: call the layer with all ids outside, and give the function the rows"
             )
         flat = ids.values() if ids.is_nested else ids
         array = array_of(flat)
