@@ -88,7 +88,8 @@ def why_not_planned(loader: Any) -> str:
     if isinstance(loader.dataset, IterableDataset):
         return (
             "distribute_dataset needs a map-style dataset (with __len__ and __getitem__), got an IterableDataset: "
-            "its examples cannot be leased by number"
+            "its examples cannot be leased by number. Read it into a list, DataLoader(list(dataset), ...); where it is "
+            "too large, use a ring of workers, or (asynchronous parameter servers) distribute_datasets_from_function"
         )
     if loader.batch_size is None and loader.batch_sampler is None:
         return (

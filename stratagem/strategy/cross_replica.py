@@ -133,9 +133,10 @@ def as_tensor(value: Any) -> torch.Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
+        without = "a step without a return statement gives None; let it return its loss. " if value is None else ""
         raise ConfigurationError(
-            f"expected tensors and numbers from replicas, got {type(value).__name__}: strategy.local_results returns "
-            "anything as it is"
+            f"expected tensors and numbers from replicas, got {type(value).__name__}: {without}strategy.local_results "
+            "returns anything as it is"
         ) from None
 
 

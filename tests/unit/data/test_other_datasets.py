@@ -56,3 +56,13 @@ def test_a_loader_whose_items_are_batches_is_not_told_of_a_batch_sampler() -> No
     items, sampled = DataLoader(Numbers(4), batch_size=None), DataLoader(Numbers(4), batch_sampler=[[0, 1], [2]])
     assert "items of a DataLoader with batch_size=None" in why_not_planned(items)
     assert "not its own batch_sampler" in why_not_planned(sampled)
+
+
+def test_a_stream_that_cannot_be_leased_is_refused_with_what_to_do() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    refusal = why_not_planned(DataLoader(Stream(), batch_size=2))
+    assert all(advice in refusal for advice in ("list(dataset)", "distribute_datasets_from_function", "ring"))
+    assert not why_not_planned(DataLoader(list(Stream()), batch_size=2)), "the first advice works"  # type: ignore[arg-type]
