@@ -54,7 +54,7 @@ def stratagem(context: click.Context) -> None:
     """tf.distribute for PyTorch: train one script on chief, worker and parameter-server processes.
 
     Exit codes: 0 done; 1 the training script failed; 2 usage or configuration; 42 do not retry;
-    130 interrupted; 143 preempted, checkpoint saved, restart me.
+    130 interrupted; 131 killed by Ctrl-\\; 143 preempted, checkpoint saved, restart me.
     """
     if context.invoked_subcommand not in _ROLES and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: we show what others wrote

@@ -32,7 +32,7 @@ from stratagem.launch.supervisor import Policy, Supervisor
 from stratagem.rpc.binding import free_port
 from stratagem.rpc.security import OPEN, operator_security
 
-_INTERRUPTED = (130, EXIT_PREEMPTED)
+_INTERRUPTED = (130, 131, EXIT_PREEMPTED)
 
 
 def run_local(

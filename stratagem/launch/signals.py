@@ -9,11 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def heard(fd: int) -> list[int]:
-    """SIGINT, SIGTERM and SIGHUP that have come into the pipe since the last call (SIGCHLD only wakes)."""
+    """SIGINT, SIGTERM, SIGHUP and SIGQUIT that have come into the pipe since the last call (SIGCHLD only wakes)."""
     try:
         return [signum for signum in os.read(fd, 256) if signum in _HEARD]
     except BlockingIOError:
@@ -22,8 +22,8 @@ def heard(fd: int) -> list[int]:
 
 @contextlib.contextmanager
 def signal_pipe() -> Iterator[int]:
-    """Routes SIGINT, SIGTERM, SIGCHLD, and SIGHUP where nohup has not set it aside, of this process into a pipe; main
-    thread only."""
+    """Routes SIGINT, SIGTERM, SIGQUIT, SIGCHLD, and SIGHUP where nohup has not set it aside, of this process into a
+    pipe; main thread only."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = {signum: signal.getsignal(signum) for signum in (*_HEARD, signal.SIGCHLD)}
     if before[signal.SIGHUP] is signal.SIG_IGN:

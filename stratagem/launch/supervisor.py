@@ -187,15 +187,14 @@ class Supervisor:
         return actions + self._next(now)
 
     def interrupted(self, signum: int, now: float) -> list[Action]:
-        """The launcher itself got SIGINT or SIGTERM: the first is forwarded, the second kills. SIGHUP is a SIGTERM that
-        never kills: of a terminal that closes both its shell and the system tell, and writing to it fails."""
-        if signum == signal.SIGHUP:
-            if self._interrupted_by or self.phase is Phase.KILLING:
-                return []
-            signum = signal.SIGTERM
+        """The launcher itself got SIGINT or SIGTERM: the first is forwarded, the second kills, as SIGQUIT does at once.
+        SIGHUP is a SIGTERM that never kills: of a terminal that closes both its shell and the system tell, and writing
+        to it fails."""
         if self._interrupted_by or self.phase is Phase.KILLING:
+            return [] if signum == signal.SIGHUP else self._kill()
+        self._interrupted_by = signum = signal.SIGTERM if signum == signal.SIGHUP else signum
+        if signum == signal.SIGQUIT:
             return self._kill()
-        self._interrupted_by = signum
         deadline = now + self.policy.shutdown_timeout_s
         if self.phase is Phase.ENDING and self._deadline is not None:
             deadline = min(deadline, self._deadline)

@@ -34,9 +34,9 @@ def hangups(action: signal.Handlers) -> Iterator[None]:
 def test_a_terminal_that_goes_away_is_heard() -> None:
     with hangups(signal.SIG_DFL):
         with signal_pipe() as fd:
-            for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT):
+            for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
                 os.kill(os.getpid(), number)
-            assert heard(fd) == [signal.SIGHUP, signal.SIGINT]
+            assert heard(fd) == [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 

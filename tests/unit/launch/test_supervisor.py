@@ -487,6 +487,14 @@ def test_a_terminal_that_closes_ends_a_job_as_sigterm_does_and_may_say_so_twice(
     assert supervisor.interrupted(signal.SIGINT, 1.2) == [Kill(task) for task in (W0, W1, PS, CHIEF)]
 
 
+def test_sigquit_kills_at_once() -> None:
+    supervisor = _running()
+    assert supervisor.interrupted(signal.SIGQUIT, 1.0) == [Kill(task) for task in (W0, W1, PS, CHIEF)]
+    for task in (W0, W1, PS):
+        assert supervisor.exited(task, -9, 1.1) == []
+    assert supervisor.exited(CHIEF, -9, 1.1) == [Finish(131)]
+
+
 def test_the_ps_are_told_after_the_chief_has_ended() -> None:
     supervisor = _running()
     supervisor.interrupted(signal.SIGINT, 1.0)
@@ -667,7 +675,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.take(self.supervisor.exited(task, code, self.now))
 
     @precondition(lambda self: not self.finished)
-    @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM]))
+    @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]))
     def interrupt(self, signum: int) -> None:
         self.take(self.supervisor.interrupted(signum, self.now))
 
