@@ -80,10 +80,22 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -
         if uses_torch_distributed():
             _kept.append(names)
     except BaseException as error:
+        if isinstance(error, ImportError) and "no known parent package" in str(error) and not is_module:
+            error.msg += _as_module(script)
         return dataclasses.replace(_of(error), follows=follows(error))
     finally:
         sys.argv, sys.path[:] = argv, path
     return Outcome(EXIT_DONE)
+
+
+def _as_module(script: str) -> str:
+    """How a file is run whose relative imports need its package."""
+    file = os.path.realpath(script)
+    above = os.path.dirname(os.path.dirname(file))
+    while os.path.exists(os.path.join(above, "__init__.py")):
+        above = os.path.dirname(above)
+    name = os.path.splitext(os.path.relpath(file, above))[0].replace(os.sep, ".")
+    return f"; in {above}, `-m {name}` instead of the file runs it as part of its package"
 
 
 def follows(error: BaseException | None) -> bool:

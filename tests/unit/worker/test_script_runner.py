@@ -39,6 +39,20 @@ def test_an_error_that_has_no_words_is_told_too(tmp_path: Path) -> None:
     assert run_script(str(script), []).message == "<its __str__ fails: KeyError>"
 
 
+@pytest.mark.parametrize("parts", [("pkg",), ("pkg", "inner")])
+def test_a_file_that_needs_its_package_is_told_how_to_run_it(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    folder = tmp_path.joinpath(*parts)
+    folder.mkdir(parents=True)
+    for init in (folder, *folder.parents)[: len(parts)]:
+        (init / "__init__.py").write_text("VALUE = 1")
+    script = folder / "train.py"
+    script.write_text("from . import VALUE")
+    outcome = run_script(str(script), [])
+    name = ".".join((*parts, "train"))
+    assert outcome.exit_code == 1 and f"package; in {tmp_path}, `-m {name}` instead of the file" in outcome.message
+    assert outcome.message in outcome.traceback
+
+
 def test_errors_that_are_causes_of_one_another_follow_no_task() -> None:
     first, second = ValueError(), KeyError()
     first.__cause__, second.__cause__ = second, first
