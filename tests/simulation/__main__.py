@@ -12,6 +12,7 @@ import os
 import sys
 
 from tests.simulation import threads
+from tests.simulation.cluster import remove_leftovers
 from tests.simulation.install import installed
 from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.plans import FORMS, plan
@@ -47,6 +48,7 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same each time
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], environment)
+    remove_leftovers()
     logging.disable(logging.CRITICAL)
     with installed(), mutated(options.mutation):
         return _one(options) if options.seed is not None else _many(options)

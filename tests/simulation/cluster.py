@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from stratagem.chief import __main__ as chief_main
 from stratagem.chief.membership.session import SessionState
 from stratagem.cluster.config import ChiefConfig, PsConfig, WorkerConfig
@@ -31,7 +33,7 @@ CHIEF = "10.0.0.1:7000"
 DEADLINE_S = 400.0
 """Virtual seconds in which every job has to be over."""
 
-_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,13 @@ LOOK_AGAIN_EVERY = 256
 """Jobs after which also that is looked through which was still in use then: it is in use for good, most of it."""
 
 
+def remove_leftovers() -> None:
+    """Removes the folders of simulators that were killed."""
+    for folder in pathlib.Path(MEMORY).glob("simulation-*-*"):
+        if not psutil.pid_exists(int(folder.name.split("-")[1])):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class Cluster:
     """All processes of a job.
 
@@ -118,7 +127,7 @@ class Cluster:
         """The ps that ended well: what they held is the result, whoever is started in their place."""
         self.wanted: dict[str, int] = {"ps": job.max_ps} if job.max_ps else {}
         """How many tasks of a kind were asked for while the job ran."""
-        self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"simulation-{os.getpid()}-", dir=_MEMORY))
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"simulation-{os.getpid()}-", dir=MEMORY))
         self.disk = Disk(self.folder)
         world.disk = self.disk  # type: ignore[attr-defined]
         world.cluster = self  # type: ignore[attr-defined]

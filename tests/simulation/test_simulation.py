@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from tests.simulation.cluster import MEMORY
 from tests.simulation.mutations import MUTATIONS
 
 NUM_SCHEDULES = 1000
@@ -31,12 +33,19 @@ def test_schedules_of_each_form_hold_every_invariant(form: str) -> None:
     assert done.returncode == 0 and "3 schedules, none failed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() -> None:
+def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice(tmp_path: pathlib.Path) -> None:
     done = simulate("--first", "5", "--seeds", "3")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "3 schedules, none failed" in done.stdout
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left, used = (pathlib.Path(MEMORY, f"simulation-{pid}-{tmp_path.name}") for pid in (killed.pid, os.getpid()))
+    left.mkdir()
+    used.mkdir()
     first, second = simulate("--seed", "7"), simulate("--seed", "7")
     assert first.stdout == second.stdout and " starts" in first.stdout
+    assert used.exists() and not left.exists()
+    used.rmdir()
 
 
 @pytest.mark.thorough
