@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,8 +30,19 @@ from stratagem.data.readers import (
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 
+logger = logging.getLogger(__name__)
+
 _MOST_PARTS = 64
 """Longer lists that hold no examples are not looked into."""
+
+
+def warn_of_own_batches(num_workers: int) -> None:
+    """A step was made, and the script has distributed nothing: it may have been forgotten."""
+    logger.warning(
+        "no dataset is distributed: each of the %d workers trains on what its own loader gives, all on the same "
+        "examples unless that shares them out. strategy.distribute_dataset(loader) does",
+        num_workers,
+    )
 
 
 def distribute(

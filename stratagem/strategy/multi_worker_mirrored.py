@@ -13,6 +13,7 @@ from stratagem.cluster.communication import CommunicationImplementation, Communi
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Plan
+from stratagem.data.distribute import warn_of_own_batches
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy import roles
@@ -105,6 +106,16 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             compression=compression_named(chosen) if isinstance(chosen, str) and chosen else chosen or None,
         )
         self._meter.in_step = True
+        self._is_first = True
+        """No step was made."""
+
+    def _count_step(self) -> None:
+        if self._has_stepped and self._is_first:
+            self._is_first = False
+            num_workers = 1 if self._runtime is None else self._runtime.cluster.num_workers
+            if num_workers > 1 and not self._num_datasets and self.is_lead:
+                warn_of_own_batches(num_workers)
+        super()._count_step()
 
     @property
     def is_lead(self) -> bool:

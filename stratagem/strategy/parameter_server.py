@@ -16,7 +16,7 @@ from stratagem.arguments import checked
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease, Unit
-from stratagem.data.distribute import distribute_from_function, leasable
+from stratagem.data.distribute import distribute_from_function, leasable, warn_of_own_batches
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.data.options import DistributeOptions, InputContext
@@ -107,6 +107,8 @@ class ParameterServerStrategy(Strategy):
         self.prepared: Prepared = Prepared(has_nested=False)
         self._known: dict[int, Any] = {}  # what has been prepared, by identity
         self._num_datasets = 0
+        self._may_forget = True
+        """The script may have forgotten to distribute its dataset, and nobody has said so."""
         self._units: list[LeasedUnits] = []
         self._metrics: list[UnitListener] = []
         self._leases: list[Lease] = []
@@ -232,6 +234,9 @@ class ParameterServerStrategy(Strategy):
         self._accept(self._tracker.stepped())
         if not update.units:
             self._runtime.meter.step_done(0)
+            if self._may_forget and self._runtime.cluster.num_workers > 1 and self.is_lead:
+                warn_of_own_batches(self._runtime.cluster.num_workers)
+            self._may_forget = False
 
     def _step_slice(self, units: Sequence[Unit]) -> StepSlice | None:
         if self.staleness > 0 and (self._num_datasets or self.staleness == math.inf):
@@ -310,6 +315,7 @@ class ParameterServerStrategy(Strategy):
         loader = leasable(source, batch_size, options)
         plan = plan_of(loader, self.num_replicas_in_sync, self.staleness)
         self._num_datasets += 1
+        self._may_forget = False
         seed = self._runtime.chief.open_dataset(self._num_datasets, plan)
         check_contents(self._runtime, self._num_datasets, loader.dataset)
         plan = dataclasses.replace(plan, seed=seed)
@@ -347,6 +353,7 @@ class ParameterServerStrategy(Strategy):
                 "cannot lease what a function makes on each worker: give distribute_dataset a DataLoader over a "
                 "map-style dataset, or train asynchronously (staleness=math.inf)"
             )
+        self._may_forget = False
         context = InputContext(self._runtime.cluster.num_workers, self.task.index)
         placement, listener = InputPlacement((self.device,)), OwnBatches(self._runtime)
         return distribute_from_function(

@@ -25,6 +25,19 @@ model(torch.ones(3, 2)).sum().backward()
 optimizer.step()
 print("trained")
 """
+OWN_LOADER = """
+import torch
+import stratagem as sg
+strategy = sg.strategy_from_environment()
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(12, 2)), batch_size=4)
+for (batch,) in SOURCE:
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+"""
 WAY_OUT = "strategy = sg.strategy_from_environment()"
 
 
@@ -64,6 +77,19 @@ def test_a_plain_script_trains_no_model_in_each_worker(cluster: Callable[..., An
     assert "this job has 2 replicas, but its script has made no strategy" in done.stderr and WAY_OUT in done.stderr
     assert "plain.py:6" in done.stderr  # the line of the step
     assert done.summary["restarts"] == 0
+
+
+@pytest.mark.parametrize(("num_ps", "says"), [(0, True), (0, False), (1, True), (1, False)])
+def test_a_loader_that_is_not_distributed_is_warned_of_once(
+    cluster: Callable[..., Any], tmp_path: Path, num_ps: int, says: bool
+) -> None:
+    """Two workers trained on the same batches without a word."""
+    (tmp_path / "own.py").write_text(
+        OWN_LOADER.replace("SOURCE", "loader" if says else "strategy.distribute_dataset(loader)")
+    )
+    done = cluster(2, num_ps, tmp_path / "own.py").succeed()
+    assert done.stderr.count("each of the 2 workers trains on what its own loader gives") == says
+    assert done.stderr.count("strategy.distribute_dataset(loader) does") == says
 
 
 @pytest.mark.parametrize(
