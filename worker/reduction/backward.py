@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 current_backward = torch._C._current_graph_task_id
 """Torch's number of the backward that runs in this thread."""
+NO_BACKWARD = -1
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -254,6 +255,11 @@ def follow(
     """
 
     def before(*_: Any) -> None:
+        if current_backward() != NO_BACKWARD:
+            raise ConfigurationError(
+                "optimizer.step() within backward(), by a hook: all replicas' gradients are there when backward() has "
+                "returned. Step then"
+            )
         if any(reducer.has_pending for reducer in reducers):
             raise ConfigurationError(
                 "optimizer.step() after backward() inside no_sync(): those gradients are of this replica only, and the "

@@ -143,6 +143,19 @@ def test_a_gradient_that_a_script_sets_on_one_replica_alone_is_named() -> None:
     strategy.close()
 
 
+def test_a_step_within_a_backward_is_refused() -> None:
+    """It was said to have gradients that come from no backward, and what was advised for these was refused, too."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = torch.nn.Linear(2, 1)
+    steppers: list[torch.optim.Optimizer] = []
+    model.weight.register_post_accumulate_grad_hook(lambda _: steppers[0].step())
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    steppers.append(optimizer)
+    with pytest.raises(ConfigurationError, match=r"within backward\(\), by a hook: .* Step then"):
+        strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
+    strategy.close()
+
+
 def test_a_backward_outside_of_run_is_refused() -> None:
     """It waited for the other replicas for ever. The next run is as if it had not been."""
     strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
