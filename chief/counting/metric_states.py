@@ -139,7 +139,11 @@ class MetricStates:
 
     def drop(self, name: Topic) -> None:
         states = self._open.pop(name, {})
-        self._trained.get(name.group, set()).difference_update(states)
+        if trained := self._trained.get(name.group):
+            trained.difference_update(states)
+            for topic, others in self._open.items():
+                if topic.group == name.group:
+                    trained.update(states.keys() & others.keys())
         self._open_bytes -= _STATE_BYTES * len(states) + self._num_bytes.pop(name, 0)
 
     def keep(self, is_accepted: Callable[[Unit], bool]) -> None:

@@ -25,6 +25,16 @@ def test_the_first_delta_of_a_unit_stays() -> None:
     assert book.counts("fit 1", unit(1)) and not book.counts("fit 1", unit(2))
 
 
+def test_a_unit_of_two_topics_is_counted_as_long_as_one_is_open() -> None:
+    book, again = MetricStates(), Topic("fit 1", 1)
+    for topic in (FIT, again):
+        book.add(MetricState(topic, unit(1), b"one"))
+    book.drop(FIT)
+    assert book.counts("fit 1", unit(1))
+    book.drop(again)
+    assert not book.counts("fit 1", unit(1))
+
+
 def test_pages_hold_at_least_one_state() -> None:
     book = MetricStates()
     for index in range(4):
