@@ -7,6 +7,7 @@ then stands for all; the counts are dropped.
 from __future__ import annotations
 
 import base64
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -51,8 +52,8 @@ class MetricStates:
     _open: dict[Topic, dict[Unit, bytes]] = dataclasses.field(default_factory=dict)
     _num_bytes: dict[Topic, int] = dataclasses.field(default_factory=dict)
     _open_bytes: int = 0
-    _trained: dict[str, set[Unit]] = dataclasses.field(default_factory=dict)
-    """By group: units of training data whose states are in open topics."""
+    _counted: collections.Counter[tuple[str, Unit]] = dataclasses.field(default_factory=collections.Counter)
+    """By group and unit: open topics with a state of it."""
     _logs: dict[Topic, Logs] = dataclasses.field(default_factory=dict)
     _in_logs: dict[tuple[str, int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
     """By group, dataset and epoch: units of training data that are counted in what came of a topic."""
@@ -91,7 +92,7 @@ class MetricStates:
     def counts(self, group: str, unit: Unit) -> bool:
         """Whether what a group counted on a unit of training data is kept, or in what came of a topic of it."""
         is_in_logs = unit.index in self._in_logs.get((group, unit.dataset, unit.epoch), ())
-        return is_in_logs or unit in self._trained.get(group, ())
+        return is_in_logs or (group, unit) in self._counted
 
     def add(self, state: MetricState) -> bool:
         """Keeps a state; False if there is one of the unit, or the topic is closed."""
@@ -100,8 +101,7 @@ class MetricStates:
         self._open.setdefault(state.topic, {})[state.unit] = state.data
         self._num_bytes[state.topic] = self._num_bytes.get(state.topic, 0) + len(state.data)
         self._open_bytes += _STATE_BYTES + len(state.data)
-        if state.unit.dataset:
-            self._trained.setdefault(state.topic.group, set()).add(state.unit)
+        self._counted[state.topic.group, state.unit] += 1
         return True
 
     def units(self, name: Topic) -> list[Unit]:
@@ -138,22 +138,24 @@ class MetricStates:
             self.drop(name)
 
     def drop(self, name: Topic) -> None:
-        states = self._open.pop(name, {})
-        if trained := self._trained.get(name.group):
-            trained.difference_update(states)
-            for topic, others in self._open.items():
-                if topic.group == name.group:
-                    trained.update(states.keys() & others.keys())
-        self._open_bytes -= _STATE_BYTES * len(states) + self._num_bytes.pop(name, 0)
+        self._take_out(name, [*self._open.get(name, ())])
+        self._open.pop(name, None)
+        self._num_bytes.pop(name, None)
 
     def keep(self, is_accepted: Callable[[Unit], bool]) -> None:
         """Forgets what was counted on units of training data that will be computed again."""
         for name, states in self._open.items():
-            for unit in [unit for unit in states if unit.dataset and not is_accepted(unit)]:
-                num_bytes = len(states.pop(unit))
-                self._num_bytes[name] -= num_bytes
-                self._open_bytes -= _STATE_BYTES + num_bytes
-                self._trained[name.group].discard(unit)
+            self._take_out(name, [unit for unit in states if unit.dataset and not is_accepted(unit)])
+
+    def _take_out(self, name: Topic, units: Iterable[Unit]) -> None:
+        """Forgets states of an open topic."""
+        for unit in units:
+            num_bytes = len(self._open[name].pop(unit))
+            self._num_bytes[name] -= num_bytes
+            self._open_bytes -= _STATE_BYTES + num_bytes
+            self._counted[name.group, unit] -= 1
+            if not self._counted[name.group, unit]:
+                del self._counted[name.group, unit]
 
     def to_record(self) -> dict[str, Any]:
         return {
