@@ -106,12 +106,12 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             compression=compression_named(chosen) if isinstance(chosen, str) and chosen else chosen or None,
         )
         self._meter.in_step = True
-        self._is_first = True
-        """No step was made."""
+        self._may_forget = True
+        """The script may have forgotten to distribute its dataset, and nobody has said so."""
 
     def _count_step(self) -> None:
-        if self._has_stepped and self._is_first:
-            self._is_first = False
+        if self._has_stepped and self._may_forget:
+            self._may_forget = False
             num_workers = 1 if self._runtime is None else self._runtime.cluster.num_workers
             if num_workers > 1 and not self._num_datasets and self.is_lead:
                 warn_of_own_batches(num_workers)

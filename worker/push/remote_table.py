@@ -14,10 +14,9 @@ from stratagem.checkpoint.server_state import SavedRows
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ClusterTimeoutError, ConfigurationError
 from stratagem.rpc.codec import FrameKind
-from stratagem.rpc.lane import Pieces
 from stratagem.worker.push.layout import Numbers
 from stratagem.worker.push.ps_client import SILENCE_S, PsClient
-from stratagem.worker.push.row_reads import MAX_BYTES, Lookup, Places, TableLink
+from stratagem.worker.push.row_reads import MAX_BYTES, Lookup, Places, TableLink, held
 from stratagem.worker.push.table_handle import LOAD, PendingRows, RowGradient, TableHandle
 from stratagem.worker.push.variables import INITIAL_WAIT_S, RemoteVariables
 from stratagem.worker.push.wire import (
@@ -135,7 +134,7 @@ class RemoteTable:
         link, num_frames = self.link, 0
         for before, pieces in gradient.pieces(link.placement, client.index, link.runtime.config.frame_bytes):
             num_bytes = sum([piece.numel() for piece in pieces])
-            client.lane.send(_ROW_GRADIENT, transfer, link.group, before, _held(pieces), num_bytes)
+            client.lane.send(_ROW_GRADIENT, transfer, link.group, before, held(pieces), num_bytes)
             num_frames += 1
         return num_frames
 
@@ -182,7 +181,7 @@ class RemoteTable:
         flat = rows.detach().to("cpu", self.dtype).reshape(-1)
         transfer, num_frames = client.new_transfer(), 0
         for piece in flat.split(max(1, link.runtime.config.frame_bytes // flat.itemsize)):
-            client.lane.send(_VALUES, transfer, link.group, first, _held([piece]), piece.numel())
+            client.lane.send(_VALUES, transfer, link.group, first, held([piece]), piece.numel())
             first += piece.numel()
             num_frames += 1
         counts = [num_updates] * len(link.placement.on(client.index)) if slot else []
@@ -193,10 +192,6 @@ class RemoteTable:
         if client.index not in self.link.placement.servers:
             return True
         return bool(pull_weights(client, {self.link.group: None}, INITIAL_WAIT_S).result().versions)
-
-
-def _held(pieces: Sequence[torch.Tensor]) -> Pieces:
-    return lambda: pieces
 
 
 Placed = RemoteVariables | RemoteTable

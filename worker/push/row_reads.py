@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -16,7 +17,7 @@ import torch
 from stratagem.errors import PeerUnavailableError
 from stratagem.measuring import measures
 from stratagem.rpc.codec import FrameKind
-from stratagem.rpc.lane import Lane, Pieces
+from stratagem.rpc.lane import Pieces
 from stratagem.worker.push.layout import Numbers, RowPlacement
 from stratagem.worker.push.ps_client import RETRY_S, PsClient
 from stratagem.worker.push.table_handle import rows_in
@@ -179,8 +180,10 @@ class RowReads:
                     del self._ready[position]
                     return ready
             wanted = Lookup.of(table, array)
-            with torch.inference_mode(False):  # whose rows get no gradient outside of that mode
-                guesses = [*self._guesses(ids, known, wanted.rows.nbytes)]
+            guesses: list[tuple[_Companion, Lookup]] = []
+            if known:
+                with torch.inference_mode(False):  # whose rows get no gradient outside of that mode
+                    guesses += self._guesses(ids, known, wanted.rows.nbytes)
             more = [_Wanted(companion.table, each.numbers, each.rows) for companion, each in guesses]
             self.read(table, wanted.numbers, wanted.rows, more)
             if more:
@@ -248,23 +251,21 @@ def _read(wanted: Sequence[_Wanted]) -> None:
     for attempt in itertools.count():
         client: PsClient | None = None
         transfers: dict[PsClient, int] = {}
-        corked: list[Lane] = []
         asked: list[tuple[PsClient, torch.Tensor]] = []
         link = wanted[0].table.link  # another one, when there is another number of ps
         config = link.runtime.config
         try:
-            for table, numbers, rows in wanted:
-                link = table.link
-                for ps, start, stop, local in link.placement.cut(numbers, rows_in(config.frame_bytes, rows)):
-                    client = link.runtime.clients[ps]
-                    if client not in transfers:
-                        transfers[client] = client.new_transfer()
-                        corked.append(client.lane)
-                        client.lane.cork()
-                    pieces = _held(torch.from_numpy(local))
-                    client.lane.send(_WANTED_ROWS, transfers[client], link.group, start, pieces, stop - start)
-                    asked.append((client, rows[start:stop].view(-1)))
-            _uncork(corked)
+            with contextlib.ExitStack() as corked:
+                for table, numbers, rows in wanted:
+                    link = table.link
+                    for ps, start, stop, local in link.placement.cut(numbers, rows_in(config.frame_bytes, rows)):
+                        client = link.runtime.clients[ps]
+                        if client not in transfers:
+                            transfers[client] = client.new_transfer()
+                            corked.enter_context(client.lane.corked())
+                        pieces = held([torch.from_numpy(local)])
+                        client.lane.send(_WANTED_ROWS, transfers[client], link.group, start, pieces, stop - start)
+                        asked.append((client, rows[start:stop].view(-1)))
             deadline = time.monotonic() + config.start_timeout_s
             for client, target in asked:
                 frame = client.lane.receive(transfers[client], deadline, target)
@@ -274,7 +275,6 @@ def _read(wanted: Sequence[_Wanted]) -> None:
                 client.lane.forget(transfer)
             return
         except PeerUnavailableError:
-            _uncork(corked)
             give_up_at = give_up_at or time.monotonic() + config.peer_timeout_s
             if client is None or time.monotonic() > give_up_at:
                 raise
@@ -283,10 +283,6 @@ def _read(wanted: Sequence[_Wanted]) -> None:
                 client.session.wait_stopped(RETRY_S)
 
 
-def _held(piece: torch.Tensor) -> Pieces:
-    return lambda: (piece,)
-
-
-def _uncork(lanes: Sequence[Lane]) -> None:
-    for lane in lanes:
-        lane.uncork()
+def held(pieces: Sequence[torch.Tensor]) -> Pieces:
+    """Pieces that are here, as a lane asks for them."""
+    return lambda: pieces
