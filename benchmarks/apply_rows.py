@@ -60,8 +60,8 @@ def time_updates(optimizer: str, num_rows: int, num_updates: int) -> Sample:
     Raises:
         WrongUpdateError: the table is not what torch makes of it.
     """
-    shard = ShardSpec("table", (num_rows, WIDTH), 0, num_rows, 0)
-    group = TableGroup(GroupSpec(0, optimizer, torch.float32, (shard,), InitialRows("normal", 0.0, 1.0)))
+    shard = ShardSpec("table", (num_rows, WIDTH), 0, num_rows, 0, rows=InitialRows("normal", 0.0, 1.0))
+    group = TableGroup(GroupSpec(0, optimizer, torch.float32, (shard,)))
     group.make_values()
     random = np.random.default_rng(0)
     numbers = [np.unique(random.integers(0, num_rows, ROWS_AN_UPDATE)) for _ in range(num_updates)]

@@ -18,7 +18,7 @@ from benchmarks.training.torch_models import make_model
 from benchmarks.training.workloads import SEED, WORKLOADS
 from benchmarks.window import loopback_bytes
 from stratagem.worker.push.layout import Layout, VariableSpec
-from stratagem.worker.push.remote_table import create_or_attach
+from stratagem.worker.push.remote_tables import create_or_attach
 from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.runtime import WorkerRuntime, active_runtime
 

@@ -50,7 +50,7 @@ class Applying:
             for group in numbers:
                 parts[group] = state.staging.parts(sender, ref.transfer, group)
                 spec = state.locked_group(group).group.spec
-                if spec.rows is None and not covers(  # a table's frames are all that came
+                if not spec.is_table and not covers(  # a table's frames are all that came
                     [(offset, piece.numel()) for offset, piece in parts[group]], spec.shards, present[group]
                 ):
                     return False

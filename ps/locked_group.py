@@ -56,14 +56,14 @@ class LockedGroup:
     def send_weights(self, lane: ReplyLane, transfer: int, have: Version | None) -> GroupVersion:
         """Sends the weights unless the reader has them. A version is copied once, whoever reads it.
 
-        Of a table only the version is told: its rows are asked for by number.
+        Of tables only the version is told: its rows are asked for by number.
         """
         group = self.group
         spec = group.spec
         with self.lock:
             version = self.version
             frames = 0
-            if have != version and spec.rows is None:
+            if have != version and not spec.is_table:
                 self.publisher.send(version, group.weights, lane, transfer)
                 frames = num_frames(spec.num_elements, spec.dtype)
             return GroupVersion(spec.group, version, frames, group.num_updates)

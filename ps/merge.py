@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from stratagem.ps.requests import Facts, Merge
@@ -70,7 +71,7 @@ def facts_of(spec: GroupSpec, parts: Parts, present: Sequence[bool]) -> Facts:
     """Sum of squares and finiteness of a gradient; elements of shards without a gradient do not count."""
     squared, not_finite = 0.0, list[str]()
     if spec.is_table:
-        return join_facts([_facts_of_rows(spec, rows.reshape(-1)) for _, rows in unpack(spec, parts)])
+        return join_facts([_facts_of_rows(spec, numbers, rows) for numbers, rows in unpack(spec, parts)])
     alike = list(range(len(spec.shards)))
     extents = [(offset, tensor.numel()) for offset, tensor in parts]
     for run in cut_runs(extents, spec.shards, present, alike):
@@ -84,9 +85,13 @@ def facts_of(spec: GroupSpec, parts: Parts, present: Sequence[bool]) -> Facts:
     return Facts(squared, not not_finite, tuple(not_finite[:_MAX_NAMES]))
 
 
-def _facts_of_rows(spec: GroupSpec, values: torch.Tensor) -> Facts:
-    squared, is_finite = _squared_norm(values)
-    return Facts(squared, is_finite, () if is_finite else (spec.shards[0].variable,))
+def _facts_of_rows(spec: GroupSpec, numbers: torch.Tensor, rows: torch.Tensor) -> Facts:
+    squared, is_finite = _squared_norm(rows.reshape(-1))
+    if is_finite:
+        return Facts(squared, True, ())
+    shards = np.searchsorted(spec.row_ends, numbers[~torch.isfinite(rows).all(1)].numpy(), side="right")
+    names = dict.fromkeys(spec.shards[index].variable for index in shards.tolist())
+    return Facts(squared, False, tuple(names)[:_MAX_NAMES])
 
 
 def join_facts(facts: Sequence[Facts]) -> Facts:

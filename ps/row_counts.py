@@ -1,9 +1,10 @@
-"""Which rows of a table get most of its updates: a sample, counted on request. Cheap in the path of updates."""
+"""Which rows of tables get most of their updates: a sample, counted on request. Cheap in the path of updates."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,17 @@ MAX_TOLD, WORTH = 8, 0.02
 
 
 class RowCounts:
-    """Of one table on this ps. :meth:`note` and :meth:`hottest` may be called by two threads, each by one at a time."""
+    """Of tables whose rows are numbered together; ``ends``: of each, one past the number of its last row. :meth:`note`
+    and :meth:`hottest` may be called by two threads, each by one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends = ends
         self._waiting: list[tuple[npt.NDArray[np.int64], int]] = []
         """Row numbers, and how many each stands for."""
         self._numbers = np.empty(0, np.int64)
         self._counts: npt.NDArray[Any] = np.empty(0)
-        self._total = 0.0
+        self._totals = np.zeros(len(ends))
+        """Updates of rows of each table."""
         self._looked_at = time.monotonic()
 
     def note(self, numbers: torch.Tensor) -> None:
@@ -38,18 +42,25 @@ class RowCounts:
             self._waiting.append((numbers.numpy()[int(stride * random.random()) :: stride].copy(), stride))
 
     def hottest(self) -> list[tuple[int, float]]:
-        """Row numbers and the part of the table's row updates of late that was theirs, 0 to 1, the hottest first; none
-        where no row has :data:`WORTH` of them."""
+        """Row numbers and their part of the updates of their table of late, 0 to 1, the hottest first; only
+        where it is :data:`WORTH` or more."""
         now, waiting = time.monotonic(), [*self._waiting]  # one that comes now may yet be added to the list
         self._waiting = []
         keep = 0.5 ** ((now - self._looked_at) / HALF_LIFE_S)
         self._looked_at = now
         numbers = [self._numbers, *(sample for sample, _ in waiting)]
         weights = [keep * self._counts, *(np.full(len(sample), float(stride)) for sample, stride in waiting)]
-        self._total = keep * self._total + sum(len(sample) * stride for sample, stride in waiting)
+        self._totals *= keep
+        for sample, stride in waiting:
+            self._totals += stride * np.bincount(self._tables_of(sample), minlength=len(self._ends))
         found, places = np.unique(np.concatenate(numbers), return_inverse=True)
         counts = np.bincount(places, np.concatenate(weights), len(found))
         most = np.argsort(-counts, kind="stable")[:KEPT]
         self._numbers, self._counts = found[most], counts[most]
-        shares = self._counts[:MAX_TOLD] / max(1.0, self._total)
-        return [(int(row), float(share)) for row, share in zip(self._numbers, shares, strict=False) if share >= WORTH]
+        shares = self._counts / np.maximum(1.0, self._totals)[self._tables_of(self._numbers)]
+        told = np.argsort(-shares, kind="stable")[:MAX_TOLD]
+        return [(int(self._numbers[row]), float(shares[row])) for row in told if shares[row] >= WORTH]
+
+    def _tables_of(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The position of each row's table."""
+        return np.searchsorted(self._ends, numbers, side="right")

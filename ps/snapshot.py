@@ -27,7 +27,7 @@ from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.table_group import new_group
 from stratagem.ps.units import UnitLedger
 
-FORMAT = 1
+FORMAT = 2
 CANNOT_BE_READ = (
     OSError,
     ValueError,
@@ -197,7 +197,6 @@ def describe(index: int, content: Content) -> dict[str, Any]:
                 "group": group.spec.group,
                 "optimizer": group.spec.optimizer,
                 "dtype": str(group.spec.dtype).removeprefix("torch."),
-                "rows": None if group.spec.rows is None else dataclasses.asdict(group.spec.rows),
                 "shards": [dataclasses.asdict(shard) | {"key": shard.key} for shard in group.spec.shards],
                 "slots": sorted(group.slots),
                 "counts": group.counts,
@@ -215,16 +214,17 @@ def describe(index: int, content: Content) -> dict[str, Any]:
 
 def spec_from_json(entry: Mapping[str, Any]) -> GroupSpec:
     """The spec of one group in ``ps-<i>.json``."""
-    names = [field.name for field in dataclasses.fields(ShardSpec)]
-    shards = tuple(
-        ShardSpec(**{name: shard[name] for name in names} | {"shape": tuple(shard["shape"])})
-        for shard in entry["shards"]
-    )
+    shards = tuple(map(_shard_from_json, entry["shards"]))
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expected the name of a torch dtype, got {entry['dtype']!r}")
-    rows = entry.get("rows")
-    return GroupSpec(entry["group"], entry["optimizer"], dtype, shards, None if rows is None else InitialRows(**rows))
+    return GroupSpec(entry["group"], entry["optimizer"], dtype, shards)
+
+
+def _shard_from_json(entry: Mapping[str, Any]) -> ShardSpec:
+    fields = {field.name: entry[field.name] for field in dataclasses.fields(ShardSpec)}
+    rows = None if fields["rows"] is None else InitialRows(**fields["rows"])
+    return ShardSpec(**fields | {"shape": tuple(fields["shape"]), "rows": rows})
 
 
 def _group(entry: Mapping[str, Any]) -> ShardGroup:

@@ -7,6 +7,8 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stratagem.cluster.initial_rows import InitialRows
@@ -41,6 +43,8 @@ class ShardSpec:
     offset: int
     """First element in the group's flat tensor."""
     param_group: int = 0
+    rows: InitialRows | None = dataclasses.field(default=None, compare=False)
+    """Set for a table, whose gradients come by row; whoever attaches may have drawn another seed."""
 
     @functools.cached_property
     def num_elements(self) -> int:
@@ -77,18 +81,21 @@ class GroupSpec:
     dtype: torch.dtype
     shards: tuple[ShardSpec, ...]
     """In the order of the flat tensor."""
-    rows: InitialRows | None = dataclasses.field(default=None, compare=False)
-    """Set for a table, whose gradients come by row; whoever attaches may have drawn another seed."""
 
-    @property
+    @functools.cached_property
     def is_table(self) -> bool:
-        """Whether its rows travel by number."""
-        return self.rows is not None
+        """Whether it consists of tables, whose rows travel by number."""
+        return any(shard.rows is not None for shard in self.shards)
 
-    @property
-    def makes_rows(self) -> bool:
-        """Whether it is a table whose initial rows are made here; others are assigned."""
-        return self.rows is not None and self.rows.distribution != "assigned"
+    @functools.cached_property
+    def made(self) -> tuple[ShardSpec, ...]:
+        """Of tables: those whose initial rows are made here."""
+        return tuple(shard for shard in self.shards if shard.rows and shard.rows.distribution != "assigned")
+
+    @functools.cached_property
+    def row_ends(self) -> npt.NDArray[np.int64]:
+        """Of tables: for each shard one past the number of its last row here."""
+        return np.array([shard.stop // self.row_elements for shard in self.shards], dtype=np.int64)
 
     @functools.cached_property
     def max_slots(self) -> int:
@@ -97,12 +104,12 @@ class GroupSpec:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Of a table: rows held here."""
+        """Of tables: rows held here."""
         return sum(shard.num_rows for shard in self.shards)
 
     @functools.cached_property
     def row_elements(self) -> int:
-        """Of a table: elements of a row."""
+        """Of tables: elements of a row."""
         return math.prod(self.shards[0].shape[1:]) if self.shards else 0
 
     @functools.cached_property
@@ -164,21 +171,23 @@ def check_group(spec: GroupSpec) -> None:
         if shard.offset != offset:
             raise VariableError(f"variable {shard.variable}: expected offset {offset}, got {shard.offset}")
         offset = shard.stop
-    if spec.rows is not None:
-        _check_table(spec, spec.rows)
+    if spec.is_table:
+        _check_tables(spec)
 
 
-def _check_table(spec: GroupSpec, rows: InitialRows) -> None:
-    names = {(shard.variable, shard.shape, shard.param_group) for shard in spec.shards}
-    if len(names) != 1 or len(spec.shards[0].shape) != 2 or not spec.row_elements or not spec.num_rows:
+def _check_tables(spec: GroupSpec) -> None:
+    kinds = {(shard.rows is None, shard.shape[1:], shard.param_group) for shard in spec.shards}
+    if len(kinds) != 1 or len(spec.shards[0].shape) != 2 or not spec.row_elements or not spec.num_rows:
         raise VariableError(
-            f"group {spec.group}: expected rows of one table of two dimensions, got {len(spec.shards)} shards of "
-            f"{len(names)} variables"
+            f"group {spec.group}: expected rows of tables of two dimensions, one width and one param_group, got "
+            f"{len(spec.shards)} shards of {len(kinds)} kinds"
         )
     if not spec.dtype.is_floating_point:
         raise VariableError(f"table {spec.shards[0].variable}: expected a floating dtype, got {spec.dtype}")
-    if not (math.isfinite(rows.first) and math.isfinite(rows.second)):
-        raise VariableError(f"table {spec.shards[0].variable}: expected finite initial values")
+    for shard in spec.shards:
+        assert shard.rows is not None
+        if not (math.isfinite(shard.rows.first) and math.isfinite(shard.rows.second)):
+            raise VariableError(f"table {shard.variable}: expected finite initial values")
 
 
 def check_new_groups(

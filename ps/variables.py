@@ -34,7 +34,7 @@ class Variables:
 
         Returns:
             Groups whose initial values the sender must assign (it holds the init-once token), and groups that
-            have values. A table gets its values here, unless its rows are assigned.
+            have values. Tables get their values here, unless their rows are assigned.
 
         Raises:
             VariableError: a group exists with other shards, or a spec cannot be; nothing is created.
@@ -63,7 +63,7 @@ class Variables:
                 for locked, spec in zip(locked_groups, groups, strict=True):
                     if spec.group in initialize:  # whose initial rows count, not those of who was here first
                         locked.group.spec = spec
-        made = [locked for locked in locked_groups if locked.spec.group in initialize and locked.spec.makes_rows]
+        made = [locked for locked in locked_groups if locked.spec.group in initialize and locked.spec.made]
         if made:
             self._make_tables(sender, made, call)
         if new or initialize:
@@ -186,7 +186,8 @@ class Variables:
         finally:
             with state.lock:
                 for locked in locked_groups:
-                    state.senders.tokens.pop(locked.spec.group, None)
+                    if locked.group.initialized:
+                        state.senders.tokens.pop(locked.spec.group, None)
                 state.leave(sender)
 
     def _send_rows(self, sender: Sender, frame: Frame) -> None:
@@ -221,7 +222,9 @@ class Variables:
                 locked.assign(parts.get(locked.spec.group, ()), request.slot)
             if request.slot and locked_groups:
                 with locked_groups[0].lock:
-                    locked_groups[0].group.set_progress(request.step_counts, request.scalars)
+                    first = locked_groups[0].group
+                    counts = first.counts_with(request.step_counts, parts.get(first.spec.group, ()))
+                    first.set_progress(counts, request.scalars)
             return tuple(GroupVersion(locked.spec.group, locked.version, 0) for locked in locked_groups)
         finally:
             with state.lock:

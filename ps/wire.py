@@ -64,13 +64,15 @@ def closes_from(messages: Iterable[ps_pb2.UnitClose]) -> tuple[UnitClose, ...]:
 
 
 def group_spec_from(message: ps_pb2.GroupSpec) -> GroupSpec:
-    shards = tuple(from_message(ShardSpec, shard) for shard in message.shards)
+    shards = tuple(
+        from_message(ShardSpec, shard, rows=_initial_rows(shard.rows) if shard.HasField("rows") else None)
+        for shard in message.shards
+    )
     try:
         dtype = from_wire_dtype(message.dtype)
     except FrameError as error:
         raise VariableError(f"group {message.group}: {error}") from None
-    rows = _initial_rows(message.rows) if message.HasField("rows") else None
-    return GroupSpec(message.group, message.optimizer, dtype, shards, rows)
+    return GroupSpec(message.group, message.optimizer, dtype, shards)
 
 
 def _initial_rows(message: ps_pb2.InitialRows) -> InitialRows:

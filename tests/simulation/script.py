@@ -2,7 +2,7 @@
 
 Variable v of the model lies on ps v, where there are as many, and has an element for each example. The gradient of an
 example is minus a power of eight in its element, at a learning rate of 1: digit k of element e, in octal, says how
-often example e of epoch k was applied to that variable. Row e of the table, where there is one, counts alike.
+often example e of epoch k was applied to that variable. Row e of each table, where there are tables, counts alike.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HUGE = 2.0**100
 
 
 class Counters(torch.nn.Module):
-    """An element for each example, in each variable; a row for each in the table."""
+    """An element for each example, in each variable; a row for each in each table, of which there are two or none."""
 
     def __init__(self, num_variables: int, num_examples: int, has_table: bool) -> None:
         super().__init__()
         self.counts = torch.nn.ParameterList(torch.zeros(num_examples) for _ in range(num_variables))
-        self.table = Embedding(num_examples, 1, init=Constant(0.0)) if has_table else None
+        self.tables = torch.nn.ModuleList(Embedding(num_examples, 1, init=Constant(0.0)) for _ in range(2 * has_table))
 
 
 def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], None]) -> int:
@@ -120,8 +120,8 @@ def train(cluster: Cluster, process: Process) -> None:
             optimizer.zero_grad()
         gradient = torch.zeros(job.num_examples).index_fill_(0, batch[0], -scale)
         trained, gradients, seen = parameters, [gradient] * len(parameters), None
-        if model.table is not None:
-            rows = model.table(batch[0])
+        for table in model.tables:
+            rows = table(batch[0])
             trained, gradients = [*trained, rows], [*gradients, torch.full((len(batch[0]), 1), -scale)]
             seen = rows.detach()[:, 0], [each.detach()[batch[0]] for each in parameters]
         torch.autograd.backward(trained, gradients)  # as of a loss, without what computes it

@@ -25,7 +25,7 @@ from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_fini
 from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
 from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
-from stratagem.worker.push.remote_table import RemoteTable
+from stratagem.worker.push.remote_tables import RemoteTables, every_table
 from stratagem.worker.push.row_reads import RowReads
 from stratagem.worker.push.staging import GradientStaging
 from stratagem.worker.push.table_handle import RowGradient
@@ -66,7 +66,7 @@ class GradientPush:
     """What it changes, tables left out."""
     _variables: RemoteVariables
     """The same on the ps, in the same order."""
-    tables: Sequence[RemoteTable]
+    _table_groups: Sequence[RemoteTables]
     on_backward: dataclasses.InitVar[Callable[[], None]]
     """Called in each backward that reaches a parameter."""
     _policy: GradientPolicy
@@ -79,7 +79,10 @@ class GradientPush:
     """Rows that it changes."""
 
     def __post_init__(self, on_backward: Callable[[], None]) -> None:
-        self.staging = GradientStaging(self._variables, self.parameters, on_backward, self.tables, self._reads.turn)
+        self.staging = GradientStaging(
+            self._variables, self.parameters, on_backward, self._table_groups, self._reads.turn
+        )
+        self._tables = [*every_table(self._table_groups)]
         self._clients: Sequence[PsClient] = self._variables.clients
         self._layout = self._variables.layout
         self._sent = [name for name in self.optimizer.defaults if name not in _NOT_SENT]
@@ -115,14 +118,14 @@ class GradientPush:
         """Whether the ps have made updates of what this optimizer changes, or were given a state that knows of some."""
         placed = [
             *self._layout.shards,
-            *((each.link.group, ps) for each in self.tables for ps in each.link.placement.servers),
+            *((each.group, ps) for each in self._table_groups for ps in each.servers),
         ]
         pulls = (wire.pull_weights(self._clients[ps], {group: None}).result(lambda _: None) for group, ps in placed)
         return any(any(reply.step_counts) for reply in pulls)
 
     def rerouted(self) -> None:
         """The variables lie elsewhere: an update that is under way begins anew."""
-        of_tables = (ps for table in self.tables for ps in table.link.placement.servers)
+        of_tables = (ps for each in self._table_groups for ps in each.servers)
         self._servers = tuple(sorted({*(ps for _, ps in self._layout.shards), *of_tables}))
         self._messages = {ps: wire.CommitMessage() for ps in self._servers}
         self._applied = dict.fromkeys(self._servers, max(self._applied.values(), default=(0, 0)))
@@ -140,7 +143,7 @@ class GradientPush:
             PeerUnavailableError: a ps did not come back in time.
         """
         self._variables.copies.check()
-        self._rows = tuple([table.pending.total() for table in self.tables])
+        self._rows = tuple([table.pending.total() for table in self._tables])
         gradients = [parameter.grad for parameter in self.parameters]
         gradients += [None if rows is None else rows.values for rows in self._rows]
         given = [gradient is not None for gradient in gradients]
@@ -217,7 +220,7 @@ class GradientPush:
         ]
         names += [
             table.link.name
-            for table, gradient in zip(self.tables, self._rows, strict=True)
+            for table, gradient in zip(self._tables, self._rows, strict=True)
             if gradient is not None and not bool(torch.isfinite(gradient.values).all())
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -345,11 +348,11 @@ class GradientPush:
                 continue
             present = [self.parameters[shard.variable].grad is not None for shard in shards]
             commits.append(wire.group_commit(group, present, hyper, self._variables.have[ps].get(group)))
-        for table, gradient in zip(self.tables, self._rows, strict=True):
-            rows = table.link.placement.on(ps)
-            if rows:
-                present = [gradient is not None] * len(rows)
-                commits.append(wire.group_commit(table.link.group, present, hyper))
+        rows = iter(self._rows)
+        for each in self._table_groups:
+            present = each.present(ps, [next(rows) for _ in each.tables])
+            if present:
+                commits.append(wire.group_commit(each.group, present, hyper))
         return commits
 
     def _hyper_parameters(self) -> Sequence[Any]:

@@ -142,14 +142,14 @@ class RowShard:
     first_row: int
     num_rows: int
     local_row: int
-    """Number of its first row within the ps's part of the table."""
+    """Number of its first row within the flat tensor of (group, ps)."""
 
 
 class RowPlacement:
-    """The shards of one table. ``rows``: ``(ps, first_row, num_rows)`` of each."""
+    """The shards of one table. ``rows``: ``(ps, first_row, num_rows)`` of each; ``held``: of each ps the rows of other
+    tables of the group, to which these are added."""
 
-    def __init__(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        held: dict[int, int] = {}
+    def __init__(self, rows: Sequence[tuple[int, int, int]], held: dict[int, int]) -> None:
         shards = []
         for ps, first_row, num_rows in sorted(rows, key=lambda row: row[1]):
             shards.append(RowShard(ps, first_row, num_rows, held.get(ps, 0)))
@@ -165,12 +165,12 @@ class RowPlacement:
         return tuple(sorted({shard.ps for shard in self.shards}))
 
     def on(self, ps: int) -> tuple[RowShard, ...]:
-        """The shards of one ps, in the order of its part of the table."""
+        """The shards of one ps, in the order of its flat tensor."""
         return tuple(shard for shard in self.shards if shard.ps == ps)
 
     def cut(self, numbers: Numbers, max_rows: int) -> Sequence[tuple[int, int, int, Numbers]]:
         """Cuts row numbers by shard, and into pieces of at most ``max_rows``: ps, first and last position (exclusive)
-        in ``numbers``, and those rows' numbers within the ps's part. Kept for the next call, which is mostly about the
+        in ``numbers``, and those rows' numbers on the ps. Kept for the next call, which is mostly about the
         same numbers."""
         if self._newest[0] is not numbers or self._newest[1] != max_rows:
             self._newest = numbers, max_rows, list(self._cut(numbers, max_rows))

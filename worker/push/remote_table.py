@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from stratagem.checkpoint.server_state import SavedRows
 from stratagem.cluster.initial_rows import InitialRows
-from stratagem.errors import ClusterTimeoutError, ConfigurationError
+from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import FrameKind
 from stratagem.worker.push.layout import Numbers
-from stratagem.worker.push.ps_client import SILENCE_S, PsClient
+from stratagem.worker.push.ps_client import PsClient
 from stratagem.worker.push.row_reads import MAX_BYTES, Lookup, Places, TableLink, held
-from stratagem.worker.push.table_handle import LOAD, PendingRows, RowGradient, TableHandle
-from stratagem.worker.push.variables import INITIAL_WAIT_S, RemoteVariables
+from stratagem.worker.push.table_handle import LOAD, PendingRows, TableHandle
 from stratagem.worker.push.wire import (
-    GroupSpec,
     Transfer,
     assign_values,
-    create_variables,
-    group_spec,
-    pull_weights,
-    shard_spec,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,17 +53,17 @@ class RemoteTable:
                 f"replace them, on every worker:\n    {LOAD}"
             )
         if isinstance(initial, InitialRows):
-            self._values, self._initial = None, initial
+            self._values, self.initial = None, initial
         else:
             self._values = initial.detach() if isinstance(initial, torch.Tensor) else initial
-            self._initial = InitialRows("assigned")
+            self.initial = InitialRows("assigned")
 
     @property
     def begins_with(self) -> InitialRows | torch.Tensor | SavedRows | None:
         """What the rows are to be; None: they are on the ps."""
         if self._link is not None:
             return None
-        return self._initial if self._values is None else self._values
+        return self.initial if self._values is None else self._values
 
     @property
     def link(self) -> TableLink:
@@ -93,19 +85,10 @@ class RemoteTable:
         """What it is, for messages."""
         return f"table {self._link.name}" if self._link is not None else "a table"
 
-    def specs(self, ps: int) -> list[GroupSpec]:
-        """The rows on one ps, and how it makes them unless this worker gives them."""
-        link = self.link
-        shards = [
-            shard_spec(link.name, (self.num_rows, self.width), shard, shard.local_row * self.width, link.param_group)
-            for shard in link.placement.on(ps)
-        ]
-        return [group_spec(link.group, link.optimizer, self.dtype, shards, self._initial)] if shards else []
-
-    def give(self, client: PsClient, groups: Sequence[int]) -> None:
-        """Sends one ps the rows that this worker was built with."""
-        assert self._values is not None
-        self._assign_all(self._values, [client.index])
+    def give(self, client: PsClient) -> None:
+        """Sends one ps the rows that this worker was built with, if it was."""
+        if self._values is not None:
+            self._assign_all(self._values, [client.index])
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -128,15 +111,6 @@ class RemoteTable:
         """A backward has reached the table. Takes ``values`` over."""
         self.link.on_backward()
         self.pending.add(numbers, values)
-
-    def send_gradient(self, gradient: RowGradient, client: PsClient, transfer: int) -> int:
-        """Sends one ps its part of a gradient; returns the number of frames."""
-        link, num_frames = self.link, 0
-        for before, pieces in gradient.pieces(link.placement, client.index, link.runtime.config.frame_bytes):
-            num_bytes = sum([piece.numel() for piece in pieces])
-            client.lane.send(_ROW_GRADIENT, transfer, link.group, before, held(pieces), num_bytes)
-            num_frames += 1
-        return num_frames
 
     # -- values from outside -----------------------------------------------------------------------------------
 
@@ -184,66 +158,5 @@ class RemoteTable:
             client.lane.send(_VALUES, transfer, link.group, first, held([piece]), piece.numel())
             first += piece.numel()
             num_frames += 1
-        counts = [num_updates] * len(link.placement.on(client.index)) if slot else []
+        counts = [num_updates] if slot else []
         assign_values(client, Transfer(transfer, num_frames), [link.group], slot, counts)
-
-    def has_values(self, client: PsClient) -> bool:
-        """Whether one ps has all of its rows; waits a moment."""
-        if client.index not in self.link.placement.servers:
-            return True
-        return bool(pull_weights(client, {self.link.group: None}, INITIAL_WAIT_S).result().versions)
-
-
-Placed = RemoteVariables | RemoteTable
-"""What parameter servers hold for the job, and workers attach to."""
-
-
-def attach(every: Sequence[Placed], client: PsClient, can_initialize: bool) -> tuple[int, int]:
-    """Tells one ps what it holds, and then gives it the values that it asks this process for.
-
-    It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of. Gives how
-    many variables got their values from this process, and how many groups have none yet: another worker's to give.
-    """
-    specs = {one: one.specs(client.index) for one in every}
-    told = [spec for own in specs.values() for spec in own]
-    reply = create_variables(client, told, can_initialize)
-    asked = {*reply.initialize}
-    for one, own in specs.items():
-        if groups := [spec.group for spec in own if spec.group in asked]:
-            one.give(client, groups)
-    num_given = sum([len(spec.shards) for spec in told if spec.group in asked])
-    return num_given, len(told) - len(asked.union(reply.initialized))
-
-
-def create_or_attach(
-    every: Sequence[Placed], clients: Sequence[PsClient], is_lead: Callable[[], bool], timeout_s: float
-) -> None:
-    """Creates it all with this process's values if this worker is the lead, else waits until it has the job's.
-
-    Raises:
-        VariableError: the job has it with another shape, dtype or optimizer.
-        UnsupportedOptimizerError: a ps cannot run the optimizer, or not on single rows.
-        ClusterTimeoutError: no lead supplied initial values within ``timeout_s`` seconds.
-    """
-    deadline, silent_until = time.monotonic() + timeout_s, time.monotonic() + SILENCE_S
-    waiting = [(client, one) for client in clients for one in every]
-    while waiting:
-        for client in {client.index: client for client, _ in waiting}.values():
-            attach(every, client, is_lead())
-        while waiting and waiting[-1][1].has_values(waiting[-1][0]):
-            waiting.pop()
-        if not waiting:
-            break
-        client, one = waiting[-1]
-        if time.monotonic() > silent_until:
-            silent_until = math.inf
-            logger.warning(
-                "prepare waits, %.0f s more, until %s gives %s its values of %s: every worker has to prepare the same, "
-                "in the same order",
-                *(deadline - time.monotonic(), client.session.membership.lead, client.task, one.title),
-            )
-        if time.monotonic() > deadline:
-            raise ClusterTimeoutError(
-                f"{client.task} got no initial values of {one.title} within {timeout_s:.0f} s; the lead (the lowest "
-                "live worker) supplies them in prepare(). Look at its log."
-            )

@@ -20,7 +20,7 @@ from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import Pieces
 from stratagem.worker.push.layout import Numbers, RowPlacement
 from stratagem.worker.push.ps_client import RETRY_S, PsClient
-from stratagem.worker.push.table_handle import rows_in
+from stratagem.worker.push.row_frames import RowsThere, frames_of, numbers_of, rows_in
 from stratagem.worker.runtime import WorkerRuntime
 
 MAX_BYTES = 32 << 20
@@ -44,9 +44,6 @@ class TableLink:
     runtime: WorkerRuntime
     placement: RowPlacement
     group: int
-    optimizer: str
-    """Name of the torch.optim class; empty: no optimizer changes the table."""
-    param_group: int
     on_backward: Callable[[], None]
     """Called whenever a gradient was accumulated."""
     recover: Callable[[PsClient], None]
@@ -251,26 +248,27 @@ def _read(wanted: Sequence[_Wanted]) -> None:
     for attempt in itertools.count():
         client: PsClient | None = None
         transfers: dict[PsClient, int] = {}
-        asked: list[tuple[PsClient, torch.Tensor]] = []
+        asked: list[tuple[PsClient, Sequence[RowsThere]]] = []
         link = wanted[0].table.link  # another one, when there is another number of ps
         config = link.runtime.config
         try:
             with contextlib.ExitStack() as corked:
-                for table, numbers, rows in wanted:
-                    link = table.link
-                    for ps, start, stop, local in link.placement.cut(numbers, rows_in(config.frame_bytes, rows)):
-                        client = link.runtime.clients[ps]
-                        if client not in transfers:
-                            transfers[client] = client.new_transfer()
-                            corked.enter_context(client.lane.corked())
-                        pieces = held([torch.from_numpy(local)])
-                        client.lane.send(_WANTED_ROWS, transfers[client], link.group, start, pieces, stop - start)
-                        asked.append((client, rows[start:stop].view(-1)))
+                for (ps, group), parts in _by_place(wanted, config.frame_bytes).items():
+                    client = link.runtime.clients[ps]
+                    if client not in transfers:
+                        transfers[client] = client.new_transfer()
+                        corked.enter_context(client.lane.corked())
+                    num_rows = 0
+                    for some in frames_of(parts, rows_in(config.frame_bytes, parts[0].rows)):
+                        numbers = numbers_of(some)
+                        client.lane.send(
+                            _WANTED_ROWS, transfers[client], group, num_rows, held([numbers]), len(numbers)
+                        )
+                        num_rows += len(numbers)
+                        asked.append((client, some))
             deadline = time.monotonic() + config.start_timeout_s
-            for client, target in asked:
-                frame = client.lane.receive(transfers[client], deadline, target)
-                if frame.tensor is not target:
-                    target.copy_(frame.tensor)
+            for client, parts_asked in asked:
+                _receive(client, transfers[client], deadline, parts_asked)
             for client, transfer in transfers.items():
                 client.lane.forget(transfer)
             return
@@ -281,6 +279,29 @@ def _read(wanted: Sequence[_Wanted]) -> None:
             link.recover(client)
             if attempt:  # it is there, and refuses
                 client.session.wait_stopped(RETRY_S)
+
+
+def _by_place(wanted: Sequence[_Wanted], frame_bytes: int) -> dict[tuple[int, int], list[RowsThere]]:
+    """By ps and group."""
+    found: dict[tuple[int, int], list[RowsThere]] = {}
+    for table, numbers, rows in wanted:
+        link = table.link
+        for ps, start, stop, local in link.placement.cut(numbers, rows_in(frame_bytes, rows)):
+            found.setdefault((ps, link.group), []).append(RowsThere(local, rows[start:stop]))
+    return found
+
+
+def _receive(client: PsClient, transfer: int, deadline: float, parts: Sequence[RowsThere]) -> None:
+    """One frame, into the rows it is for."""
+    first = parts[0].rows
+    target = first if len(parts) == 1 else first.new_empty(sum([len(part.local) for part in parts]), first.shape[1])
+    frame = client.lane.receive(transfer, deadline, target.view(-1))
+    rows = frame.tensor.view(target.shape)
+    if len(parts) > 1:
+        for part, some in zip(parts, rows.split([len(part.local) for part in parts]), strict=True):
+            part.rows.copy_(some)
+    elif rows.data_ptr() != target.data_ptr():
+        target.copy_(rows)
 
 
 def held(pieces: Sequence[torch.Tensor]) -> Pieces:

@@ -7,14 +7,14 @@ The ``grad`` of the parameter that an optimizer holds is a mark of the same kind
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.push.layout import Numbers, RowPlacement
+from stratagem.worker.push.layout import Numbers
 
 Distribution = Literal["normal", "uniform", "constant"]
 NUMBER_BYTES = 8
@@ -161,21 +161,6 @@ class RowGradient:
     numbers: Numbers
     values: torch.Tensor
     """``(len(numbers), width)``, on the CPU, contiguous."""
-
-    def pieces(self, placement: RowPlacement, ps: int, max_bytes: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """One ps's part, as frames carry it: how many rows came before, and the row numbers and rows as bytes."""
-        before = 0
-        for holder, start, stop, local in placement.cut(self.numbers, rows_in(max_bytes, self.values)):
-            if holder == ps:
-                rows = self.values[start:stop].view(-1)
-                yield before, [torch.from_numpy(local).view(torch.uint8), rows.view(torch.uint8)]
-                before += stop - start
-
-
-def rows_in(max_bytes: int, like: torch.Tensor) -> int:
-    """Rows, each with its number, that go into so many bytes. Rows are asked for by as many, so that their numbers are
-    cut once a step. ``max_bytes``: of a frame; ``like``: rows of the table, ``(…, width)``."""
-    return max(1, max_bytes // (NUMBER_BYTES + like.shape[1] * like.itemsize))
 
 
 class PendingRows:

@@ -34,27 +34,27 @@ class Transfer(NamedTuple):
 
 
 def shard_spec(
-    variable: str, shape: Sequence[int], shard: Shard | RowShard, offset: int, param_group: int
-) -> ps_pb2.ShardSpec:
-    """A shard of a variable, at ``offset`` in the flat tensor of its group."""
-    return to_message(ps_pb2.ShardSpec, shard, variable=variable, shape=shape, offset=offset, param_group=param_group)
-
-
-def group_spec(
-    group: int,
-    optimizer: str,
-    dtype: torch.dtype,
-    shards: Sequence[ps_pb2.ShardSpec],
+    variable: str,
+    shape: Sequence[int],
+    shard: Shard | RowShard,
+    offset: int,
+    param_group: int,
     initial: InitialRows | None = None,
-) -> GroupSpec:
-    """The shards of a group on one ps; ``initial`` makes it a table."""
-    spec = GroupSpec(group=group, optimizer=optimizer, shards=shards)
-    spec.dtype = to_wire_dtype(dtype)  # type: ignore[assignment]  # an enum is an int on the wire
+) -> ps_pb2.ShardSpec:
+    """A shard of a variable, at ``offset`` in the flat tensor of its group; ``initial``: of a table."""
+    spec = to_message(ps_pb2.ShardSpec, shard, variable=variable, shape=shape, offset=offset, param_group=param_group)
     if initial is not None:
         spec.rows.distribution = ps_pb2.InitialRows.Distribution.Value(initial.distribution.upper())
         spec.rows.first, spec.rows.second, spec.rows.seed = initial.first, initial.second, initial.seed
         if initial.zero_row is not None:
             spec.rows.zero_row = initial.zero_row
+    return spec
+
+
+def group_spec(group: int, optimizer: str, dtype: torch.dtype, shards: Sequence[ps_pb2.ShardSpec]) -> GroupSpec:
+    """The shards of a group on one ps."""
+    spec = GroupSpec(group=group, optimizer=optimizer, shards=shards)
+    spec.dtype = to_wire_dtype(dtype)  # type: ignore[assignment]  # an enum is an int on the wire
     return spec
 
 

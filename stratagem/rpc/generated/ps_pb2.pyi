@@ -176,6 +176,7 @@ class ShardSpec(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     PARAM_GROUP_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     variable: _builtins.str
     """Name of the variable, unique in the job ("model.conv1.weight")."""
     first_row: _builtins.int
@@ -189,6 +190,10 @@ class ShardSpec(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape of the whole variable."""
 
+    @_builtins.property
+    def rows(self) -> Global___InitialRows:
+        """Of a table's: how its rows begin, unless the ps has them. Set for all shards of a group, or for none."""
+
     def __init__(
         self,
         *,
@@ -198,10 +203,11 @@ class ShardSpec(_message.Message):
         num_rows: _builtins.int = ...,
         offset: _builtins.int = ...,
         param_group: _builtins.int = ...,
+        rows: Global___InitialRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_row", b"first_row", "num_rows", b"num_rows", "offset", b"offset", "param_group", b"param_group", "shape", b"shape", "variable", b"variable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_row", b"first_row", "num_rows", b"num_rows", "offset", b"offset", "param_group", b"param_group", "rows", b"rows", "shape", b"shape", "variable", b"variable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -217,7 +223,6 @@ class GroupSpec(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Identity of the group in the job, equal on every ps and worker."""
     optimizer: _builtins.str
@@ -226,12 +231,8 @@ class GroupSpec(_message.Message):
     """Element type of the flat tensor."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardSpec]:
-        """The shards held by this ps, in the order of the flat tensor."""
-
-    @_builtins.property
-    def rows(self) -> Global___InitialRows:
-        """Set for a table: its rows travel by number, and the ps makes their initial values, unless they are assigned. All its
-        shards are of one variable of two dimensions.
+        """The shards held by this ps, in the order of the flat tensor. Where they have initial rows it is a group of tables: of two
+        dimensions, rows of one width and one param_group. Their rows travel by number, counted from the first row of the flat tensor.
         """
 
     def __init__(
@@ -241,11 +242,10 @@ class GroupSpec(_message.Message):
         optimizer: _builtins.str = ...,
         dtype: _frame_pb2.DType.ValueType = ...,
         shards: _abc.Iterable[Global___ShardSpec] | None = ...,
-        rows: Global___InitialRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "group", b"group", "optimizer", b"optimizer", "rows", b"rows", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "group", b"group", "optimizer", b"optimizer", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,7 +273,7 @@ class InitialRows(_message.Message):
         """first: the value."""
         ASSIGNED: InitialRows._Distribution.ValueType  # 4
         """The holder of the init-once token assigns them, in the order of the rows and in as many parts as it likes. The
-        table has values when the last row came; rows from the first on begin anew.
+        table has values when the last row came; rows from its first on begin anew.
         """
 
     class Distribution(_Distribution, metaclass=_DistributionEnumTypeWrapper): ...
@@ -287,7 +287,7 @@ class InitialRows(_message.Message):
     """first: the value."""
     ASSIGNED: InitialRows.Distribution.ValueType  # 4
     """The holder of the init-once token assigns them, in the order of the rows and in as many parts as it likes. The
-    table has values when the last row came; rows from the first on begin anew.
+    table has values when the last row came; rows from its first on begin anew.
     """
 
     DISTRIBUTION_FIELD_NUMBER: _builtins.int
@@ -431,7 +431,9 @@ class AssignValuesRequest(_message.Message):
 
     @_builtins.property
     def step_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With a slot: number of updates each shard of the first group has seen, in the order of its shards."""
+        """With a slot: number of updates each shard of the first group has seen, in the order of its shards; in a group of tables, of
+        those shards that values came of.
+        """
 
     @_builtins.property
     def scalars(self) -> _struct_pb2.Struct:

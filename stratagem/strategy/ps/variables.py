@@ -22,7 +22,8 @@ from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.layout import Layout, RowPlacement, VariableSpec
 from stratagem.worker.push.optimizer_state import OptimizerState, TableState
 from stratagem.worker.push.ps_client import PsClient, Rerouted
-from stratagem.worker.push.remote_table import Placed, RemoteTable, attach, create_or_attach
+from stratagem.worker.push.remote_table import RemoteTable
+from stratagem.worker.push.remote_tables import Placed, RemoteTables, attach, create_or_attach, every_table
 from stratagem.worker.push.row_reads import RowReads, TableLink
 from stratagem.worker.push.variables import ALONE, RemoteVariables, TrainedCopies
 from stratagem.worker.runtime import WorkerRuntime
@@ -49,7 +50,7 @@ class VariableGroups:
         self._placed: list[Placed] = []
         """In the order in which they were shared out; those of a ``prepare`` under way may not be on the ps yet."""
         self._all: list[RemoteVariables] = []
-        self._tables: list[RemoteTable] = []
+        self._tables: list[RemoteTables] = []
         self._held: dict[int, tuple[str, torch.Tensor]] = {}
         """By identity: name and tensor of what an optimizer changes, of tables, and of what would get gradients."""
         self._alone: set[RemoteVariables] = set()
@@ -87,25 +88,24 @@ class VariableGroups:
         found = (getattr(part, "remote_table", None) for model in models for part in model.modules())
         tables_found = [table for table in found if isinstance(table, RemoteTable)]
         every = {id(table.handle): table for table in tables_found if id(table.handle) not in taken}
-        trained: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter], RemoteVariables, list[RemoteTable]]] = []
+        trained: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter], RemoteVariables, list[RemoteTables]]] = []
         num_placed = len(self._placed)
         for optimizer in optimizers:
             check_optimizer(optimizer)
             kind = type(optimizer).__name__
-            dense, tables = [], []
+            dense, by_row = [], list[tuple[RemoteTable, str, int]]()
             for parameter, group in grouped_parameters(optimizer, names, taken):
                 name = names[id(parameter)]
                 if (table := every.get(id(parameter))) is None:
                     dense.append((name, parameter, group))
                 else:
                     check_for_rows(kind, optimizer.param_groups[group])
-                    self._place_table(table, name, group, kind, on_backward)
-                    tables.append(table)
+                    by_row.append((table, name, group))
+            tables = self._place_tables(by_row, kind, on_backward)
             trained.append((optimizer, [parameter for _, parameter, _ in dense], self._place(dense, kind), tables))
-        for identity, table in every.items():
-            if identity not in taken:
-                self._place_table(table, names[identity], 0, "", on_backward)
-                taken.add(identity)
+        others = [(table, names[identity], 0) for identity, table in every.items() if identity not in taken]
+        self._place_tables(others, "", on_backward)
+        taken.update(every)
         tensors = [tensor for model in models for tensor in (*model.parameters(), *_saved_buffers(model))]
         rest = {id(tensor): (names[id(tensor)], tensor, 0) for tensor in tensors if id(tensor) not in taken}
         if rest:
@@ -122,7 +122,7 @@ class VariableGroups:
             state = OptimizerState(variables, optimizer, parameters, self._runtime.may_assign, self.reconnect)
             state.begin(variables.is_given)
             if tables:
-                TableState(optimizer, tables)
+                TableState(optimizer, [*every_table(tables)])
             treated = policy, self.closes, self._runtime.meter, self.recover, self._reads
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
         self.pushes += pushes
@@ -131,7 +131,7 @@ class VariableGroups:
     def _refuse_trained(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Of a second ``prepare``, which would train a variable of another name in the same memory."""
         trained = {id(tensor) for variables in self._all if variables.optimizer for _, tensor in variables.named}
-        tables = {id(table.handle) for table in self._tables}
+        tables = {id(table.handle) for table in every_table(self._tables)}
         for parameter in [one for each in optimizers for one in parameters_of(each)]:
             if id(parameter) not in self._held:
                 continue
@@ -155,11 +155,11 @@ class VariableGroups:
         Tables, and what stands for them, are among them, also those that no optimizer changes.
         """
         dense = [pair for variables in self._all if variables.optimizer for pair in variables.named]
-        return [*dense, *((table.link.name, table.handle) for table in self._tables)]
+        return [*dense, *((table.link.name, table.handle) for table in every_table(self._tables))]
 
     @property
     def table_names(self) -> frozenset[str]:
-        return frozenset(table.link.name for table in self._tables)
+        return frozenset(table.link.name for table in every_table(self._tables))
 
     @property
     def store_epochs(self) -> list[int]:
@@ -169,9 +169,7 @@ class VariableGroups:
     @property
     def num_groups(self) -> int:
         """Shard groups, counted on each ps."""
-        return sum([len(one.layout.shards) for one in self._all]) + sum(
-            [len(table.link.placement.servers) for table in self._tables]
-        )
+        return sum([len(one.layout.shards) for one in self._all]) + sum([len(each.servers) for each in self._tables])
 
     def push(self) -> None:
         """Gives the ps the values of this process."""
@@ -225,7 +223,7 @@ class VariableGroups:
         """After the ps went back to a checkpoint: forgets what was staged, takes their weights."""
         for push in self.pushes:
             push.staging.reset()
-        for table in self._tables:
+        for table in every_table(self._tables):
             table.pending.clear()
         with self._turn:
             for client in self._runtime.clients:
@@ -275,8 +273,10 @@ class VariableGroups:
             self._load_bytes = [0] * len(clients)
             self._epochs = dict.fromkeys(range(len(clients)), 0)
             for one in self._placed:
-                if isinstance(one, RemoteTable):
-                    one.link_to(dataclasses.replace(one.link, placement=self._rows_of(one)))
+                if isinstance(one, RemoteTables):
+                    rows = self._rows_of(one.tables)
+                    for table, placement in zip(one.tables, rows, strict=True):
+                        table.link_to(dataclasses.replace(table.link, placement=placement))
                 else:
                     shapes = [(spec.shape, spec.dtype) for spec in one.layout.variables]
                     one.layout.place(place(shapes, self._partitioner, self._load_bytes))
@@ -317,28 +317,29 @@ class VariableGroups:
         if self._runtime.meter.in_step:  # all went back with it: units of before are leased again
             self.closes.clear()
 
-    def _place_table(
-        self, table: RemoteTable, name: str, param_group: int, optimizer: str, on_backward: Callable[[], None]
-    ) -> None:
-        link = TableLink(
-            name=name,
-            runtime=self._runtime,
-            placement=self._rows_of(table),
-            group=self._next_group,
-            optimizer=optimizer,
-            param_group=param_group,
-            on_backward=on_backward,
-            recover=self.recover,
-            reads=self._reads,
-        )
-        self._next_group += 1
-        table.link_to(link)
-        self._placed.append(table)
+    def _place_tables(
+        self, named: Sequence[tuple[RemoteTable, str, int]], optimizer: str, on_backward: Callable[[], None]
+    ) -> list[RemoteTables]:
+        """Distributes tables, each with its name and its param_group; those that are alike make one group."""
+        alike: dict[tuple[int, int, torch.dtype], list[tuple[RemoteTable, str]]] = {}
+        for table, name, param_group in named:
+            alike.setdefault((param_group, table.width, table.dtype), []).append((table, name))
+        placed = []
+        for (param_group, _, _), some in alike.items():
+            group, tables = self._next_group, [table for table, _ in some]
+            self._next_group += 1
+            for (table, name), placement in zip(some, self._rows_of(tables), strict=True):
+                table.link_to(TableLink(name, self._runtime, placement, group, on_backward, self.recover, self._reads))
+            placed.append(RemoteTables(group, optimizer, param_group, tables))
+        self._placed += placed
+        return placed
 
-    def _rows_of(self, table: RemoteTable) -> RowPlacement:
+    def _rows_of(self, tables: Sequence[RemoteTable]) -> list[RowPlacement]:
+        """Of the tables of one group."""
         partitioner = self._partitioner or FixedShardsPartitioner(len(self._runtime.clients))
-        (rows,) = place([((table.num_rows, table.width), table.handle.dtype)], partitioner, self._load_bytes)
-        return RowPlacement(rows)
+        held: dict[int, int] = {}
+        shapes = [((table.num_rows, table.width), table.dtype) for table in tables]
+        return [RowPlacement(place([shape], partitioner, self._load_bytes)[0], held) for shape in shapes]
 
     def _place(self, named: Sequence[tuple[str, torch.Tensor, int]], optimizer: str) -> RemoteVariables:
         """Shares out tensors, each with its name and its param_group."""
@@ -380,7 +381,7 @@ class VariableGroups:
                 logger.warning("%s", error)
                 self.reconnect()
         self._all += [one for one in every if isinstance(one, RemoteVariables)]
-        self._tables += [one for one in every if isinstance(one, RemoteTable)]
+        self._tables += [one for one in every if isinstance(one, RemoteTables)]
 
     def _names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
         """Names as in ``state_dict``; of several models, with the prefix "model0.", "model1.", …"""

@@ -235,7 +235,7 @@ def test_functions_of_torch_choose_initial_values(
 ) -> None:
     layer = remote_model()[0]
     choose(layer.weight)
-    initial = layer.remote_table._initial
+    initial = layer.remote_table.initial
     assert isinstance(initial, InitialRows)
     made = initial.distribution, initial.first, initial.second
     assert made == (expected[0], *map(pytest.approx, expected[1:]))

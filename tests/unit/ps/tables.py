@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,8 +20,14 @@ def table_spec(
     rows: int, width: int, optimizer: str = "SGD", *, group: int = 1, dtype: torch.dtype = torch.float32
 ) -> GroupSpec:
     """A table "t" that lies whole on one ps."""
-    shard = ShardSpec("t", (rows, width), 0, rows, 0)
-    return GroupSpec(group, optimizer, dtype, (shard,), InitialRows("normal", 0.0, 1.0, seed=5))
+    shard = ShardSpec("t", (rows, width), 0, rows, 0, rows=InitialRows("normal", 0.0, 1.0, seed=5))
+    return GroupSpec(group, optimizer, dtype, (shard,))
+
+
+def beginning_with(spec: GroupSpec, *initial: InitialRows) -> GroupSpec:
+    """The same tables, whose rows begin otherwise."""
+    shards = [dataclasses.replace(shard, rows=rows) for shard, rows in zip(spec.shards, initial, strict=True)]
+    return dataclasses.replace(spec, shards=tuple(shards))
 
 
 def packed(numbers: torch.Tensor, values: torch.Tensor, before: int = 0) -> tuple[int, torch.Tensor]:

@@ -19,7 +19,7 @@ def rows(*numbers: int) -> torch.Tensor:
 
 def test_what_every_update_has_is_found_among_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e9)
-    counts, generator = RowCounts(), np.random.default_rng(1)
+    counts, generator = RowCounts([100_000_000]), np.random.default_rng(1)
     for _ in range(40):
         for _ in range(row_counts.MAX_WAITING):
             counts.note(rows(7, 99_000, *map(int, generator.integers(100, 90_000, 12))))
@@ -29,16 +29,16 @@ def test_what_every_update_has_is_found_among_many_rows(monkeypatch: pytest.Monk
 
 
 def test_rows_that_share_their_updates_evenly_are_none() -> None:
-    counts = RowCounts()
+    counts = RowCounts([100_000_000])
     for start in range(row_counts.MAX_WAITING):
         counts.note(torch.arange(start, 20_000, 64))
     assert counts.hottest() == []
-    assert RowCounts().hottest() == []
+    assert RowCounts([100_000_000]).hottest() == []
 
 
 def test_an_update_of_many_rows_is_sampled_and_counts_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e9)
-    counts = RowCounts()
+    counts = RowCounts([100_000_000])
     for _ in range(20):
         counts.note(torch.arange(640))
         for _ in range(32):
@@ -48,9 +48,18 @@ def test_an_update_of_many_rows_is_sampled_and_counts_by_its_size(monkeypatch: p
     assert row == 5000 and share == pytest.approx(32 / 672)
 
 
+def test_a_row_is_hot_among_those_of_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e9)
+    counts = RowCounts([40, 50, 60])
+    for start in range(0, 40, 8):
+        counts.note(rows(*range(start, start + 8), 50 + start % 2, 55))
+    assert counts.hottest()[:2] == [(50, 0.5), (55, 0.5)]
+    assert {row for row, _ in counts.hottest()} <= {*range(40), 50, 55}
+
+
 def test_what_was_hot_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e-9)
-    counts = RowCounts()
+    counts = RowCounts([100_000_000])
     counts.note(rows(1))
     assert counts.hottest() == [(1, 1.0)]
     counts.note(rows(2))
@@ -67,13 +76,13 @@ class _Late(list[Any]):
 
 
 def test_an_update_that_comes_during_a_look_disturbs_nothing() -> None:
-    counts = RowCounts()
+    counts = RowCounts([100_000_000])
     counts._waiting = _Late([(np.array([7]), 1)])
     assert counts.hottest() == [(7, 1.0)]
 
 
 def test_nobody_asks_and_memory_does_not_grow() -> None:
-    counts = RowCounts()
+    counts = RowCounts([100_000_000])
     for _ in range(10 * row_counts.MAX_WAITING):
         counts.note(torch.arange(0, 10_000_000, 1000))
     assert len(counts._waiting) == row_counts.MAX_WAITING

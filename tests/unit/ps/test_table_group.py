@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from stratagem.ps.rows import merge_rows, unpack
 from stratagem.ps.specs import GroupSpec, ShardSpec, check_group
 from stratagem.ps.table_group import MAX_ANSWER_BYTES, TableGroup
 from tests.unit.ps.driver import ListLane, update
-from tests.unit.ps.tables import packed, table_spec
+from tests.unit.ps.tables import beginning_with, packed, table_spec
 
 torch.set_num_threads(1)
 
@@ -130,8 +131,8 @@ def test_initial_values_are_of_their_distribution() -> None:
 
 def test_a_ps_with_two_shards_of_a_table() -> None:
     initial = InitialRows("normal", 0.0, 1.0, seed=3)
-    shards = (ShardSpec("t", (10, 2), 0, 3, 0), ShardSpec("t", (10, 2), 6, 2, 6))
-    spec = GroupSpec(1, "SGD", torch.float32, shards, initial)
+    shards = (ShardSpec("t", (10, 2), 0, 3, 0, rows=initial), ShardSpec("t", (10, 2), 6, 2, 6, rows=initial))
+    spec = GroupSpec(1, "SGD", torch.float32, shards)
     check_group(spec)
     group = TableGroup(spec)
     group.make_values()
@@ -189,13 +190,105 @@ def test_refuses_momentum_and_weight_decay(name: str, hyper: dict[str, Any]) -> 
     assert group.num_updates == 1
 
 
+def two_tables(optimizer: str = "SparseAdam") -> GroupSpec:
+    """ "a" with rows 0 to 4, "b" with rows 5 to 8 of the flat tensor, the upper rows of a table of 6."""
+    shards = (
+        ShardSpec("a", (5, WIDTH), 0, 5, 0, rows=InitialRows("normal", 0.0, 1.0, seed=1)),
+        ShardSpec("b", (6, WIDTH), 2, 4, 5 * WIDTH, rows=InitialRows("uniform", 0.0, 1.0, seed=2)),
+    )
+    return GroupSpec(1, optimizer, torch.float32, shards)
+
+
+def test_tables_of_one_group_begin_and_step_as_each_alone() -> None:
+    """The number of updates is each table's own; the bits are those of groups with one table."""
+    spec = two_tables()
+    check_group(spec)
+    group = TableGroup(spec)
+    alone = [
+        TableGroup(dataclasses.replace(spec, shards=(dataclasses.replace(shard, offset=0),))) for shard in spec.shards
+    ]
+    for each in (group, *alone):
+        each.make_values()
+    generator = torch.Generator().manual_seed(3)
+    hyper = [{"lr": 0.1}]
+    for has_a, has_b in ((1, 1), (1, 0), (1, 1), (0, 1), (1, 1), (0, 1)):
+        of_a, of_b = (
+            torch.tensor([0, 3, 4][: 3 * has_a], dtype=torch.int64),
+            torch.tensor([1, 2][: 2 * has_b], dtype=torch.int64),
+        )
+        values = torch.randn(len(of_a) + len(of_b), WIDTH, generator=generator)
+        update(group, [packed(torch.cat([of_a, of_b + 5]), values)], [bool(has_a), bool(has_b)], hyper)
+        for each, numbers, rows in zip(alone, (of_a, of_b), values.split([len(of_a), len(of_b)]), strict=True):
+            if len(numbers):
+                update(each, [packed(numbers, rows)], [True], hyper)
+    assert group.counts == [alone[0].counts[0], alone[1].counts[0]] == [4, 5]
+    assert torch.equal(group.weights, torch.cat([each.weights for each in alone]))
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(group.slots[name], torch.cat([each.slots[name] for each in alone]))
+    assert {name for name, _ in group.hottest_rows()} <= {
+        *(f"a:{n}" for n in range(5)),
+        *(f"b:{n}" for n in range(2, 6)),
+    }
+
+
+def test_rows_of_a_table_without_a_gradient_are_refused() -> None:
+    group = TableGroup(two_tables())
+    group.make_values()
+    with pytest.raises(ProtocolError, match="table b has no gradient in this update, but 1 rows came"):
+        update(group, [packed(torch.tensor([1, 5]), torch.ones(2, WIDTH))], [True, False], [{"lr": 0.1}])
+
+
+def test_a_group_of_tables_has_values_when_all_have() -> None:
+    spec = two_tables()
+    shards = [dataclasses.replace(shard, variable=name) for shard, name in zip(spec.shards, "cd", strict=True)]
+    shards = [dataclasses.replace(shard, offset=shard.offset + spec.num_elements) for shard in shards]
+    spec = dataclasses.replace(spec, shards=(*spec.shards, *shards))
+    made, given = InitialRows("constant", 7.0), InitialRows("assigned")
+    group = TableGroup(beginning_with(spec, given, made, given, given))
+    group.make_values()
+    assert not group.initialized and group.weights[5 * WIDTH : 9 * WIDTH].eq(7.0).all()
+
+    def assign(first_row: int, num_rows: int) -> None:
+        parts = [(first_row * WIDTH, torch.zeros(num_rows * WIDTH))]
+        group.check_first_values(parts)
+        group.take_first_values(parts)
+
+    seen = []
+    for first_row, num_rows in ((9, 3), (0, 5), (12, 2), (14, 4)):  # in order within each table
+        assign(first_row, num_rows)
+        seen.append(group.initialized)
+    assert seen == [False, False, False, True]
+    for first_row, num_rows, expected in ((13, 1, 14), (9, 6, 9), (18, 1, 0)):
+        with pytest.raises(
+            ProtocolError, match=f"in order, elements {expected * WIDTH} to .* got {first_row * WIDTH} "
+        ):
+            group.check_first_values([(first_row * WIDTH, torch.zeros(num_rows * WIDTH))])
+
+
+def test_step_counts_come_with_values_of_some_shards() -> None:
+    group = TableGroup(two_tables())
+    group.make_values()
+    update(group, [packed(torch.tensor([1, 5]), torch.ones(2, WIDTH))], [True, True], [{"lr": 0.1}])
+    assert group.counts_with([9], [(6 * WIDTH, torch.zeros(WIDTH))]) == [1, 9]
+    with pytest.raises(ProtocolError, match="expected step counts of 1 shards, got 2"):
+        group.counts_with([9, 9], [(0, torch.zeros(WIDTH))])
+
+
 def test_refuses_specs_that_are_no_table() -> None:
-    two = (ShardSpec("a", (4, 2), 0, 4, 0), ShardSpec("b", (4, 2), 0, 4, 8))
-    for shards in (two, (ShardSpec("a", (4,), 0, 4, 0),), (ShardSpec("a", (4, 0), 0, 4, 0),), ()):
-        with pytest.raises(VariableError, match="rows of one table"):
-            check_group(GroupSpec(1, "SGD", torch.float32, shards, InitialRows("constant", 0.0)))
+    zero = InitialRows("constant", 0.0)
+    whole = ShardSpec("a", (4, 2), 0, 4, 0, rows=zero)
+    flat, empty = (ShardSpec("a", shape, 0, 4, 0, rows=zero) for shape in ((4,), (4, 0)))
+    others = [
+        ShardSpec("b", (2, 4), 0, 2, 8, rows=zero),
+        ShardSpec("b", (4, 2), 0, 4, 8),
+        ShardSpec("b", (4, 2), 0, 4, 8, 1, zero),
+    ]
+    for shards in ((flat,), (empty,), *((whole, other) for other in others)):
+        with pytest.raises(VariableError, match="rows of tables of two dimensions, one width"):
+            check_group(GroupSpec(1, "SGD", torch.float32, shards))
     with pytest.raises(VariableError, match="finite"):
-        check_group(GroupSpec(1, "SGD", torch.float32, two[:1], InitialRows("normal", 0.0, float("nan"))))
+        endless = dataclasses.replace(whole, rows=InitialRows("normal", 0.0, float("nan")))
+        check_group(GroupSpec(1, "SGD", torch.float32, (endless,)))
 
 
 def test_asking_for_rows() -> None:
@@ -234,5 +327,9 @@ def test_facts_about_rows() -> None:
     values[1, 2] = torch.nan
     facts = facts_of(spec, [packed(numbers, values)], [True])
     assert not facts.finite and facts.not_finite == ("t",)
+    spec = two_tables()
+    values = torch.full((3, WIDTH), torch.inf)
+    assert facts_of(spec, [packed(torch.tensor([1, 4, 5]), values)], [True, True]).not_finite == ("a", "b")
+    spec = table_spec(ROWS, WIDTH, "SGD")
     huge = facts_of(spec, [packed(numbers, torch.full((2, WIDTH), 1e30))], [True])
     assert huge.finite and huge.squared_norm == pytest.approx(2 * WIDTH * 1e60)

@@ -24,7 +24,7 @@ from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
 from tests.polling import until
 from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, complete, in_thread, make_spec, staged_bytes
-from tests.unit.ps.tables import TableWorker, packed, table_spec
+from tests.unit.ps.tables import TableWorker, beginning_with, packed, table_spec
 
 torch.set_num_threads(1)
 
@@ -54,16 +54,14 @@ def test_only_the_lead_has_it_made_and_once() -> None:
     fill_rows(expected, 0, InitialRows("normal", 0.0, 1.0, seed=5))
     assert torch.equal(table(store), expected)
     worker.commit_rows([2], torch.ones(1, WIDTH), UNIT)
-    other = TableWorker(
-        store, "worker:1", GroupSpec(1, "SGD", torch.float32, worker.spec.shards, InitialRows("constant", 9))
-    )
+    other = TableWorker(store, "worker:1", beginning_with(worker.spec, InitialRows("constant", 9)))
     assert other.create_table() == ([], [1])
     assert torch.equal(table(store)[1], expected[1])
 
 
 def test_initial_rows_are_those_of_the_lead_whoever_was_here_first() -> None:
     store, worker = store_and_worker()
-    spec = dataclasses.replace(worker.spec, rows=InitialRows("constant", 9))
+    spec = beginning_with(worker.spec, InitialRows("constant", 9))
     assert TableWorker(store, "worker:1", spec).create_table(is_lead=False) == ([], [])
     worker.create_table()
     expected = torch.empty(ROWS, WIDTH)
@@ -73,7 +71,7 @@ def test_initial_rows_are_those_of_the_lead_whoever_was_here_first() -> None:
 
 def test_assigned_rows_come_in_order_from_the_lead_and_once() -> None:
     store, other = store_and_worker()  # worker:0 has others in mind, and is not the lead
-    spec = dataclasses.replace(other.spec, rows=InitialRows("assigned"))
+    spec = beginning_with(other.spec, InitialRows("assigned"))
     leads = [TableWorker(store, f"worker:{index}", spec) for index in (1, 2)]
     rows = torch.randn(ROWS * WIDTH)
     half = ROWS // 2 * WIDTH
@@ -82,7 +80,7 @@ def test_assigned_rows_come_in_order_from_the_lead_and_once() -> None:
     waiting = in_thread(lambda: other.pull(wait_s=10.0))
     assign(leads[0], 0, torch.full((half,), 7.0))
     for wrong in (half - WIDTH, half + WIDTH):
-        with pytest.raises(ProtocolError, match=f"in order, element {half} next, got {wrong}"):
+        with pytest.raises(ProtocolError, match=f"in order, elements {half} to {ROWS * WIDTH} next, got {wrong}"):
             assign(leads[0], wrong, rows[wrong:])
     with pytest.raises(VariableError, match="no values yet"):
         other.ask(1)
@@ -113,7 +111,9 @@ def assign(worker: TableWorker, first: int, values: torch.Tensor) -> None:
 def test_attaching_as_a_dense_variable_is_refused() -> None:
     store, worker = store_and_worker()
     worker.create_table()
-    dense = DirectWorker(store, "worker:1", GroupSpec(1, "SGD", torch.float32, worker.spec.shards))
+    (shard,) = worker.spec.shards
+    shards = (dataclasses.replace(shard, rows=None),)
+    dense = DirectWorker(store, "worker:1", GroupSpec(1, "SGD", torch.float32, shards))
     with pytest.raises(VariableError, match="is_table"):
         dense.create(torch.zeros(ROWS * WIDTH))
 
@@ -309,8 +309,8 @@ def test_two_ps_save_one_tensor(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     (tmp_path / "c" / "nonce").write_text("n")
     for index, (first, count) in enumerate([(0, 7), (7, 5)]):
         store = Store(f"ps:{index}")
-        shard = ShardSpec("t", (ROWS, WIDTH), first, count, 0)
-        TableWorker(store, "worker:0", GroupSpec(1, "SGD", torch.float32, (shard,), initial)).create_table()
+        shard = ShardSpec("t", (ROWS, WIDTH), first, count, 0, rows=initial)
+        TableWorker(store, "worker:0", GroupSpec(1, "SGD", torch.float32, (shard,))).create_table()
         store.checkpoints.hold_commits(CHIEF, 1, 5.0, CALL)
         store.checkpoints.save_shards(1, str(tmp_path / "c"), "n")
     (tmp_path / "c" / "manifest.json").write_text("{}")

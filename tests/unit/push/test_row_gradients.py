@@ -1,4 +1,4 @@
-"""The gradient of a table between backward and step: summed by row, dropped with ``grad``, cut for each ps."""
+"""The gradient of a table between backward and step: summed by row, dropped with ``grad``; the frames it goes in."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.worker.push.layout import RowPlacement
-from stratagem.worker.push.table_handle import PendingRows, RowGradient
+from stratagem.worker.push.row_frames import RowsThere, frames_of, rows_in
+from stratagem.worker.push.row_frames import numbers_of as row_numbers
+from stratagem.worker.push.table_handle import PendingRows
 
 WIDTH = 3
 
@@ -63,22 +64,22 @@ def test_a_gradient_put_back_after_a_step_is_the_same() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sets(st.integers(0, 29)), st.integers(1, 4), st.integers(1, 200))
-def test_pieces_of_all_ps_are_the_gradient(wanted: set[int], num_ps: int, max_bytes: int) -> None:
-    numbers = numbers_of(*sorted(wanted))
-    values = torch.randn(len(numbers), WIDTH)
-    gradient = RowGradient(numbers, values)
-    bounds = [30 * ps // num_ps for ps in range(num_ps + 1)]
-    placement = RowPlacement([(ps, bounds[ps], bounds[ps + 1] - bounds[ps]) for ps in range(num_ps)])
-    found: list[int] = []
-    rows = []
-    for ps in range(num_ps):
-        expected = 0
-        for before, (local, part) in gradient.pieces(placement, ps, max_bytes):
-            assert before == expected and local.numel() + part.numel() <= max(max_bytes, 8 + 4 * WIDTH)
-            here = local.view(torch.int64)
-            found += (here + bounds[ps]).tolist()
-            rows.append(part.view(torch.float32).view(-1, WIDTH))
-            expected += len(here)
-    assert found == numbers.tolist()
-    assert torch.equal(torch.cat(rows) if rows else values, values)
+@given(st.lists(st.integers(0, 6), max_size=12), st.integers(6, 20))
+def test_frames_have_all_rows_in_order_and_few_enough(sizes: list[int], max_rows: int) -> None:
+    numbers = np.arange(sum(sizes), dtype=np.int64)
+    ends = np.cumsum(sizes)
+    parts = [
+        RowsThere(numbers[end - size : end], torch.empty(size, WIDTH))
+        for end, size in zip(ends, sizes, strict=True)
+        if size
+    ]
+    frames = list(frames_of(parts, max_rows))
+    assert [part for frame in frames for part in frame] == parts
+    found = [row_numbers(frame) for frame in frames]
+    assert all(0 < len(some) <= max_rows for some in found)
+    assert all(len(some) + len(after[0].local) > max_rows for some, after in zip(found, frames[1:], strict=False))
+    assert [number for some in found for number in some.tolist()] == numbers.tolist()
+
+
+def test_a_frame_holds_so_many_bytes() -> None:
+    assert [rows_in(num_bytes, torch.empty(1, WIDTH)) for num_bytes in (1, 20, 39, 40)] == [1, 1, 1, 2]

@@ -21,7 +21,7 @@ from stratagem.worker.push.layout import RowPlacement
 )
 def test_cut_covers_every_row_once(rows: int, num_ps: int, shards: int, max_rows: int, wanted: set[int]) -> None:
     (placed,) = place([((rows, 2), torch.float32)], FixedShardsPartitioner(shards), [0] * num_ps)
-    placement = RowPlacement(placed)
+    placement = RowPlacement(placed, {})
     held: dict[int, list[int]] = {}
     for shard in placement.shards:
         held.setdefault(shard.ps, []).extend(range(shard.first_row, shard.first_row + shard.num_rows))
@@ -37,7 +37,7 @@ def test_cut_covers_every_row_once(rows: int, num_ps: int, shards: int, max_rows
 
 
 def test_shards_of_one_ps_lie_one_after_the_other() -> None:
-    placement = RowPlacement([(0, 6, 3), (1, 3, 3), (0, 0, 3)])
+    placement = RowPlacement([(0, 6, 3), (1, 3, 3), (0, 0, 3)], {})
     assert [(shard.ps, shard.first_row, shard.local_row) for shard in placement.shards] == [
         (0, 0, 0),
         (1, 3, 0),
