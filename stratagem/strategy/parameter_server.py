@@ -19,6 +19,7 @@ from stratagem.cluster.units import Lease, Unit
 from stratagem.data.distribute import distribute_from_function, leasable, warn_of_own_batches
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
+from stratagem.data.nested import tensors
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
@@ -286,9 +287,11 @@ class ParameterServerStrategy(Strategy):
             if unit is not None and batch is argument:
                 self._accept(self._tracker.focus(unit))
             self._runs_undone |= any(old is argument for old in self._undone)
+        self._groups.reads.within(lambda: [*tensors((args, kwargs))])
         try:
             return run_alone(self, fn, args, kwargs)
         finally:
+            self._groups.reads.within(None)
             self._runs_undone = False
 
     def _accept(self, closed: Sequence[Unit]) -> None:

@@ -21,16 +21,13 @@ from stratagem.rpc.lane import Pieces
 from stratagem.worker.push.layout import Numbers, RowPlacement
 from stratagem.worker.push.ps_client import RETRY_S, PsClient
 from stratagem.worker.push.row_frames import RowsThere, frames_of, numbers_of, rows_in
+from stratagem.worker.push.row_guesses import Companion, RowGuesses
 from stratagem.worker.runtime import WorkerRuntime
 
 MAX_BYTES = 32 << 20
 """Of rows that are asked for, or assigned, at once."""
 MAX_AGE_S = 1.0
 """Rows that came with those of another table are used within this time, or asked for again."""
-MIN_USE = 4
-"""How often a table is looked up with another one, for each time that it was not and its rows came in vain."""
-MAX_COMPANIONS = 1024
-"""Of a table; where distances are never the same again, more would be in vain."""
 _WANTED_ROWS = int(FrameKind.WANTED_ROWS)
 Places = npt.NDArray[np.int64]
 
@@ -133,35 +130,20 @@ def array_of(ids: torch.Tensor) -> Places:
 
 def are_within(ids: Places, num_rows: int) -> bool:
     """Whether a table of so many rows has them all."""
-    return not len(ids) or bool(ids.min() >= 0 and ids.max() < num_rows)
-
-
-@dataclasses.dataclass(eq=False)
-class _Companion:
-    """A table that was looked up after another one, with ids of the same form in the same memory."""
-
-    table: Table
-    distance: int
-    """From the ids of the other to these, in elements."""
-    num_used: int = 0
-    num_wasted: int = 0
+    return not len(ids) or bool(ids.view(np.uint64).max() < num_rows)  # where negative ones are large
 
 
 class RowReads:
-    """Reads rows of the tables of a job. Where ids of several tables lie in one tensor, as the columns of
-    ``ids[:, i]``, the first lookup of a batch asks for the rows of all of them: one round trip, not one for each. Which
-    ones these are was seen in the batches before; a guess is used only for the very ids that it was made for, and not
-    after this worker has sent anything to a ps, or a while later."""
+    """Reads rows of the tables of a job. The first lookup of a batch asks for the rows of all tables whose ids lie as
+    in the batches before: one round trip, not one for each. A guess is used only for the very ids that it was made for,
+    and not after this worker has sent anything to a ps, or a while later."""
 
     def __init__(self, turn: threading.RLock) -> None:
         self.turn = turn
         """Of the thread that sends something to ps, until the answers are here: a script may read tables in one while
         it trains in another, and what goes and comes over a lane is for one at a time."""
-        self._companions: dict[Table, dict[tuple[Table, int], _Companion]] = {}
-        """By the table that is looked up first; by table and distance."""
-        self._first: tuple[Table, torch.Tensor] | None = None
-        """The last table that was, and its ids, which stay in memory until this worker commits."""
-        self._ready: list[tuple[_Companion, Lookup]] = []
+        self.guesses = RowGuesses[Table]()
+        self._ready: list[tuple[Companion[Table], Lookup]] = []
         """What came with it, and was not asked for yet."""
         self._ready_until = 0.0
 
@@ -169,7 +151,9 @@ class RowReads:
         """Reads the rows of ``ids``, which ``array`` has as numbers. PeerUnavailableError: a ps did not come back in
         time."""
         with self.turn:
-            known = self._note(table, ids)
+            known = self.guesses.note(table, ids)
+            if known is not None:
+                self._drop()
             for position, (companion, ready) in enumerate(self._ready):
                 if companion.table is table and np.array_equal(ready.ids, array):
                     if time.monotonic() > self._ready_until:
@@ -177,14 +161,14 @@ class RowReads:
                     del self._ready[position]
                     return ready
             wanted = Lookup.of(table, array)
-            guesses: list[tuple[_Companion, Lookup]] = []
+            guessed: list[tuple[Companion[Table], Lookup]] = []
             if known:
                 with torch.inference_mode(False):  # whose rows get no gradient outside of that mode
-                    guesses += self._guesses(ids, known, wanted.rows.nbytes)
-            more = [_Wanted(companion.table, each.numbers, each.rows) for companion, each in guesses]
+                    guessed += self._lookups(known, wanted.rows.nbytes)
+            more = [_Wanted(companion.table, each.numbers, each.rows) for companion, each in guessed]
             self.read(table, wanted.numbers, wanted.rows, more)
             if more:
-                self._ready, self._ready_until = guesses, time.monotonic() + MAX_AGE_S
+                self._ready, self._ready_until = guessed, time.monotonic() + MAX_AGE_S
             return wanted
 
     def read(self, table: Table, numbers: Numbers, rows: torch.Tensor, more: Sequence[_Wanted] = ()) -> None:
@@ -199,36 +183,27 @@ class RowReads:
                     part = slice(start, start + at_once)
                     _read([_Wanted(table, numbers[part], rows[part])])
 
+    def within(self, arguments: Callable[[], Sequence[torch.Tensor]] | None) -> None:
+        """A step begins, whose arguments have these tensors; None: it is over."""
+        with self.turn:
+            self.guesses.within(arguments)
+            self._drop()
+
     def clear(self) -> None:
-        """Rows may change: what was read and not asked for is as good as wasted, and another batch begins."""
-        self._first = None
+        """Rows may change: what was read and not asked for is as good as wasted."""
+        self.guesses.clear()
+        self._drop()
+
+    def _drop(self) -> None:
         for companion, _ in self._ready:
             companion.num_wasted += 1
         self._ready.clear()
 
-    def _note(self, table: Table, ids: torch.Tensor) -> Collection[_Companion]:
-        """Remembers which tables are looked up after one another; what is known to follow, if this is the first."""
-        first, before = self._first or (table, ids)
-        if table is first or not _is_alike(ids, before):  # another batch begins
-            self.clear()
-            self._first = table, ids
-            return self._companions.get(table, {}).values()
-        distance = (ids.data_ptr() - before.data_ptr()) // ids.itemsize
-        known = self._companions.setdefault(first, {})
-        if (table, distance) in known or len(known) < MAX_COMPANIONS:
-            known.setdefault((table, distance), _Companion(table, distance)).num_used += 1
-        return ()
-
-    def _guesses(
-        self, ids: torch.Tensor, known: Collection[_Companion], num_bytes: int
-    ) -> Iterator[tuple[_Companion, Lookup]]:
-        num_elements = ids.untyped_storage().nbytes() // ids.itemsize
-        extent = sum((size - 1) * stride for size, stride in zip(ids.shape, ids.stride(), strict=True))
-        for companion in known:
-            first = ids.storage_offset() + companion.distance
-            if companion.num_used < MIN_USE * companion.num_wasted or not 0 <= first < num_elements - extent:
-                continue
-            array = array_of(ids.as_strided(ids.shape, ids.stride(), first)).copy()
+    def _lookups(
+        self, known: Collection[Companion[Table]], num_bytes: int
+    ) -> Iterator[tuple[Companion[Table], Lookup]]:
+        for companion, ids in self.guesses.ids_of(known):
+            array = array_of(ids).copy()
             if not are_within(array, companion.table.num_rows):
                 continue
             lookup = Lookup.of(companion.table, array)
@@ -236,11 +211,6 @@ class RowReads:
             if num_bytes > MAX_BYTES:
                 return
             yield companion, lookup
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
-    return same and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _read(wanted: Sequence[_Wanted]) -> None:

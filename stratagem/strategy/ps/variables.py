@@ -58,7 +58,7 @@ class VariableGroups:
         self._num_models = 0
         self._next_group = 0
         self._turn = threading.RLock()
-        self._reads = RowReads(self._turn)
+        self.reads = RowReads(self._turn)
 
     @property
     def num_updates(self) -> int:
@@ -123,7 +123,7 @@ class VariableGroups:
             state.begin(variables.is_given)
             if tables:
                 TableState(optimizer, [*every_table(tables)])
-            treated = policy, self.closes, self._runtime.meter, self.recover, self._reads
+            treated = policy, self.closes, self._runtime.meter, self.recover, self.reads
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
         self.pushes += pushes
         return pushes
@@ -180,7 +180,7 @@ class VariableGroups:
         """Takes newer weights of everything an optimizer changes; a ConfigurationError where somebody else changed the
         copies here meanwhile. Rows of tables that were read and not asked for yet are dropped."""
         with self._turn:
-            self._reads.clear()
+            self.reads.clear()
             for variables in self._all:
                 if variables.optimizer:
                     variables.copies.check()
@@ -243,7 +243,7 @@ class VariableGroups:
             yield
 
     def _connect(self, client: PsClient) -> None:
-        self._reads.clear()
+        self.reads.clear()
         try:
             self._connect_to(client)
         except Rerouted:
@@ -329,7 +329,7 @@ class VariableGroups:
             group, tables = self._next_group, [table for table, _ in some]
             self._next_group += 1
             for (table, name), placement in zip(some, self._rows_of(tables), strict=True):
-                table.link_to(TableLink(name, self._runtime, placement, group, on_backward, self.recover, self._reads))
+                table.link_to(TableLink(name, self._runtime, placement, group, on_backward, self.recover, self.reads))
             placed.append(RemoteTables(group, optimizer, param_group, tables))
         self._placed += placed
         return placed

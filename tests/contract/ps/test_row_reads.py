@@ -13,6 +13,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.cluster.communication import Transport
+from stratagem.data.nested import tensors
 from stratagem.errors import PeerUnavailableError
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.worker.push import row_reads
@@ -104,7 +105,7 @@ def test_slices_of_one_tensor_are_batches(pair: tuple[Job, Columns], trips: list
     for ids in every.split(6):
         torch.testing.assert_close(model(ids)[:, :2], rows_now(model.tables[0], ids[:, 0]))
     assert trips.count(3) == 4
-    assert len(model.tables[0].remote_table.link.reads._companions) == 1
+    assert len(model.tables[0].remote_table.link.reads.guesses._companions) == 1
 
 
 def test_a_table_that_is_left_out_is_read_by_itself_from_then_on(pair: tuple[Job, Columns], trips: list[int]) -> None:
@@ -231,3 +232,51 @@ def test_rows_are_read_again_where_they_may_have_changed(
     assert trips == [1]
     torch.testing.assert_close(found, rows_now(model.tables[1], ids[:, 1]))
     assert torch.equal(found, before) == (change in (lose, wait, pull))
+
+
+class Features(nn.Module):
+    """A table for each feature, by name; those of "b" are looked up twice, of a bag of other ids too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: Any = nn.ModuleDict({name: sg.nn.Embedding(9, 2, seed=at) for at, name in enumerate("abc")})
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        found = [self.tables[name](batch["of"][name]) for name in "abc"]
+        again = self.tables["a"](batch["seen"]).sum(1)
+        return torch.cat([*found, again, self.tables["b"](batch["of"]["b"] % 4)], 1)
+
+
+def features(step: int, size: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    ids = {name: torch.randint(0, 9, (size,), generator=generator) for name in "abc"}
+    return {"of": ids, "labels": torch.zeros(size), "seen": torch.randint(0, 9, (size, 3), generator=generator)}
+
+
+def test_ids_in_any_tensor_of_a_step_are_read_together(start: Callable[..., Job], trips: list[int]) -> None:
+    """As the features of a batch in a dict, each in memory of its own; those that are computed go alone."""
+    job = start()
+    with Remote().scope():
+        model = Features()
+    job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with DefaultStrategy().scope():
+        alone = Features()
+    optimizer_alone = torch.optim.SGD(alone.parameters(), 0.1)
+    made = []
+    for step in range(6):
+        batch = features(step, 3 if step == 4 else 6)
+        job.groups.reads.within(lambda: [*tensors(batch)])  # noqa: B023 - called in this turn
+        found = model(batch)
+        found.square().sum().backward()
+        job.step()
+        job.groups.reads.within(None)
+        optimizer_alone.zero_grad()
+        expected = alone(batch)
+        expected.square().sum().backward()
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            optimizer_alone.step()
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+        model.zero_grad()
+        made.append(trips.copy())
+        trips.clear()
+    assert made == [[1, 1, 1, 1, 1], *([[4, 1]] * 5)]
