@@ -67,12 +67,11 @@ class RowGuesses(Generic[T]):
         follow it."""
         place = self._place_of(ids) if self._first is not None else None
         if self._first is None or (table is self._first[0] and self._is_another(place)):
-            self._tensors[:] = [ids, *(self._arguments() if self._arguments is not None else ())]
+            arguments = self._arguments() if self._arguments is not None else ()
+            self._tensors[:] = [ids, *(tensor for tensor in arguments if _may_be_ids(tensor))]
             self._by_element = {tensor.data_ptr(): at for at, tensor in enumerate(self._tensors)}
             self._by_storage = {tensor.untyped_storage().data_ptr(): at for at, tensor in enumerate(self._tensors)}
-            place = self._place_of(ids)
-            assert place is not None
-            self._first = table, place
+            self._first = table, self._place_of(ids) or _place_in(ids, 0, ids)
             return self._companions.get(table, {}).values()
         if place is not None:
             known = self._companions.setdefault(self._first[0], {})
@@ -87,7 +86,7 @@ class RowGuesses(Generic[T]):
             if companion.num_used < MIN_USE * companion.num_wasted or place.tensor >= len(self._tensors):
                 continue
             tensor = self._tensors[place.tensor]
-            if tensor.dtype not in (torch.int32, torch.int64) or (not tensor.dim() and -1 in place.shape):
+            if not tensor.dim() and -1 in place.shape:
                 continue
             shape = [len(tensor) if size < 0 else size for size in place.shape]
             first = tensor.storage_offset() + place.offset
@@ -103,7 +102,15 @@ class RowGuesses(Generic[T]):
         at = self._by_element.get(ids.data_ptr(), self._by_storage.get(ids.untyped_storage().data_ptr()))
         if at is None or self._tensors[at].dtype != ids.dtype:
             return None
-        tensor, shape = self._tensors[at], tuple(ids.shape)
-        if shape and tensor.dim() and shape[0] == len(tensor):
-            shape = (-1, *shape[1:])
-        return Place(at, (ids.data_ptr() - tensor.data_ptr()) // ids.itemsize, shape, ids.stride())
+        return _place_in(self._tensors[at], at, ids)
+
+
+def _may_be_ids(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.int32, torch.int64) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _place_in(tensor: torch.Tensor, at: int, ids: torch.Tensor) -> Place:
+    shape = tuple(ids.shape)
+    if shape and tensor.dim() and shape[0] == len(tensor):
+        shape = (-1, *shape[1:])
+    return Place(at, (ids.data_ptr() - tensor.data_ptr()) // ids.itemsize, shape, ids.stride())

@@ -280,3 +280,18 @@ def test_ids_in_any_tensor_of_a_step_are_read_together(start: Callable[..., Job]
         made.append(trips.copy())
         trips.clear()
     assert made == [[1, 1, 1, 1, 1], *([[4, 1]] * 5)]
+
+
+def test_whatever_a_step_is_given_tables_are_read(pair: tuple[Job, Columns]) -> None:
+    """Sparse and nested tensors, other views of the ids' memory, tensors without elements or dimensions."""
+    job, model = pair
+    for step in range(3):
+        ids = batch(step)
+        nothing = [torch.empty(0), torch.empty(0, dtype=torch.int64), torch.tensor(step), torch.empty(2, device="meta")]
+        sparse = torch.eye(2, dtype=torch.int64).to_sparse()
+        nested = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
+        arguments = [ids, *nothing, sparse, nested, ids.view(torch.float64), ids.view(torch.int32)]
+        job.groups.reads.within(lambda: arguments)  # noqa: B023 - called in this turn
+        torch.testing.assert_close(model(ids)[:, 2:4], rows_now(model.tables[1], ids[:, 1]))
+        assert model.tables[0](ids[:0, 0]).shape == (0, 2) and model.tables[1](ids[step, 1]).shape == (2,)
+        job.groups.reads.within(None)
