@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 
 PER_UPDATE, MAX_WAITING = 64, 64
-"""Rows of an update that are looked at, at most, and updates between two looks: the first ones."""
+"""Rows of a table that are looked at in an update, at most, and such samples between two looks, times the tables."""
 HALF_LIFE_S = 10.0
 """After which an update counts half."""
 KEPT = 512
-"""Rows that are counted from one look to the next: those with most."""
+"""Rows that are counted from one look to the next: those with the largest share."""
 MAX_TOLD, WORTH = 8, 0.02
 """Rows that are told, at most, and the share of the table's row updates from which on one is."""
 
@@ -36,10 +36,15 @@ class RowCounts:
         self._looked_at = time.monotonic()
 
     def note(self, numbers: torch.Tensor) -> None:
-        """Rows were updated, each once: ``(n,)``, int64."""
-        if len(self._waiting) < MAX_WAITING and len(numbers):
-            stride = -(-len(numbers) // PER_UPDATE)
-            self._waiting.append((numbers.numpy()[int(stride * random.random()) :: stride].copy(), stride))
+        """Rows were updated, each once: ``(n,)``, int64, ascending. Of each table a sample is kept."""
+        if len(self._waiting) >= MAX_WAITING * len(self._ends):
+            return
+        array, start = numbers.numpy(), 0
+        for stop in np.searchsorted(array, self._ends).tolist():
+            if start < stop:
+                stride = -(-(stop - start) // PER_UPDATE)
+                self._waiting.append((array[start + int(stride * random.random()) : stop : stride].copy(), stride))
+            start = stop
 
     def hottest(self) -> list[tuple[int, float]]:
         """Row numbers and their part of the updates of their table of late, 0 to 1, the hottest first; only
@@ -52,14 +57,13 @@ class RowCounts:
         weights = [keep * self._counts, *(np.full(len(sample), float(stride)) for sample, stride in waiting)]
         self._totals *= keep
         for sample, stride in waiting:
-            self._totals += stride * np.bincount(self._tables_of(sample), minlength=len(self._ends))
+            self._totals[self._tables_of(sample[:1])] += stride * len(sample)
         found, places = np.unique(np.concatenate(numbers), return_inverse=True)
         counts = np.bincount(places, np.concatenate(weights), len(found))
-        most = np.argsort(-counts, kind="stable")[:KEPT]
+        shares = counts / np.maximum(1.0, self._totals)[self._tables_of(found)]
+        most = np.argsort(-shares, kind="stable")[:KEPT]
         self._numbers, self._counts = found[most], counts[most]
-        shares = self._counts / np.maximum(1.0, self._totals)[self._tables_of(self._numbers)]
-        told = np.argsort(-shares, kind="stable")[:MAX_TOLD]
-        return [(int(self._numbers[row]), float(shares[row])) for row in told if shares[row] >= WORTH]
+        return [(int(found[row]), float(shares[row])) for row in most[:MAX_TOLD] if shares[row] >= WORTH]
 
     def _tables_of(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The position of each row's table."""

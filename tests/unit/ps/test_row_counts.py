@@ -57,6 +57,20 @@ def test_a_row_is_hot_among_those_of_its_table(monkeypatch: pytest.MonkeyPatch) 
     assert {row for row, _ in counts.hottest()} <= {*range(40), 50, 55}
 
 
+def test_no_row_of_a_table_is_hot_because_others_have_more_rows_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each update has a row of one table, most of which are another's, among 3,000 of two other tables."""
+    monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e9)
+    counts, generator = RowCounts([1_000_000, 1_500_000, 2_000_000]), np.random.default_rng(1)
+    for _ in range(5):
+        for each in range(row_counts.MAX_WAITING):
+            one = 1_400_000 if each % 16 == 0 else generator.integers(1_000_000, 1_400_000)
+            ends = (1_000_000, 0), (2_000_000, 1_500_000)
+            low, high = (np.unique(generator.integers(begin, end, 1500)) for end, begin in ends)
+            counts.note(torch.from_numpy(np.concatenate([low, [one], high])))
+        found = counts.hottest()
+    assert found == [(1_400_000, 1 / 16)]
+
+
 def test_what_was_hot_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e-9)
     counts = RowCounts([100_000_000])
