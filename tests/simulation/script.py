@@ -33,12 +33,16 @@ HUGE = 2.0**100
 
 
 class Counters(torch.nn.Module):
-    """An element for each example, in each variable; a row for each in each table, of which there are two or none."""
+    """An element for each example, in each variable; a row for each in each table, of which there are two or none: the
+    ps make the rows of one, the lead gives those of the other, and both are one group."""
 
     def __init__(self, num_variables: int, num_examples: int, has_table: bool) -> None:
         super().__init__()
         self.counts = torch.nn.ParameterList(torch.zeros(num_examples) for _ in range(num_variables))
-        self.tables = torch.nn.ModuleList(Embedding(num_examples, 1, init=Constant(0.0)) for _ in range(2 * has_table))
+        self.tables = torch.nn.ModuleList()
+        if has_table:
+            given = Embedding.from_pretrained(torch.zeros(num_examples, 1), freeze=False)
+            self.tables += [Embedding(num_examples, 1, init=Constant(0.0)), given]
 
 
 def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], None]) -> int:
