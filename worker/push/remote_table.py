@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,14 +15,9 @@ from stratagem.worker.push.layout import Numbers
 from stratagem.worker.push.ps_client import PsClient
 from stratagem.worker.push.row_reads import MAX_BYTES, Lookup, Places, TableLink, held
 from stratagem.worker.push.table_handle import LOAD, PendingRows, TableHandle
-from stratagem.worker.push.wire import (
-    Transfer,
-    assign_values,
-)
+from stratagem.worker.push.wire import Transfer, assign_values
 
-logger = logging.getLogger(__name__)
-
-_ROW_GRADIENT, _VALUES = int(FrameKind.ROW_GRADIENT), int(FrameKind.VALUES)
+_VALUES = int(FrameKind.VALUES)
 
 
 class RemoteTable:

@@ -17,7 +17,6 @@ from stratagem.errors import ConfigurationError
 from stratagem.worker.push.layout import Numbers
 
 Distribution = Literal["normal", "uniform", "constant"]
-NUMBER_BYTES = 8
 
 _ABOUT = frozenset(
     (
