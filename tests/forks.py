@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import io
 import json
 import os
@@ -247,9 +246,19 @@ def _become(command: Sequence[str], environ: Mapping[str, str], cwd: str, new_se
         arguments = [str(_STRATAGEM), *arguments]
     first, *rest = arguments
     if (first, *rest[:2]) == ("-m", "stratagem.cli", "run") or (first, *rest[:1]) == (str(_STRATAGEM), "run"):
-        from stratagem.launch import preloaded
+        from stratagem.launch import cluster, preloaded
 
         preloaded.start_server = _Spare().start  # type: ignore[assignment]  # it is ended and waited for alike
+
+        class Loaded(preloaded.ForkServer):
+            """Has loaded everything when a launcher asks for it, so that the chief need not be a Python of its own."""
+
+            def __init__(self, environ: Mapping[str, str]) -> None:
+                super().__init__(environ)
+                self.receive(None)
+                vars(cluster).update(OwnChild=self.start)
+
+        vars(cluster).update(ForkServer=Loaded)
     sys.path[1:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if first == "-m":
         sys.path[0], sys.argv = cwd, ["", *rest[1:]]
@@ -264,9 +273,7 @@ def _become(command: Sequence[str], environ: Mapping[str, str], cwd: str, new_se
 
 def main() -> None:
     """The life of the process that forks; in its forks theirs."""
-    for name in ALSO_PRELOADED:
-        importlib.import_module(name)
-    fork_server.preload()
+    fork_server.preload((*ALSO_PRELOADED, *fork_server.PRELOADED))
     _become(**_serve(socket.socket(fileno=int(sys.argv[1]))))
 
 

@@ -23,6 +23,9 @@ import selectors
 import signal
 import socket
 import sys
+import weakref
+from collections.abc import Sequence
+from types import ModuleType
 
 from setproctitle import setproctitle
 
@@ -34,6 +37,8 @@ PRELOADED = (
 COMMAND_PREFIX = (sys.executable, "-P", "-m", "stratagem.cli")
 """What a command must begin with to be run in a fork; -P: modules of the current folder are none of the script's."""
 _PR_SET_PDEATHSIG = 1
+_of_libraries: dict[str, ModuleType] = {}
+"""What has been loaded for all forks, but Python's own."""
 
 
 class _ForkServer:
@@ -130,11 +135,28 @@ def forget() -> None:
     torch.default_generator.seed()
 
 
-def preload() -> None:
-    for name in PRELOADED:
+def preload(names: Sequence[str] = PRELOADED) -> None:
+    """Loads modules, and what they load; whoever has forked takes none of them apart as it ends."""
+    atexit.register(_leave_libraries)  # before they are loaded: it comes after what they do at the end
+    for name in names:
         importlib.import_module(name)
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        if each.peek()[1].__module__ == "torch.library":
+            each.atexit = False  # it takes operators out of tables
+    shared = {name: module for name, module in sys.modules.items() if name != "__main__"}
+    own = sys.stdlib_module_names
+    _of_libraries.update((name, module) for name, module in shared.items() if name.partition(".")[0] not in own)
     gc.collect()
     gc.freeze()  # what is here already is never garbage: a collection in a child would only copy its pages
+
+
+def _leave_libraries() -> None:
+    """Where Python would take torch apart at the end, the kernel copied all its pages first: most of what a short task
+    cost. What the task itself has loaded ends as ever."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_of_libraries))
+    for name, module in _of_libraries.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
 
 
 if __name__ == "__main__":

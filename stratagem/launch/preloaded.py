@@ -94,9 +94,9 @@ class ForkServer:
 
     def close(self) -> None:
         """Ends the server; its children have ended before."""
-        self._link.close()
-        self._process.kill()
+        self._process.kill()  # first: at the link's end it would tidy up
         self._process.wait()
+        self._link.close()
 
     def _send(self, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
         self._link.settimeout(ANSWER_S)

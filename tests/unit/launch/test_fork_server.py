@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,11 +56,14 @@ def loaded() -> ForkServer:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    """One for the tests that leave it as it is."""
-    made = loaded()
-    yield made
-    made.close()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """One for the tests that leave it as it is; all are in a folder that has a module which nobody may load."""
+    folder = tmp_path_factory.mktemp("current")
+    (folder / "queue.py").write_text("raise RuntimeError('not the one of Python')")
+    with contextlib.chdir(folder):
+        made = loaded()
+        yield made
+        made.close()
 
 
 class Tasks:
@@ -122,20 +128,29 @@ def test_a_fork_is_what_a_python_of_its_own_is(server: ForkServer, tasks: Tasks)
 
 
 @pytest.mark.parametrize("starts", ["a fork", "a Python of its own"])
-def test_the_current_folder_is_no_place_of_modules(
-    starts: str, tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "queue.py").write_text("raise RuntimeError('not the one of Python')")
-    tasks.folder = tmp_path / "scripts"
-    tasks.folder.mkdir()
-    monkeypatch.chdir(tmp_path)
-    server = loaded() if starts == "a fork" else None
-    try:
-        out, err = tasks.output(tasks.start("import queue; print('done')", server.start if server else OwnChild))
-    finally:
-        if server is not None:
-            server.close()
+def test_the_current_folder_is_no_place_of_modules(starts: str, server: ForkServer, tasks: Tasks) -> None:
+    assert Path("queue.py").exists()
+    out, err = tasks.output(
+        tasks.start("import queue; print('done')", server.start if starts == "a fork" else OwnChild)
+    )
     assert out == ["done"], err
+
+
+def test_a_fork_that_ends_takes_nothing_apart_that_was_there_before_it(server: ForkServer, tasks: Tasks) -> None:
+    """The kernel copied all pages of torch, so that each could be given back at once."""
+
+    def look_after(source: str) -> tuple[int, int]:
+        """How many pages forks that have ended have had, and how many the server has that are no file's."""
+        task = tasks.start(f"import os\nprint(os.getppid(), flush=True)\n{source}", server.start)
+        (pid,), err = tasks.output(task)
+        assert task.returncode == 0, err
+        until(lambda: not psutil.pid_exists(task.pid))  # the server has reaped it
+        faults = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[8]
+        (anonymous,) = re.findall(r"RssAnon:\s+(\d+)", Path("/proc", pid, "status").read_text())
+        return int(faults), 1024 * int(anonymous) // mmap.PAGESIZE
+
+    (before, _), (left, _), (tidied, num_pages) = (look_after(end) for end in ("", "os._exit(0)", ""))
+    assert (tidied - left) - (left - before) < num_pages / 3
 
 
 def test_words_that_are_not_utf8_reach_the_script(server: ForkServer, tasks: Tasks) -> None:
@@ -185,16 +200,31 @@ def test_exit_codes_signals_and_what_a_task_leaves_behind(server: ForkServer, ta
     until(lambda: not any(map(runs, orphans)))
 
 
-@pytest.mark.parametrize("disposition", [signal.SIG_DFL, signal.SIG_IGN], ids=["in front", "in a script's background"])
-def test_an_interrupt_that_comes_at_once_ends_a_fork(disposition: signal.Handlers, tasks: Tasks) -> None:
-    before = signal.signal(signal.SIGINT, disposition)
+def check_interrupts(server: ForkServer, tasks: Tasks) -> None:
+    for _ in range(3):
+        task = tasks.start("import time; time.sleep(600)", server.start)
+        task.send(signal.SIGINT)  # on a busy machine perhaps when the script runs already
+        _, err = tasks.output(task)
+        assert task.returncode in (130, -signal.SIGINT), err
+
+
+def test_an_interrupt_that_comes_at_once_ends_a_fork(server: ForkServer, tasks: Tasks) -> None:
+    check_interrupts(server, tasks)
+
+
+def test_in_a_script_s_background_too_and_nobody_outlives_a_fork_server_that_is_lost(tasks: Tasks) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = loaded()
     try:
-        for _ in range(3):
-            task = tasks.start("import time; time.sleep(600)", server.start)
-            task.send(signal.SIGINT)  # on a busy machine perhaps when the script runs already
-            _, err = tasks.output(task)
-            assert task.returncode in (130, -signal.SIGINT), err
+        check_interrupts(server, tasks)
+        task = tasks.start("import time; print('here', flush=True); time.sleep(600)", server.start)
+        until(task.streams["stdout"].read)
+        psutil.Process(psutil.Process(task.pid).ppid()).kill()
+        until(task.reap)
+        assert task.returncode == -signal.SIGKILL
+        until(lambda: not runs(task.pid))
+        where = "import os; print(os.getppid(), flush=True)"  # and the job goes on
+        assert int(tasks.output(tasks.start(where, server.start))[0][0]) == os.getpid()
     finally:
         signal.signal(signal.SIGINT, before)
         server.close()
@@ -234,19 +264,6 @@ def test_tasks_that_need_another_start_get_their_own_python(server: ForkServer, 
     forked = int(tasks.output(tasks.start(where, server.start))[0][0])
     assert forked != os.getpid()
     assert int(tasks.output(tasks.start(where, server.start, OMP_NUM_THREADS="3"))[0][0]) == os.getpid()
-
-
-def test_nobody_outlives_the_fork_server_and_the_job_goes_on_without_it(tasks: Tasks) -> None:
-    server = loaded()
-    task = tasks.start("import time; print('here', flush=True); time.sleep(600)", server.start)
-    until(task.streams["stdout"].read)
-    psutil.Process(psutil.Process(task.pid).ppid()).kill()
-    until(task.reap)
-    assert task.returncode == -signal.SIGKILL
-    until(lambda: not runs(task.pid))
-    where = "import os; print(os.getppid(), flush=True)"
-    assert int(tasks.output(tasks.start(where, server.start))[0][0]) == os.getpid()
-    server.close()
 
 
 def test_the_server_has_one_thread_and_no_grpc(server: ForkServer, tasks: Tasks) -> None:
