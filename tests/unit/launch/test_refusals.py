@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.launch.local import only_writer
+from tests import forks
 
 # Root has no such limit, and who is nobody can read no module any more: all are loaded before.
 LIMITED = """
@@ -35,12 +36,13 @@ def test_a_cluster_that_needs_more_threads_than_this_user_may_have() -> None:
     assert "`ulimit -u`" in done.stderr
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_who_keeps_logs_in_a_folder_keeps_them_alone(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     command = [sys.executable, "-m", "stratagem.cli", "run", "--log-dir", str(tmp_path / "logs"), "train.py"]
 
     def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return forks.run(command, cwd=tmp_path, timeout=120)
 
     with only_writer(tmp_path / "logs"):
         refused = run()

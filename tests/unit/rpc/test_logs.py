@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from tests import forks
+
+own_python = functools.partial(subprocess.run, capture_output=True, text=True, timeout=240)
 SAY = """
 import logging, sys
 log = logging.getLogger("stratagem.training.callbacks")
@@ -16,9 +21,9 @@ def say(number):
 """
 
 
-def lines_of(script: str) -> list[str]:
+def lines_of(script: str, run: Callable[..., subprocess.CompletedProcess[str]] = own_python) -> list[str]:
     """What a script of its own process writes on stderr, without the time."""
-    done = subprocess.run([sys.executable, "-c", SAY + script], capture_output=True, text=True, timeout=240)
+    done = run([sys.executable, "-c", SAY + script])
     assert done.returncode == 0, done.stderr
     return [line.partition(" ")[2] if line[:1].isdigit() else line for line in done.stderr.splitlines()]
 
@@ -82,8 +87,9 @@ model.fit(torch.ones(8, 2), torch.ones(8, 1), batch_size=4, verbose=0, callbacks
 """
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_a_plain_script_shows_what_it_does() -> None:
-    assert lines_of(TRAIN) == [
+    assert lines_of(TRAIN, functools.partial(forks.run, timeout=240)) == [
         "I stratagem: MirroredStrategy on cpu:0, cpu:1",
         "I stratagem: epoch 1: learning rate 0.1",
         "I stratagem: Reduce to cpu:0 then broadcast to ('cpu:0', 'cpu:1')",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from stratagem.worker.script_runner import watch_exit
 told = watch_exit()
 threading._register_atexit(lambda: print(*told()))
 """
+pytestmark = pytest.mark.usefixtures("preloaded")
 ENDS = {
     "": "0 ",
     "sys.exit()": "0 ",
@@ -33,7 +33,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_the_code_of_an_exit_that_nobody_caught_is_known(end: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", SCRIPT + end], timeout=60)
     assert done.stdout.rstrip("\n") == ENDS[end], done.stderr
     assert done.stderr == ("no data\n" if "no data" in end else "")
     assert done.returncode == int(ENDS[end].split()[0])
