@@ -44,9 +44,9 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
-# Four processes for two cores: jobs wait now and then.
+# Three processes for two cores: jobs wait now and then.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not thorough"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not thorough"
 
 # With the clusters that show the same on other lanes, with other optimizers, other ways to die: twice as long.
 test-all: $(STAMP)

@@ -236,7 +236,7 @@ def test_a_worker_that_ends_before_there_is_a_chief_says_why_it_waits(
     path = tmp_path / "cluster.yaml"
     path.write_text(f"cluster: {{worker: {free_addresses(2)}}}\n")
     words = ("worker", "--cluster", str(path), "--task", "worker:1", str(SCRIPTS / "count_examples.py"))
-    tasks.append(subprocess.Popen([sys.executable, "-m", "stratagem.cli", *words], stderr=subprocess.PIPE, text=True))
+    tasks.append(forks.Popen([sys.executable, "-m", "stratagem.cli", *words], stderr=subprocess.PIPE))
     assert tasks[0].stderr is not None
     waits = (line for line in tasks[0].stderr if "Waiting" in line)
     assert "(worker:0 starts it" in next(waits)
@@ -253,7 +253,7 @@ def test_a_worker_whose_job_ends_before_it_is_complete_waits_for_nobody(
     command = [sys.executable, "-m", "stratagem.cli"]
     words = ("worker", "--cluster", str(path), "--task", "worker:1", str(SCRIPTS / "count_examples.py"))
     for each in (("chief", "--cluster", str(path)), words):
-        tasks.append(subprocess.Popen([*command, *each], stderr=subprocess.PIPE, text=True))
+        tasks.append(forks.Popen([*command, *each], stderr=subprocess.PIPE))
     chief, worker = tasks
     assert chief.stderr is not None and worker.stderr is not None
     assert any("Waiting for the cluster: worker:0" in line for line in worker.stderr)
@@ -265,8 +265,7 @@ def test_a_worker_whose_job_ends_before_it_is_complete_waits_for_nobody(
 
 def test_a_worker_whose_chief_cannot_be_reached_says_so(tasks: list[subprocess.Popen[str]]) -> None:
     words = ("worker", "--task", "worker:1", "--chief", "127.0.0.1:1", "--start-timeout-s", "60", __file__)
-    command = [sys.executable, "-m", "stratagem.cli", *words]
-    tasks.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    tasks.append(forks.Popen([sys.executable, "-m", "stratagem.cli", *words], stderr=subprocess.PIPE))
     assert tasks[0].stderr is not None
     line = next(line for line in tasks[0].stderr if "Waiting" in line)
     assert "worker:1: Waiting for the chief: the chief at 127.0.0.1:1 cannot be reached" in line

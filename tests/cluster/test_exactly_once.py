@@ -28,7 +28,8 @@ def check_counts(saved: Path | dict[str, torch.Tensor], epochs: int) -> None:
         assert torch.equal(value, torch.full_like(value, -epochs)), f"{name}: {value.tolist()}"
 
 
-@pytest.mark.parametrize("data_workers", [pytest.param(0, marks=pytest.mark.thorough), 2])
+@pytest.mark.thorough
+@pytest.mark.parametrize("data_workers", [0, 2])
 def test_two_workers_two_ps(cluster: Start, tmp_path: Path, data_workers: int) -> None:
     out = tmp_path / "out.pt"
     job = cluster(2, 2, "count_examples.py", "--epochs", 3, "--data-workers", data_workers, "--out", out)
@@ -44,7 +45,7 @@ def test_accumulation(cluster: Start, tmp_path: Path) -> None:
     check_counts(out, 2)
 
 
-@pytest.mark.parametrize("task", ["worker:1", "ps:0", "ps:1"])
+@pytest.mark.parametrize("task", ["worker:1", "ps:0", pytest.param("ps:1", marks=pytest.mark.thorough)])
 def test_whoever_dies_between_the_steps_of_two_optimizers_on_a_batch(cluster: Start, tmp_path: Path, task: str) -> None:
     """At staleness 0 the others waited for ever for the second step of a worker that was gone; where a ps died, the
     second step had no batch any more, and a checkpoint between the two took the batch for done."""

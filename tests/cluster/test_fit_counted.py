@@ -61,7 +61,7 @@ def test_every_worker_has_the_same_history_and_one_stops_all(cluster: Start, tmp
     assert [one["num_steps"] for one in news] == [3 * NUM_TRAINED // 2] * 2  # a slice of each batch for each
 
 
-@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_an_evaluation_on_one_worker_alone_puts_no_later_one_out_of_order(
     cluster: Start, tmp_path: Path, alone: int
 ) -> None:

@@ -24,25 +24,22 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-_IS_BELOW = pytest.mark.thorough  # of the seeds below, 5 is a ring that fits, and 7 fits beside ps
-
-
-@pytest.mark.parametrize("form", ["table", pytest.param("fit", marks=_IS_BELOW), pytest.param("ring", marks=_IS_BELOW)])
+@pytest.mark.thorough  # `.ci/run` runs some thousands each day; a process starts in as long as a hundred of them take
+@pytest.mark.parametrize("form", ["table", "fit", "ring"])
 def test_schedules_of_each_form_hold_every_invariant(form: str) -> None:
     done = simulate("--first", "1", "--seeds", "3", "--form", form)
     assert done.returncode == 0 and "3 schedules, none failed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice(tmp_path: pathlib.Path) -> None:
-    done = simulate("--first", "5", "--seeds", "3")
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "3 schedules, none failed" in done.stdout
+def test_a_seed_tells_the_same_story_twice_and_holds_every_invariant(tmp_path: pathlib.Path) -> None:
+    """It fits beside parameter servers."""
     killed = subprocess.Popen(["true"])
     killed.wait()
     left, used = (pathlib.Path(MEMORY, f"simulation-{pid}-{tmp_path.name}") for pid in (killed.pid, os.getpid()))
     left.mkdir()
     used.mkdir()
     first, second = simulate("--seed", "7"), simulate("--seed", "7")
+    assert first.returncode == 0 and "nothing failed" in first.stdout, first.stdout[-4000:] + first.stderr[-2000:]
     assert first.stdout == second.stdout and " starts" in first.stdout
     assert used.exists() and not left.exists()
     used.rmdir()

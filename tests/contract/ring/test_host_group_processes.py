@@ -181,6 +181,7 @@ def test_a_process_killed_in_the_middle_is_named_by_all_others() -> None:
         assert result_of(survivor) == expected
 
 
+@pytest.mark.thorough  # test_groups.py has a thread that stands still
 def test_a_stopped_process_is_named_when_the_time_is_up() -> None:
     with processes(["stopped"], timeout_s=6.0) as (group, (stopped,)):
         result = reduce_arena(group)

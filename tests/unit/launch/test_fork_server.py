@@ -127,15 +127,6 @@ def test_a_fork_is_what_a_python_of_its_own_is(server: ForkServer, tasks: Tasks)
     assert not parents  # all reaped
 
 
-@pytest.mark.parametrize("starts", ["a fork", "a Python of its own"])
-def test_the_current_folder_is_no_place_of_modules(starts: str, server: ForkServer, tasks: Tasks) -> None:
-    assert Path("queue.py").exists()
-    out, err = tasks.output(
-        tasks.start("import queue; print('done')", server.start if starts == "a fork" else OwnChild)
-    )
-    assert out == ["done"], err
-
-
 def test_a_fork_that_ends_takes_nothing_apart_that_was_there_before_it(server: ForkServer, tasks: Tasks) -> None:
     """The kernel copied all pages of torch, so that each could be given back at once."""
 
@@ -260,7 +251,9 @@ def test_the_end_of_a_task_is_not_that_of_another_one_with_its_id(server: ForkSe
 
 
 def test_tasks_that_need_another_start_get_their_own_python(server: ForkServer, tasks: Tasks) -> None:
-    where = "import os; print(os.getppid(), flush=True)"
+    """The current folder is no place of modules, for either."""
+    assert Path("queue.py").exists()
+    where = "import os, queue; print(os.getppid(), flush=True)"
     forked = int(tasks.output(tasks.start(where, server.start))[0][0])
     assert forked != os.getpid()
     assert int(tasks.output(tasks.start(where, server.start, OMP_NUM_THREADS="3"))[0][0]) == os.getpid()

@@ -700,8 +700,8 @@ class AnyOrderInARing(AnyOrder):
     servers = (CHIEF,)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=200, deadline=None)
-AnyOrderInARing.TestCase.settings = settings(max_examples=200, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=100, deadline=None)
+AnyOrderInARing.TestCase.settings = settings(max_examples=100, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrderInARing = AnyOrderInARing.TestCase
 
