@@ -34,13 +34,15 @@ def address_of(job: Any) -> str:
     return found.group(1)
 
 
-def scale(address: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def start_scale(address: str, *arguments: object) -> forks.Popen:
     command = [sys.executable, "-m", "stratagem.cli", "scale", "--chief", address, *map(str, arguments)]
-    process = forks.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT}
-    )
+    return forks.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT})
+
+
+def scale(address: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    process = start_scale(address, *arguments)
     out, error = process.communicate(timeout=240)
-    return subprocess.CompletedProcess(command, process.returncode, out, error)
+    return subprocess.CompletedProcess("scale", process.returncode, out, error)
 
 
 def steps_of(job: Any, address: str, task: str) -> Callable[[int], bool]:

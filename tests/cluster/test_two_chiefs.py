@@ -16,6 +16,7 @@ from stratagem.launch.status import fetch_status
 from stratagem.rpc.status_view import StatusView
 from tests.cluster.conftest import Cluster
 from tests.cluster.test_exactly_once import check_counts
+from tests.cluster.test_scale import start_scale
 
 FLAGS = ["--chiefs", "2", "--max-restarts", "20"]
 
@@ -26,10 +27,14 @@ class Chiefs:
     def __init__(self, job: Cluster) -> None:
         self.job = job
 
+    @property
+    def address(self) -> str:
+        """As ``--chief`` takes it; empty: none has served yet."""
+        return next((f"file:{found}" for found in self.job.folder.glob("state/*/chief/chief.address")), "")
+
     def status(self) -> StatusView:
-        found = list(self.job.folder.glob("state/*/chief/chief.address"))
         try:
-            return fetch_status(f"file:{found[0]}", 10.0) if found else StatusView()
+            return fetch_status(self.address, 10.0) if self.address else StatusView()
         except PeerUnavailableError:
             return StatusView()
 
@@ -86,6 +91,38 @@ def test_chiefs_come_and_go(cluster: Callable[..., Cluster], tmp_path: Path) -> 
     serves, stands_by, takeovers = done.summary["chief"].values()
     assert {serves, stands_by} == {"chief:0", "chief:1"} and takeovers >= 2, done.summary["chief"]
     assert done.summary["restarts"] == 6 and done.summary["updates_lost"] == 0, done.summary
+    check_counts(out, -int(next(iter(torch.load(out).values())).flatten()[0]))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_the_other_chief_goes_on_with_a_scale(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    out, stop = tmp_path / "out.pt", tmp_path / "stop"
+    arguments = ["--examples", 200, "--pause-s", 0.02, "--until", stop, "--out", out]
+    job = cluster(2, 1, "count_examples.py", *arguments, flags=FLAGS)
+    chiefs, killed = Chiefs(job), 0
+    for numbers, moment in (
+        (("--ps", 3), "Checkpoint of step"),
+        (("--ps", 1), "Begins from"),
+        (("--workers", 4), "The target is"),
+        (("--workers", 1, "--ps", 2), "The target is"),
+    ):
+        serving, _ = chiefs.pids(killed)
+        said_before = (moment, job.stderr.count(moment))
+        asked = start_scale(chiefs.address, *numbers)
+        job.wait_for(lambda said=said_before: job.stderr.count(said[0]) > said[1], moment)  # type: ignore[misc]
+        os.kill(serving, signal.SIGKILL)
+        killed = serving
+        said, error = asked.communicate(timeout=120)
+        assert asked.returncode == 0, error + job.stderr
+        wanted = dict(zip(numbers[::2], numbers[1::2], strict=True))
+        assert said.endswith(f"{wanted.get('--ps', 1)} ps\n"), said
+    chiefs.pids(killed)
+    stop.touch()
+    done = job.succeed()
+    others = [told["exit_codes"] for task, told in done.summary["tasks"].items() if "chief" not in task]
+    assert {code for codes in others for code in codes} == {0} and done.summary["updates_lost"] == 0, done.stderr
+    assert done.summary["chief"]["takeovers"] == 4, done.summary["chief"]
     check_counts(out, -int(next(iter(torch.load(out).values())).flatten()[0]))
 
 
