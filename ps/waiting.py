@@ -35,7 +35,7 @@ def check_counts(state: StoreState, sender: Sender, store_epoch: int) -> None:
     """With the lock held: refuses a call whose sender or store is no more. Errors as :func:`wait`."""
     state.senders.check(sender)
     if state.store_epoch != store_epoch:
-        raise StaleStoreError("this parameter server rolled back to a checkpoint; send Hello and check its version")
+        raise StaleStoreError("this parameter server begins from a checkpoint; send Hello and check its version")
 
 
 def wait(

@@ -113,12 +113,13 @@ def _known_error(status: status_pb2.Status) -> errors.StratagemError | None:
 
 
 def log_refusal(method: str, error: errors.StratagemError) -> None:
-    """A line about a request that was refused; where the caller asks again no warning, and one in :data:`AGAIN_S`."""
-    name, level = method.rpartition("/")[2], logging.WARNING
-    if isinstance(error, errors.PeerUnavailableError):
-        level = logging.INFO
-        if _REPEATED.admit(f"{name} {error}", time.monotonic()) is None:
-            return
+    """A line about a request that was refused, one in :data:`AGAIN_S` for the same; no warning where the caller asks
+    again."""
+    name = method.rpartition("/")[2]
+    if _REPEATED.admit(f"{name} {error}", time.monotonic()) is None:
+        return
+    is_asked_again = isinstance(error, errors.PeerUnavailableError | errors.StaleStoreError)
+    level = logging.INFO if is_asked_again else logging.WARNING
     THROTTLE.log(logger, level, f"{name} {error.reason}", "%s refused: %s", name, error)
 
 

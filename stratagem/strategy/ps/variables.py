@@ -210,7 +210,7 @@ class VariableGroups:
             ClusterTimeoutError: another worker is to give it values, and does not.
         """
         with self._turn:
-            logger.warning("lost the connection to %s; waiting for it", client.task)
+            logger.info("Connecting to %s again", client.task)  # which warns where that takes long
             self._connect(client)
 
     def reconnect(self, only_replaced: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ import pytest
 from tests import forks
 
 own_python = functools.partial(subprocess.run, capture_output=True, text=True, timeout=240)
+from stratagem.errors import ConfigurationError, StaleStoreError
+from stratagem.rpc.errors import Caught
+
 SAY = """
 import logging, sys
 log = logging.getLogger("stratagem.training.callbacks")
@@ -101,3 +105,18 @@ def test_a_line_is_bounded_whatever_it_quotes(form: str) -> None:
     say = "import stratagem\nfrom stratagem.rpc.logs import configure_logging\n"
     (line,) = lines_of(f"{say}configure_logging('ps:0', {form!r})\nlog.warning('refused: %s!', 'x' * 10**6)")
     assert "refused: x" in line and "x!" in line and "992,010 characters" in line and len(line) < 9000
+
+
+def test_a_refusal_is_logged_once_and_is_no_warning_where_the_caller_asks_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    refusals = [ConfigurationError("'worker:7' is no task"), StaleStoreError("begins from step 7")]
+    for error in (*refusals, *refusals):
+        with Caught("/stratagem.Chief/Session", lambda: True) as caught:
+            raise error
+        assert caught.status.details == str(error)
+    assert caplog.record_tuples == [
+        ("stratagem.rpc.errors", logging.WARNING, "Session refused: 'worker:7' is no task"),
+        ("stratagem.rpc.errors", logging.INFO, "Session refused: begins from step 7"),
+    ]
