@@ -16,18 +16,18 @@ import click
 
 from stratagem.checkpoint.ended import has_run, note_run, take_away_at_exit
 from stratagem.cli.options import configure, role_options, script_arguments
-from stratagem.cluster.choice import choose_strategy
+from stratagem.cluster.choice import strategy_in
 from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.sources import ENV_PREFIX, Resolved
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.manifests.workload import (
-    NO_EFFECT,
     check_checkpoint_every,
+    check_communication,
     check_max_workers,
-    check_of_ring,
-    of_ring_alone,
+    no_effect,
+    without_effect,
 )
 from stratagem.launch.status import ask_for_cluster
 from stratagem.launch.streams import lead_nowhere
@@ -137,14 +137,13 @@ def _run_script(
     if placement is None and isinstance(config, WorkerConfig | EvaluatorConfig) and config.chief:
         configure_logging(config.task, config.log_format)
         placement = ask_for_cluster(config)
+    if isinstance(config, WorkerConfig):
+        strategy = strategy_in(placement and placement.cluster, config.strategy, config.devices.count(",") + 1)
+        check_communication({name: str(value) for name, value in flags.items() if value is not None}, strategy)
     if placement is not None and isinstance(config, WorkerConfig):
-        check_of_ring(
-            {name: str(value) for name, value in flags.items() if value is not None}, placement.cluster.num_ps
-        )
-        for name in of_ring_alone(config.model_fields_set, placement.cluster.num_ps):
+        for name in without_effect(config.model_fields_set, strategy):
             configure_logging(config.task, config.log_format)
-            logger.warning(NO_EFFECT, f"{name} ({resolved.origins[name]})")
-        choose_strategy(config.strategy, placement.cluster.num_workers, placement.cluster.num_ps)
+            logger.warning(no_effect(f"{name} ({resolved.origins[name]})", strategy))
         _refuse_without_chief(config)
     if role == "evaluator":
         _refuse_without_chief(config)

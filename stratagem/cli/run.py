@@ -16,6 +16,7 @@ import click
 from stratagem.cli import roles
 from stratagem.cli.options import FILE, FOLDER, field_options, script_arguments, variable_option
 from stratagem.cluster.choice import STRATEGIES
+from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.sources import ROLES, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError
@@ -95,7 +96,7 @@ class _RunCommand(click.Command):
 def _check_tasks(job: LocalJob) -> None:
     """Reads what each task will be told, and its certificate, as it does; what is wrong is said before any starts.
     ConfigurationError: a flag or variable that is unknown, or out of range; a certificate that cannot be used; more
-    tasks than this host, or this user, bears."""
+    tasks than this host, or this user, bears; no such device."""
     check_size(job.num_workers, job.num_ps, job.num_threads)
     check_threads(job)
     for task in (*job.servers, *job.workers):
@@ -106,6 +107,10 @@ def _check_tasks(job: LocalJob) -> None:
         resolved, _ = gather(role, launch.environ, {name: told[name] for name in ROLES[role].model_fields})
         if job.servers and job.tls != AUTO:
             security_of(resolved.config)
+        if isinstance(resolved.config, WorkerConfig) and resolved.config.devices not in ("", "cpu"):
+            from stratagem.strategy.devices import named_devices, parse_devices  # late: torch takes a second
+
+            parse_devices(named_devices(resolved.config.devices))
 
 
 @click.command("run", cls=_RunCommand, context_settings={"allow_interspersed_args": False, "show_default": True})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, cast, get_args
 
-from stratagem.cluster.spec import refuse_unknown
+from stratagem.cluster.spec import ClusterSpec, refuse_unknown
 from stratagem.errors import ClusterSpecError
 
 StrategyName = Literal["one", "mirrored", "central", "ring", "ps"]
@@ -47,3 +47,13 @@ def choose_strategy(name: str, num_workers: int, num_ps: int, num_devices: int =
             "choose the strategy 'ring', add parameter servers (`--ps 1`) or use one worker"
         )
     return cast(StrategyName, name)
+
+
+def strategy_in(cluster: ClusterSpec | None, name: str, num_devices: int = 1) -> StrategyName:
+    """As :func:`choose_strategy`, for a process of a cluster; None: of none. With a chief ``"auto"`` is a ring of one
+    worker, too: the chief has somebody to serve, and does not train beside it."""
+    if cluster is None:
+        return choose_strategy(name, 1, 0, num_devices)
+    if name == "auto" and cluster.chief and not cluster.num_ps:
+        name = "ring"
+    return choose_strategy(name, cluster.num_workers, cluster.num_ps, num_devices)

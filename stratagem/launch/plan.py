@@ -20,8 +20,8 @@ from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
 from stratagem.launch.fork_server import COMMAND_PREFIX
 from stratagem.launch.manifests.workload import (
     check_checkpoint_every,
+    check_communication,
     check_max_workers,
-    check_of_ring,
     check_staleness,
 )
 from stratagem.rpc import heap
@@ -109,7 +109,6 @@ class LocalJob:
             )
         check_checkpoint_every(self.checkpoint_every_s, self.num_ps)
         check_staleness(self.staleness, self.num_ps)
-        check_of_ring(self.communication, self.num_ps)
         if self.num_chiefs not in (1, 2):
             raise ConfigurationError(
                 f"expected --chiefs 1, or 2 for a standby (a lost chief is restarted at once, so a third "
@@ -136,6 +135,7 @@ class LocalJob:
                 f"Before the script, write --tls {AUTO}"
             )
         chosen = self.chosen_strategy
+        check_communication(self.communication, chosen)
         if self.min_workers and not (chosen == "ring" and 0 < self.min_workers <= self.num_workers):
             raise ConfigurationError(
                 f"--min-workers {self.min_workers} is how many workers a ring needs to continue when others are "
@@ -167,7 +167,8 @@ class LocalJob:
     @property
     def chosen_strategy(self) -> StrategyName:
         """The strategy, with "auto" resolved."""
-        return choose_strategy(self.strategy, self.num_workers, self.num_ps)
+        num_devices = self.communication.get("devices", "").count(",") + 1
+        return choose_strategy(self.strategy, self.num_workers, self.num_ps, num_devices)
 
     @property
     def workers(self) -> tuple[TaskId, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from stratagem.arguments import checked
-from stratagem.cluster.choice import choose_strategy
+from stratagem.cluster.choice import strategy_in
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.sources import environment_layer
 from stratagem.cluster.tf_config import placement_from_environment
@@ -46,13 +46,10 @@ def strategy_from_environment(
     environment_layer(WorkerConfig, os.environ)  # without a cluster nobody else would read it
     placement = placement_from_environment(os.environ)
     cluster = placement.cluster if placement is not None else None
-    num_workers, num_ps = (cluster.num_workers, cluster.num_ps) if cluster is not None else (1, 0)
     chosen = name or os.environ.get("STRATAGEM_STRATEGY") or "auto"
     names = devices or os.environ.get("STRATAGEM_DEVICES", "")
-    if chosen == "auto" and cluster is not None and cluster.chief and not num_ps:
-        chosen = "ring"  # of one worker, perhaps: the chief has somebody to serve, and does not train beside it
     own = named_devices(names) if isinstance(names, str) else names
-    strategy = choose_strategy(chosen, num_workers, num_ps, num_devices=len(parse_devices(own)))
+    strategy = strategy_in(cluster, chosen, len(parse_devices(own)))
     if is_evaluator():
         return EvaluatorStrategy()
     if strategy == "mirrored":

@@ -33,23 +33,30 @@ def check_staleness(staleness: float, num_ps: int) -> None:
         )
 
 
-def of_ring_alone(given: Iterable[str], num_ps: int) -> list[str]:
-    """Those of the options ``given`` that say how workers reduce together, where ps do."""
-    return [name for name in given if num_ps and name in OF_RING]
+def without_effect(given: Iterable[str], strategy: StrategyName) -> list[str]:
+    """Those of the options ``given`` that say how workers reduce together, where ps do; or how they talk, where one
+    process has nobody to talk to."""
+    idle = {"ring": (), "ps": OF_RING}.get(strategy, (*OF_RING, "transport"))
+    return [name for name in given if name in idle]
 
 
-NO_EFFECT = "%s is for a ring of workers and has no effect with ps: leave it out"
+def no_effect(option: str, strategy: StrategyName) -> str:
+    """What is said of one of :func:`without_effect`."""
+    if strategy == "ps":
+        return f"{option} is for a ring of workers and has no effect with ps: leave it out"
+    return f"{option} is for several workers and has no effect in one process: leave it out, or add workers"
 
 
-def check_of_ring(given: Mapping[str, str], num_ps: int) -> None:
-    """Refuses (ConfigurationError) options ``given``, with their values, that mean nothing with ps."""
-    for name in of_ring_alone(given, num_ps):
-        raise ConfigurationError(NO_EFFECT % f"--{name.replace('_', '-')}")
-    if num_ps and given.get("transport") == "nccl":
+def check_communication(given: Mapping[str, str], strategy: StrategyName) -> None:
+    """Refuses (ConfigurationError) options ``given``, with their values, that mean nothing under a strategy."""
+    for name in without_effect(given, strategy):
+        raise ConfigurationError(no_effect(f"--{name.replace('_', '-')}", strategy))
+    if strategy == "ps" and given.get("transport") == "nccl":
         raise ConfigurationError("--transport nccl is for a ring of workers; a ps is reached by shm, tcp or grpc")
-    if num_ps and "," in given.get("devices", ""):
+    if strategy in ("one", "ps") and "," in given.get("devices", ""):
+        way_out = "give one device, and more --workers" if strategy == "ps" else "give one, or --strategy mirrored"
         raise ConfigurationError(
-            f"--devices {given['devices']}: with ps a worker has one replica: give one device, and more --workers"
+            f"--devices {given['devices']}: the strategy {strategy!r} has one replica per process: {way_out}"
         )
 
 

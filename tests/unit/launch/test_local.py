@@ -149,7 +149,7 @@ def test_checkpoints_by_the_chief_are_refused_where_it_takes_none(case: Case) ->
         ({"num_ps": 0, "staleness": 3.0}, "a staleness of 3 needs parameter servers: add ps"),
         ({"communication": {"wire_dtype": "bfloat16"}}, "--wire-dtype is for a ring of workers"),
         ({"communication": {"transport": "nccl"}}, "--transport nccl is for a ring of workers"),
-        ({"communication": {"devices": "cpu:0,cpu:1"}}, "with ps a worker has one replica"),
+        ({"communication": {"devices": "cpu:0,cpu:1"}}, "has one replica per process"),
         ({"communication": {"collective_timeout_s": "9"}}, "--collective-timeout-s is for a ring of workers"),
     ],
 )

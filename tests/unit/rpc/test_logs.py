@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
+from stratagem.errors import ConfigurationError, StaleStoreError
+from stratagem.rpc.errors import Caught
 from tests import forks
 
 own_python = functools.partial(subprocess.run, capture_output=True, text=True, timeout=240)
-from stratagem.errors import ConfigurationError, StaleStoreError
-from stratagem.rpc.errors import Caught
 
 SAY = """
 import logging, sys
