@@ -136,7 +136,7 @@ class Messages:
         missing = [other for other in self._others if not self._comes(torch.zeros(1), other, tag, deadline)]
         for other in self._others:
             if other not in missing:
-                self.send(torch.tensor([float(len(missing))]), other, tag)
+                self.send(torch.tensor([float(missing[0] if missing else 0)]), other, tag)
         if missing:
             named = missing if wait_all_ranks else missing[:1]
             who = f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
@@ -144,12 +144,12 @@ class Messages:
 
     def _ask(self, tag: int, deadline: float, patience_s: float) -> None:
         self.send(torch.zeros(1), 0, tag)
-        num_missing = torch.zeros(1)
-        came = self._comes(num_missing, 0, tag, deadline)
-        if came and not num_missing:
+        missing = torch.zeros(1)  # the first rank that did not come; rank 0, which says so, has
+        came = self._comes(missing, 0, tag, deadline)
+        if came and not missing:
             return
         silence = f"nothing came within {patience_s:g} s" if time.monotonic() >= deadline else "it is gone"
-        why = "it misses other ranks" if came else silence
+        why = f"it misses rank {int(missing)}" if came else silence
         raise CollectiveError(
             f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
             f"from rank 0: {why}",

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import Reducer
 
 from stratagem.distributed.mailbox import PostedReceive
 from stratagem.distributed.messages import Messages
-from stratagem.errors import ClusterTimeoutError, CollectiveError
+from stratagem.errors import ClusterTimeoutError
+from stratagem.worker.ring.group import OutOfStepError
 
 NO_TIMEOUT = datetime.timedelta()
 DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -146,7 +147,7 @@ class ReceiveWork(LaneWork):
         except TimeoutError:
             if self._messages.mailbox.withdraw(self._receive):
                 text = f"no message for {self._what} came within {patience_s:g} s"
-                self._receive.done.set_exception(CollectiveError(text, self._receive.source))
+                self._receive.done.set_exception(OutOfStepError(text, self._receive.source))
             self._done.result()
 
 

@@ -74,7 +74,10 @@ class FailureDiagnosis:
         try:
             yield
         except CollectiveError as error:
-            raise CollectiveError(self._find_cause(error), error.rank) from None
+            cause = self._find_cause(error)
+            if error.rank is not None and not isinstance(error, OutOfStepError):
+                self._lost_rank = self._lost_rank or cause
+            raise CollectiveError(cause, error.rank) from None
         finally:
             self.waits.remove(wait)
 
@@ -147,13 +150,12 @@ class FailureDiagnosis:
 
     def _find_cause(self, error: CollectiveError, position: Position | None = None) -> str:
         deadline = time.monotonic() + BLAME_S
-        suspect = error.rank
-        asked: dict[int, None] = {}
+        suspect = None if error.rank == self._peers.rank else error.rank  # this one stood still: the others gave it up
+        asked: dict[int, str] = {}
         hint = f" ({LOST})" if isinstance(error, LateError) else ""
         while suspect is not None and suspect not in asked and time.monotonic() < deadline:
             if self._reason:
                 return self._reason
-            asked[suspect] = None
             task = self._peers.members.ranks[suspect].task
             try:
                 reply = self._peers.position(suspect, ASK_S)
@@ -162,6 +164,7 @@ class FailureDiagnosis:
                 return self.reason() or self._from_chief() or self._lost_rank
             if reply.broken:
                 return reply.broken
+            asked[suspect] = reply.position
             left = ""
             if position is not None and isinstance(error, OutOfStepError) and reply.ordinal == position.ordinal:
                 left = f" ({LEFT})" if f"({position.what.split()[0]}" not in reply.position else ""
@@ -171,18 +174,24 @@ class FailureDiagnosis:
                 # Two that are cut off from each other answer the others: one finds out. So did who is out of step.
                 if self._explaining and not isinstance(error, OutOfStepError):
                     self.hears(max(0.0, deadline - time.monotonic()))
-                tasks = [self._peers.members.ranks[rank].task for rank in (*asked, self._peers.rank)]
-                return (
-                    self._reason or f"{self._session.task} waits for {', which waits for '.join(tasks)}: {error}{hint}"
-                )
+                return self._reason or f"{self._circle(asked, self._peers.rank, position)}: {error}{hint}"
             if reply.waiting_on == self._peers.rank:
                 return f"{task} is at {reply.position} and waits for {self._session.task}: {error}{hint}{left}"
             suspect = reply.waiting_on
         told = str(error)
         if suspect in asked:
-            tasks = [self._peers.members.ranks[rank].task for rank in (*asked, suspect)]
-            told = f"{self._session.task} waits for {', which waits for '.join(tasks)}: {error}{hint}"
+            told = f"{self._circle(asked, suspect, position)}: {error}{hint}"
         return self._from_chief() or told
+
+    def _circle(self, asked: dict[int, str], last: int, position: Position | None) -> str:
+        """``asked``: ranks that wait for each other, up to ``last``, and where each said that it is: told of those
+        that are elsewhere than this one."""
+        words = [
+            self._peers.members.ranks[rank].task + (f" (at {where})" if position and where != str(position) else "")
+            for rank, where in asked.items()
+        ]
+        words.append(self._peers.members.ranks[last].task)
+        return f"{self._session.task} waits for {', which waits for '.join(words)}"
 
     def _from_chief(self) -> str:
         """What the chief knows; it may hear of a loss a moment later than the peers do."""

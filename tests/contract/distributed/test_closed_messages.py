@@ -105,3 +105,18 @@ def test_what_was_sent_arrives_though_the_sender_closes_its_group(transport: str
         for tag in range(1, 20):
             receiver.recv([rooms[tag]], 0, tag).wait()
         assert [float(room[-1]) for room in rooms] == [tag + 1.0 for tag in range(20)]
+
+
+def test_a_rank_that_ends_because_of_another_says_so() -> None:
+    """Also where that one still answers: its lanes close before its server stops."""
+    with process_groups(3, "tcp") as groups:
+        for rank in (0, 1):  # the lanes stand
+            groups[rank + 1].send([torch.zeros(3)], rank, 0).wait()
+            groups[rank].recv([torch.zeros(3)], rank + 1, 0).wait()
+        waiting = groups[0].recv([torch.zeros(3)], 1, 0)
+        groups[2]._messages.close("worker:2 ends")
+        with pytest.raises(CollectiveError, match="worker:2 is at"):
+            groups[1].recv([torch.zeros(3)], 2, 0).wait()
+        groups[1].shutdown()
+        with pytest.raises(CollectiveError, match=r"rank 1 has destroyed its process group.*: worker:2 is at"):
+            waiting.wait()

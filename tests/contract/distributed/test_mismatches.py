@@ -80,6 +80,14 @@ def test_every_rank_names_both(transport: str, call: Call, one: str, other: str)
     assert all(one in text and other in text for text in said), said
 
 
+def test_every_rank_of_a_ring_hears_what_the_one_elsewhere_does() -> None:
+    def call(group: LaneProcessGroup) -> None:
+        (group.allreduce([torch.zeros(3)]) if group.rank() == 2 else group.barrier()).wait()
+
+    said = errors(4, "tcp", call)
+    assert all("all_reduce SUM of float32 [3]" in text and "barrier" in text for text in said), said
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_rank_that_does_not_come_is_named_with_what_it_does(transport: str) -> None:
     def call(group: LaneProcessGroup) -> None:

@@ -73,6 +73,7 @@ def test_a_monitored_barrier_names_who_did_not_come_and_breaks_nothing(wait_all_
         who = "Ranks 1, 2" if wait_all_ranks else "Rank 1"
         assert said[:3] == [f"{who} failed to pass monitoredBarrier in 3 s", "elsewhere", "elsewhere"]
         assert said[3].startswith("Rank 3 successfully reached monitoredBarrier, but received errors")
+        assert said[3].endswith("it misses rank 1")
         on_every_rank(groups, lambda group: group.barrier().wait())
         for late in (1, 2):  # its barrier is over
             with pytest.raises(CollectiveError, match=r"nothing came within 0\.4 s"):

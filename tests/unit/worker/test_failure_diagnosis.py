@@ -28,7 +28,9 @@ def diagnosis_of_rank_0(asked: threading.Event) -> FailureDiagnosis:
     peers: Any = SimpleNamespace(
         meeting=(1, 1), members=Members(RANKS, 1), rank=0, position=position, abort=lambda *_: None
     )
-    session: Any = SimpleNamespace(task="worker:0", membership=Membership(members=RANKS))
+    session: Any = SimpleNamespace(
+        task="worker:0", membership=Membership(members=RANKS), wait_membership=lambda *_: False
+    )
     return FailureDiagnosis(session, peers, lambda reason: None)
 
 
@@ -50,7 +52,15 @@ def test_a_circle_of_waits_is_not_blamed_on_a_third_when_one_of_the_two_that_are
 def test_a_circle_of_waits_that_nobody_explains_names_every_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_diagnosis, "BLAME_S", 0.2)
     error = diagnosis_of_rank_0(threading.Event()).explain(CollectiveError("late", 2), Position())
-    assert "worker:0 waits for worker:2, which waits for worker:1, which waits for worker:0: late" in str(error)
+    links = "worker:2 (at step 7), which waits for worker:1 (at step 7), which waits for worker:0: late"
+    assert f"worker:0 waits for {links}" in str(error)
+
+
+def test_a_rank_that_the_others_have_given_up_does_not_wait_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_diagnosis, "CHIEF_S", 0.0)
+    diagnosis = diagnosis_of_rank_0(threading.Event())
+    error = diagnosis.explain(OutOfStepError("rank 0 was stalled", 0), Position())
+    assert str(error) == f"aborted at {Position()}: rank 0 was stalled"
 
 
 @pytest.mark.parametrize("waits", [True, False])
