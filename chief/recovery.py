@@ -52,8 +52,7 @@ class Recovery(ChiefPart):
     async def release(self, incarnation: Incarnation) -> None:
         """Every live ps refuses ``incarnation``: gives its units back."""
         while not await self._is_released(incarnation):
-            if len(self._ps_pool.servers) < self._ps_pool.num_ps:
-                await self._changed.wait()
+            await self._changed.wait()
 
     async def _is_released(self, incarnation: Incarnation) -> bool:
         """Gives its units back, unless it has to wait for a ps."""
@@ -64,10 +63,12 @@ class Recovery(ChiefPart):
                 self._committed.pop(incarnation, None)
             units = lease_book.held(incarnation)
             if units and lease_book.is_done_unreported(incarnation):
-                described = await self._ps_pool.describe()
+                known, everybody = self._journal.history.initialized, await self._ps_pool.describe()
+                # Without one that has come back and is yet to be put back.
+                described = {who: each for who, each in everybody.items() if each.initialized or who.task not in known}
                 if len(described) >= self._ps_pool.num_ps:
                     units = await self._accept_done(units, described)
-                elif any(each.accumulates for each in described.values()):
+                elif not described or any(each.accumulates for each in described.values()):
                     return False  # one that has an update of these could not take another one of some of them
             committed = await self._committed_ordinals(units, slices) if lease_book.synchronous and units else {}
             back = await self.carry_out(lease_book.remove(units, committed))
@@ -238,7 +239,7 @@ class Recovery(ChiefPart):
         descriptions = await self._ps_pool.describe()
         holding = [each for each in descriptions.values() if each.initialized]
         if is_start:
-            await self._start_from_checkpoint(holding)
+            await self._start_from_checkpoint(descriptions)
         else:
             # On disk, too: workers leave an epoch that ends with these, and the next chief may find no ps that knows.
             synchronous = self._lease_book.synchronous
@@ -251,8 +252,7 @@ class Recovery(ChiefPart):
 
             closed = _closed(holding)
             if not (synchronous and any(map(is_back, self._ps_pool.servers))):  # else all go back
-                opened = {unit for each in holding for update in each.open for unit in update.units}
-                mine = [*filter(self._lease_book.is_pending, sorted(opened))]
+                mine = [*filter(self._lease_book.is_pending, sorted(_opened(holding)))]
                 closed = plus(closed, await self._close_applied(mine, descriptions))
             self.accepted(units_of(self._lease_book.know_accepted(closed)))
             if synchronous:
@@ -268,8 +268,9 @@ class Recovery(ChiefPart):
         self._state.is_open = True
         self._changed.notify()
 
-    async def _start_from_checkpoint(self, holding: list[ServerDescription]) -> None:
+    async def _start_from_checkpoint(self, descriptions: Mapping[Incarnation, ServerDescription]) -> None:
         """No process is older than this chief: the job starts, or starts again, from what the ps restored."""
+        holding = [each for each in descriptions.values() if each.initialized]
         saved: Positions = {}
         origin = self.ps_return.origin
         if origin is not None:
@@ -286,6 +287,9 @@ class Recovery(ChiefPart):
             logger.info("The job resumes from step %d (%s)", manifest.step, origin.path)
         self.ps_return.restarted.clear()
         saved = plus(saved, _closed(holding))
+        if not self._lease_book.synchronous:  # whose workers are dead
+            begun = minus(positions_of(_opened(holding)), saved)
+            saved = plus(saved, await self._close_applied(units_of(begun), descriptions))
         self._lease_book.roll_back(saved, reopen=True)
         self._begin_anew()
         self._lease_book.know_accepted(saved)
@@ -313,6 +317,11 @@ class Recovery(ChiefPart):
         closings = [step.closing for step in steps.open.values()]
         for closing in closings:  # the last chief may have died before every ps had heard it
             await self._ps_pool.insist_all(operator.methodcaller("close_step", closing))
+
+
+def _opened(descriptions: Sequence[ServerDescription]) -> set[Unit]:
+    """Units with an update on some ps that are not closed there."""
+    return {unit for each in descriptions for update in each.open for unit in update.units}
 
 
 def _closed(descriptions: Sequence[ServerDescription]) -> Positions:

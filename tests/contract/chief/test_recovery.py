@@ -377,6 +377,53 @@ async def test_what_any_ps_has_of_a_dead_worker_is_known_before_it_is_leased_aga
             assert indices(await second.next(want=2, steps_per_unit=1)) == [3, 4]
 
 
+class Accumulated(FakePs):
+    """Its checkpoint has updates of several units, which nobody has closed: of 0 and 2."""
+
+    async def RestoreShards(self, request: Any, context: Any) -> Any:
+        reply = await super().RestoreShards(request, context)
+        self.apply(Unit(1, 0, 0), num_servers=1)
+        self.apply(Unit(1, 0, 2), num_servers=1)
+        self.accumulates = True
+        return reply
+
+
+async def test_what_the_only_ps_has_of_a_dead_worker_is_known_before_it_is_leased_again(tmp_path: Path) -> None:
+    """It was away, or back and not put back yet: all went to others, whose updates it refused."""
+    async with cluster(num_workers=2, num_ps=1, checkpoint_dir=str(tmp_path)) as (running, [first, second], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await first.open(num_examples=16)
+        assert indices(await first.next(want=4, steps_per_unit=1)) == [0, 1, 2, 3]
+        lost = running.job.sessions.tasks["worker:0"].incarnation
+        await lose(running, servers[0])
+        first.goodbye(exit_code=1)
+        await until(lambda: running.job.sessions.fenced.get("worker:0"))
+        reborn = Accumulated(0)
+        reborn.initialized = False
+        reborn.restore_gate.clear()
+        async with ps(running.address, reborn):
+            await until(lambda: reborn.num_described)
+            assert running.job.lease_book.num_held(lost) == 4
+            reborn.restore_gate.set()
+            await until(lambda: not running.job.lease_book.num_held(lost))
+            assert indices(await second.next(want=2, steps_per_unit=1)) == [1, 3]
+
+
+async def test_what_a_checkpoint_has_of_several_units_is_not_leased_again_by_a_job_that_begins_from_it(
+    tmp_path: Path,
+) -> None:
+    config = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path), "state_dir": str(tmp_path / "state")}
+    async with cluster(**config) as (running, [worker], _):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open(num_examples=16)
+    async with chief(**config) as running, ps(running.address, Accumulated(0)):
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        await worker.open(num_examples=16)
+        assert indices(await worker.next(want=2, steps_per_unit=1)) == [1, 3]
+        await worker.die()
+
+
 async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
     config = {
         "state_dir": str(tmp_path / "state"),
