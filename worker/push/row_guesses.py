@@ -89,10 +89,11 @@ class RowGuesses(Generic[T]):
             if not tensor.dim() and -1 in place.shape:
                 continue
             shape = [len(tensor) if size < 0 else size for size in place.shape]
-            first = tensor.storage_offset() + place.offset
-            extent = sum((size - 1) * stride for size, stride in zip(shape, place.stride, strict=True))
-            if all(shape) and 0 <= first < tensor.untyped_storage().nbytes() // tensor.itemsize - extent:
-                yield companion, tensor.as_strided(shape, place.stride, first)
+            try:
+                ids = tensor.as_strided(shape, place.stride, tensor.storage_offset() + place.offset)
+            except RuntimeError:  # beyond the memory that the tensor is in
+                continue
+            yield companion, ids
 
     def _is_another(self, place: Place | None) -> bool:
         """Whether a lookup of the first table is of another batch; a step may look it up with other ids, too."""
