@@ -53,13 +53,15 @@ class RowCounts:
         self._waiting = []
         keep = 0.5 ** ((now - self._looked_at) / HALF_LIFE_S)
         self._looked_at = now
-        numbers = [self._numbers, *(sample for sample, _ in waiting)]
-        weights = [keep * self._counts, *(np.full(len(sample), float(stride)) for sample, stride in waiting)]
+        samples, strides = [sample for sample, _ in waiting], np.array([float(stride) for _, stride in waiting])
+        sizes = np.array([len(sample) for sample in samples], np.int64)
+        numbers = np.concatenate([self._numbers, *samples])
+        weights = np.concatenate([keep * self._counts, np.repeat(strides, sizes)])
         self._totals *= keep
-        for sample, stride in waiting:
-            self._totals[self._tables_of(sample[:1])] += stride * len(sample)
-        found, places = np.unique(np.concatenate(numbers), return_inverse=True)
-        counts = np.bincount(places, np.concatenate(weights), len(found))
+        firsts = np.array([sample[0] for sample in samples], np.int64)  # of one table each
+        np.add.at(self._totals, self._tables_of(firsts), strides * sizes)
+        found, places = np.unique(numbers, return_inverse=True)
+        counts = np.bincount(places, weights, len(found))
         shares = counts / np.maximum(1.0, self._totals)[self._tables_of(found)]
         most = np.argsort(-shares, kind="stable")[:KEPT]
         self._numbers, self._counts = found[most], counts[most]
