@@ -412,7 +412,8 @@ async def test_what_the_only_ps_has_of_a_dead_worker_is_known_before_it_is_lease
 async def test_what_a_checkpoint_has_of_several_units_is_not_leased_again_by_a_job_that_begins_from_it(
     tmp_path: Path,
 ) -> None:
-    config = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path), "state_dir": str(tmp_path / "state")}
+    folders = {"checkpoint_dir": str(tmp_path), "state_dir": str(tmp_path / "state")}
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, **folders}
     async with cluster(**config) as (running, [worker], _):
         await until(lambda: running.job.journal.history.checkpoint)
         await worker.open(num_examples=16)
