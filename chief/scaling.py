@@ -89,7 +89,7 @@ class Scaling(ChiefPart):
         history = self._journal.history
         workers, ps = num_workers or history.wanted_workers, num_ps or history.wanted_ps
         self._journal.write("wanted", workers=workers, ps=ps)
-        told = f"{workers} workers and " if workers else ""  # else as many as come
+        told = f"{workers} worker{'s' * (workers != 1)} and " if workers else ""  # else as many as come
         logger.info("The target is %s%d ps", told, ps or self._sessions.num_ps)
         self._failure, self._move_at = "", 0.0
         self._changed.notify()
@@ -177,7 +177,8 @@ class Scaling(ChiefPart):
                     target = self._target if is_complete else sessions.num_ps
                     if target != sessions.num_ps and self._gone.isdisjoint(range(target)):
                         await self._route(saved.path, target)
-                        logger.info("There are %d ps now; commits were held for %.2f s", target, self._clock() - began)
+                        held_s = self._clock() - began
+                        logger.info("The job has %d ps now; commits were held for %.2f s", target, held_s)
                     elif sessions.leaving:
                         await self._check_units(saved.path)
                         ps_return.await_back()

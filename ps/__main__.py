@@ -141,7 +141,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
             server.set_serving(True)
             has_served.set()
         elif index >= membership.num_ps and has_served.is_set():
-            session.end(f"the others have what {config.task} held; there are {membership.num_ps} ps now")
+            session.end(f"the others have what {config.task} held; the job has {membership.num_ps} ps now")
         elif index >= membership.num_ps:
             server.set_serving(True)  # whoever waits for all ps to be ready need not wait for this one
             if not is_told.is_set():

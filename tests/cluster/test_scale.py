@@ -138,7 +138,7 @@ def test_parameter_servers_come_and_go(cluster: Start, tmp_path: Path, arguments
     print(f"commits were held for {stalls} s")
     assert len(stalls) == 2
     assert not re.findall(r"\d [WE] \S+: .*", job.stderr), "nobody is warned of what was asked for"
-    assert "Exiting: the others have what ps:2 held; there are 2 ps now" in job.stderr
+    assert "Exiting: the others have what ps:2 held; the job has 2 ps now" in job.stderr
 
 
 @pytest.mark.thorough

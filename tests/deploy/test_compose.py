@@ -105,7 +105,7 @@ def test_ps_come_and_go_while_the_job_runs(project: Make) -> None:
     job.wait_for("  loss ")
     for num_ps in (3, 1, 2):
         job.compose("up", "--detach", "--no-recreate", "--scale", f"ps={num_ps}", "ps")
-        job.wait_for(f"There are {num_ps} ps now")
+        job.wait_for(f"The job has {num_ps} ps now")
     status = ["exec", "-T", "chief", "stratagem", "status", "--chief", "chief:2222", "--json"]
     assert json.loads(job.compose(*status))["updates_lost"] == 0
     assert [job.container("worker", number)["RestartCount"] for number in (1, 2)] == [0, 0]

@@ -269,7 +269,7 @@ class VariableGroups:
         clients = self._runtime.clients
         while True:
             self._runtime.reroute()
-            logger.info("The variables are now on %d parameter servers", len(clients))
+            logger.info("The variables are now on %d ps", len(clients))
             self._load_bytes = [0] * len(clients)
             self._epochs = dict.fromkeys(range(len(clients)), 0)
             for one in self._placed:
