@@ -24,7 +24,9 @@ from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ForbiddenError, PeerUnavailableError, StaleStoreError
+from stratagem.rpc import errors
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.logs import Throttle
 from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, refused, until
 
 
@@ -500,9 +502,10 @@ async def test_a_ps_that_holds_no_variables_is_not_waited_for_and_one_without_va
 
 
 async def test_a_checkpoint_that_fails_again_and_again_is_told_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log said the same at every attempt, of the chief's clock and of a worker that asks ten times a second."""
+    monkeypatch.setattr(errors, "_REPEATED", Throttle(1, errors.AGAIN_S))  # without what other tests were refused
     caplog.set_level(logging.INFO, "stratagem")
     config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "checkpoint_every_s": 0.001}
     async with cluster(**config) as (running, [worker], servers):

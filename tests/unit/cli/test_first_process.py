@@ -21,6 +21,10 @@ assert os.getppid() == parent
 """
 
 
+WAIT = "import time\nwhile True: time.sleep(0.1)"
+"""Until a handler raises. ``signal.pause()`` would not notice a signal that comes just before it."""
+
+
 def start(work: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM + work], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -44,9 +48,7 @@ def test_it_ends_as_its_child_does(work: str, code: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_reach_the_child(number: signal.Signals) -> None:
-    process = start(
-        f"signal.signal({int(number)}, lambda *_: sys.exit(7))\nprint('here', flush=True)\nwhile True: signal.pause()"
-    )
+    process = start(f"signal.signal({int(number)}, lambda *_: sys.exit(7))\nprint('here', flush=True)\n{WAIT}")
     assert process.stdout is not None and process.stdout.readline() == "here\n"
     process.send_signal(number)
     process.communicate(timeout=60)
@@ -54,7 +56,7 @@ def test_signals_reach_the_child(number: signal.Signals) -> None:
 
 
 def test_a_child_without_a_handler_dies_of_the_signal() -> None:
-    process = start("print('here', flush=True)\nwhile True: signal.pause()")
+    process = start(f"print('here', flush=True)\n{WAIT}")
     assert process.stdout is not None and process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)

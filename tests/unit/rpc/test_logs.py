@@ -11,7 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from stratagem.errors import ConfigurationError, StaleStoreError
+from stratagem.rpc import errors
 from stratagem.rpc.errors import Caught
+from stratagem.rpc.logs import Throttle
 from tests import forks
 
 own_python = functools.partial(subprocess.run, capture_output=True, text=True, timeout=240)
@@ -108,9 +110,10 @@ def test_a_line_is_bounded_whatever_it_quotes(form: str) -> None:
 
 
 def test_a_refusal_is_logged_once_and_is_no_warning_where_the_caller_asks_again(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(errors, "_REPEATED", Throttle(1, errors.AGAIN_S))
     refusals = [ConfigurationError("'worker:7' is no task"), StaleStoreError("begins from step 7")]
     for error in (*refusals, *refusals):
         with Caught("/stratagem.Chief/Session", lambda: True) as caught:
