@@ -42,7 +42,8 @@ class JobEnd(ChiefPart):
         deadline = self._clock() + LEAVE_S
         logger.warning("%s: it saves and exits; the job continues with the chief that replaces it", reason)
         try:
-            await asyncio.wait_for(self._maintenance.save_last(), LEAVE_S)
+            async with asyncio.timeout(LEAVE_S):
+                await self._maintenance.save_last()
         except (StratagemError, TimeoutError) as error:
             why = str(error) or f"it was not written within {LEAVE_S:g} s"  # a TimeoutError says nothing
             logger.warning("No checkpoint before the chief exits: %s", why)

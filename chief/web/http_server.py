@@ -204,7 +204,8 @@ def of_loop(loop: asyncio.AbstractEventLoop, look: Callable[[], T]) -> Callable[
         return look()
 
     async def ask() -> T:
-        return await asyncio.wait_for(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here(), loop)), TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):  # `wait_for` of Python 3.11 loses a cancellation
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here(), loop))
 
     return ask
 

@@ -54,7 +54,8 @@ class PageWatch:
             else:
                 with contextlib.suppress(TimeoutError):
                     pause_s = LIVE_S if self.num_looks < NUM_SOON else IDLE_S
-                    await asyncio.wait_for(self._wanted.wait(), max(pause_s, PATIENCE * took_s))
+                    async with asyncio.timeout(max(pause_s, PATIENCE * took_s)):
+                        await self._wanted.wait()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

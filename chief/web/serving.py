@@ -101,7 +101,8 @@ class JobPage:
             await response.write(f"retry: {RETRY_MS}\n\n".encode())
             try:
                 async for name, data in self._watch.messages():
-                    await asyncio.wait_for(response.write(f"event: {name}\ndata: {data}\n\n".encode()), READ_S)
+                    async with asyncio.timeout(READ_S):
+                        await response.write(f"event: {name}\ndata: {data}\n\n".encode())
             except TimeoutError:  # it sleeps, say; when it wakes it comes back
                 if request.transport is not None:
                     request.transport.abort()

@@ -235,3 +235,19 @@ async def test_a_browser_shows_the_token_as_a_password(tmp_path: Path) -> None:
         for headers in wrong:
             assert (await asyncio.to_thread(get, server.address, None, headers))[0] == 401, headers
         assert (await asyncio.to_thread(get, server.address, None, basic(f"anybody:{TOKEN}")))[0] == 200
+
+
+async def test_whoever_looks_can_be_cancelled_at_any_moment() -> None:
+    """A look that came in the moment of the cancellation was given instead: the page's loop went on, and the chief
+    waited for it at the end of its job."""
+    look = of_loop(asyncio.get_running_loop(), lambda: 1)
+    for num_turns in range(20):
+        asking = asyncio.ensure_future(look())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        if asking.done():
+            break
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert num_turns > 2 and asking.result() == 1
