@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from stratagem.ps.requests import Facts, Merge
@@ -89,7 +88,7 @@ def _facts_of_rows(spec: GroupSpec, numbers: torch.Tensor, rows: torch.Tensor) -
     squared, is_finite = _squared_norm(rows.reshape(-1))
     if is_finite:
         return Facts(squared, True, ())
-    shards = np.searchsorted(spec.row_ends, numbers[~torch.isfinite(rows).all(1)].numpy(), side="right")
+    shards = spec.holders(numbers[~torch.isfinite(rows).all(1)].numpy())
     names = dict.fromkeys(spec.shards[index].variable for index in shards.tolist())
     return Facts(squared, False, tuple(names)[:_MAX_NAMES])
 

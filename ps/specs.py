@@ -102,6 +102,10 @@ class GroupSpec:
         """Largest number of slots that its optimizer may keep."""
         return len(optimizers.rule_for(self.optimizer, self.is_table).possible_slots) if self.optimizer else 0
 
+    def holders(self, numbers: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Of tables: for each of some row numbers the position of its shard."""
+        return np.searchsorted(self.row_ends, numbers, side="right")
+
     @functools.cached_property
     def num_rows(self) -> int:
         """Of tables: rows held here."""

@@ -49,8 +49,7 @@ class TableGroup(ShardGroup):
 
     def counts_with(self, came: Sequence[int], parts: Parts) -> Sequence[int]:
         """Step counts of all shards; ``came``: of those that some of ``parts`` are of. ProtocolError: of others."""
-        ends = self.spec.row_ends * self.spec.row_elements
-        indices = sorted({int(np.searchsorted(ends, offset, side="right")) for offset, _ in parts})
+        indices = sorted({*self.spec.holders([offset // self.spec.row_elements for offset, _ in parts]).tolist()})
         if len(came) != len(indices):
             raise ProtocolError(
                 f"group {self.spec.group}: expected step counts of {len(indices)} shards, got {len(came)}"
@@ -155,9 +154,8 @@ class TableGroup(ShardGroup):
             self._row_counts.note(numbers)
             for count, begin, end in self._by_count(numbers):
                 for start in range(begin, end, at_once):
-                    some, part = numbers, gradient
-                    if end - start > at_once or start or end < len(numbers):
-                        stop = min(start + at_once, end)
+                    some, part, stop = numbers, gradient, min(start + at_once, end)
+                    if stop - start < len(numbers):
                         some, part = numbers[start:stop], gradient[start:stop]
                     rows = [table.take(some) for table in tables]
                     self._rule.update_rows(hyper, count, rows[0], rows[1:], part if scale == 1.0 else part * scale)
@@ -186,7 +184,7 @@ class TableGroup(ShardGroup):
         return [(self._row_name(number), share) for number, share in self._row_counts.hottest()]
 
     def _row_name(self, number: int) -> str:
-        shard = next(one for one in self.spec.shards if number * self.spec.row_elements < one.stop)
+        shard = self.spec.shards[int(self.spec.holders(number))]
         return f"{shard.variable}:{shard.first_row + number - shard.offset // self.spec.row_elements}"
 
     def _table(self, slot: str) -> RowTable:

@@ -143,9 +143,8 @@ def preload(names: Sequence[str] = PRELOADED) -> None:
     for each in weakref.finalize._registry:  # type: ignore[attr-defined]
         if each.peek()[1].__module__ == "torch.library":
             each.atexit = False  # it takes operators out of tables
-    shared = {name: module for name, module in sys.modules.items() if name != "__main__"}
-    own = sys.stdlib_module_names
-    _of_libraries.update((name, module) for name, module in shared.items() if name.partition(".")[0] not in own)
+    own = {*sys.stdlib_module_names, "__main__"}
+    _of_libraries.update({name: each for name, each in sys.modules.items() if name.partition(".")[0] not in own})
     gc.collect()
     gc.freeze()  # what is here already is never garbage: a collection in a child would only copy its pages
 

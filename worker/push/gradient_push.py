@@ -25,7 +25,7 @@ from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_fini
 from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
 from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
-from stratagem.worker.push.remote_tables import RemoteTables, every_table
+from stratagem.worker.push.remote_tables import RemoteTables, by_group, every_table
 from stratagem.worker.push.row_reads import RowReads
 from stratagem.worker.push.staging import GradientStaging
 from stratagem.worker.push.table_handle import RowGradient
@@ -348,10 +348,8 @@ class GradientPush:
                 continue
             present = [self.parameters[shard.variable].grad is not None for shard in shards]
             commits.append(wire.group_commit(group, present, hyper, self._variables.have[ps].get(group)))
-        rows = iter(self._rows)
-        for each in self._table_groups:
-            present = each.present(ps, [next(rows) for _ in each.tables])
-            if present:
+        for each, gradients in by_group(self._table_groups, self._rows):
+            if present := each.present(ps, gradients):
                 commits.append(wire.group_commit(each.group, present, hyper))
         return commits
 

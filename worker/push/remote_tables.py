@@ -6,6 +6,7 @@ A job of 26 tables of one width sends one frame where it would send 26, and a ps
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -100,6 +101,14 @@ class RemoteTables:
                 for holder, start, stop, local in table.link.placement.cut(gradient.numbers, max_rows):
                     if holder == ps:
                         yield RowsThere(local, gradient.values[start:stop])
+
+
+def by_group(
+    groups: Iterable[RemoteTables], gradients: Iterable[RowGradient | None]
+) -> Iterator[tuple[RemoteTables, list[RowGradient | None]]]:
+    """Each group with the gradients of its tables; ``gradients``: in the order of :func:`every_table`."""
+    following = iter(gradients)
+    return ((each, list(itertools.islice(following, len(each.tables)))) for each in groups)
 
 
 def every_table(groups: Iterable[RemoteTables]) -> Iterator[RemoteTable]:

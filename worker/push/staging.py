@@ -13,7 +13,7 @@ from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc.codec import FrameKind
 from stratagem.worker.push.host_tensors import GradientSource
 from stratagem.worker.push.layout import Chunk
-from stratagem.worker.push.remote_tables import RemoteTables
+from stratagem.worker.push.remote_tables import RemoteTables, by_group
 from stratagem.worker.push.table_handle import RowGradient
 from stratagem.worker.push.variables import EXACT_EVERY, NUM_EXACT, RemoteVariables
 from stratagem.worker.push.wire import Transfer
@@ -210,9 +210,7 @@ class GradientStaging:
     def _stage_rows(self, ps: int) -> None:
         if not self._tables or self._rows_sent.get(ps) == self._rows:
             return
-        rows = iter(self._rows)
-        for each in self._tables:
-            gradients = [next(rows) for _ in each.tables]
+        for each, gradients in by_group(self._tables, self._rows):
             num_frames = each.send_gradients(gradients, self._clients[ps], self._transfer(ps))
             self._num_frames[ps] = self._num_frames.get(ps, 0) + num_frames
         self._rows_sent[ps] = self._rows
