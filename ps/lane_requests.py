@@ -55,9 +55,19 @@ class LaneRequests:
         self._lane = lane
         self._follows = sender.task.startswith("ps:")
 
-    def take(self, frame: Frame) -> None:
-        """Serves one frame. StratagemError: it cannot be what it says, or the sender is dead: the lane has to end."""
-        if self._follows or frame.kind in (FOLLOW, FOLLOWED):
+    def take(self, frames: list[Frame]) -> None:
+        """Serves frames that came together, and takes them away; what answers them leaves together. StratagemError: one
+        cannot be what it says, or the sender is dead: the lane has to end."""
+        if self._follows:  # to whom other threads send
+            while frames:
+                self._of_backup(frames.pop(0))
+            return
+        with self._lane.corked():
+            while frames:
+                self._take(frames.pop(0))
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind in (FOLLOW, FOLLOWED):
             self._of_backup(frame)
             return
         found = _REQUESTS.get(frame.kind)
@@ -67,9 +77,7 @@ class LaneRequests:
             self._store.state.totals.add_span(measures.RECEIVE, begun)
             return
         name, cls, handler = found
-        request = self._read(cls, frame)
-        with self._lane.corked():
-            self._serve(name, handler, request, frame)
+        self._serve(name, handler, self._read(cls, frame), frame)
 
     def _serve(self, name: str, handler: _Handler, request: Any, frame: Frame) -> None:
         try:

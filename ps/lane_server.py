@@ -198,8 +198,7 @@ def _read(requests: LaneRequests, sender: Sender, messages: Iterator[bytes], lan
         for message in messages:
             frames = codec.decode_frames(message)
             del message  # staging holds what is needed; nothing else keeps the last message alive
-            while frames:
-                requests.take(frames.pop(0))
+            requests.take(frames)
     except FencedError as error:
         lane.close(error)
     except StratagemError as error:

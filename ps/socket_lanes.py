@@ -255,7 +255,7 @@ class SocketLanes:
             store.open_lane(sender, replies)
             requests = LaneRequests(store, sender, replies)
             while True:
-                requests.take(receiver.receive(0, math.inf))
+                requests.take([receiver.receive(0, math.inf)])
         except (PeerUnavailableError, FencedError):
             pass
         except StratagemError as error:

@@ -96,6 +96,11 @@ class LeaseClient:
         is_known = not self._pass.HasField("evaluation") and self._pass.epoch < self._first_open
         return is_known and not self._held and not self._unreported
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether :meth:`ready` gives one."""
+        return bool(self._ready)
+
     def ready(self) -> Lease | None:
         """The next unit that is here."""
         return self._ready.popleft() if self._ready else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -28,11 +28,15 @@ class UnitSource(Protocol):
     def next(self, wait: bool) -> Lease | None:
         """The next unit; None when all are accepted that are meant, or (no ``wait``) there is none right now."""
 
+    def has_next(self) -> bool:
+        """Whether :meth:`next` gives one without asking anybody."""
+
     def holds(self, lease: Lease) -> bool:
         """Whether the unit is still leased here."""
 
-    def begin(self, lease: Lease, batch: Any) -> None:
-        """The script is about to get ``batch``, which holds the examples of the unit."""
+    def begin(self, lease: Lease, batch: Any, following: Callable[[], Any]) -> None:
+        """The script is about to get ``batch``, which holds the examples of the unit. ``following``: see
+        :meth:`Ahead.following`."""
 
     def done(self, lease: Lease) -> None:
         """The script asked for the batch after it."""
@@ -57,6 +61,30 @@ class DistributedIterator(WithWaysOut, Iterator[Any]):
     def get_next(self) -> Any:
         """TensorFlow's name for ``next()``; there are no more where it raises StopIteration."""
         return next(self)
+
+
+class Ahead(Iterator[Any]):
+    """Batches, the next of which may be looked at before its turn. ``has_more``: whether it need not be waited for."""
+
+    def __init__(self, batches: Iterator[Any], has_more: Callable[[], bool]) -> None:
+        self._batches = batches
+        self._has_more = has_more
+        self._read: list[Any] = []
+        self._error: Exception | None = None
+
+    def __next__(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._read.pop() if self._read else next(self._batches)
+
+    def following(self) -> Any:
+        """The batch after the last one given; None: it is not here yet."""
+        if not self._read and self._error is None and self._has_more():
+            try:
+                self._read.append(next(self._batches))
+            except Exception as error:  # of the script's data: it comes when it is its turn
+                self._error = error
+        return self._read[0] if self._read else None
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -166,12 +194,13 @@ class DistributedDataset(WithWaysOut):
 
         loader = rebuild(self.loader, Batches(indices()))
         seed_epoch(loader, self.plan.seed, self._ordinal, first.unit.epoch, first.unit.index)
-        for batch in loader:
+        batches = Ahead(iter(loader), self._source.has_next)
+        for batch in batches:
             lease = reading.popleft()
             if not self._source.holds(lease):
                 continue
             self._drop_watch.look(batch, lease.num_examples)
             batch = to_device(batch if lease.num_examples else empty_like(batch), self._device)
-            self._source.begin(lease, batch)
+            self._source.begin(lease, batch, batches.following)
             yield batch
             self._source.done(lease)

@@ -226,7 +226,8 @@ class ParameterServerStrategy(Strategy):
             return
         try:
             update = self._tracker.step()
-            pushed = push.push(update, self._step_slice(update.units))
+            is_last = update.ordinal + 1 >= self._tracker.steps_per_unit  # of its batch, as those before had them
+            pushed = push.push(update, self._step_slice(update.units), reads_ahead=is_last)
         except RolledBack:
             self._roll_back()
             return

@@ -26,7 +26,7 @@ from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
 from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
 from stratagem.worker.push.remote_tables import RemoteTables, by_group, every_table
-from stratagem.worker.push.row_reads import RowReads
+from stratagem.worker.push.row_reads import RowReads, RowsAhead
 from stratagem.worker.push.staging import GradientStaging
 from stratagem.worker.push.table_handle import RowGradient
 from stratagem.worker.push.variables import RemoteVariables
@@ -107,6 +107,8 @@ class GradientPush:
         self._corked: list[Lane] = []
         """Lanes that hold frames back, which leave with the first request."""
         self._calls: dict[int, PendingCall | None] = {}
+        self._ahead: RowsAhead | None = None
+        """What leaves with this update."""
         self._applied: dict[int, tuple[int, int]] = {}
         """Of each ps: updates by its count, and how many it has forgotten."""
         self.num_pushed = 0
@@ -133,9 +135,9 @@ class GradientPush:
         self._is_rerouted = True
         self.reattached()
 
-    def push(self, update: Update, step_slice: StepSlice | None) -> bool:
-        """Commits the gradients as ``update`` and takes the new weights. False: there was no gradient at all, and
-        nothing happened.
+    def push(self, update: Update, step_slice: StepSlice | None, *, reads_ahead: bool = False) -> bool:
+        """Commits the gradients as ``update`` and takes the new weights; with ``reads_ahead`` also the rows of the
+        batch to come, in the same round trip. False: there was no gradient at all, and nothing happened.
 
         Raises:
             NonFiniteGradientError: NaN or Inf under the policy "error".
@@ -156,6 +158,7 @@ class GradientPush:
             self._is_rerouted, self._num_answered = False, 0
             try:
                 with self._reads.turn:
+                    self._ahead = self._reads.ahead() if reads_ahead else None
                     self._reads.clear()
                     self._push(update, given, gradients)
                 return True
@@ -280,11 +283,21 @@ class GradientPush:
             self._closes.acknowledged(ps, num_closes[ps])
             self._num_answered += 1
 
-        self._on_all("CommitUpdate", request, finish)
+        self._on_all("CommitUpdate", request, finish, self._ahead)
         self._variables.finish()
+        if self._ahead is not None:
+            with self._meter.within(measures.ROWS_WAIT):
+                self._reads.take(self._ahead)
 
-    def _on_all(self, method: str, build: Callable[[int], Any], finish: Callable[[int, PendingCall], None]) -> None:
-        """One sequenced call on every ps at once; a ps that goes away is waited for and asked again."""
+    def _on_all(
+        self,
+        method: str,
+        build: Callable[[int], Any],
+        finish: Callable[[int, PendingCall], None],
+        ahead: RowsAhead | None = None,
+    ) -> None:
+        """One sequenced call on every ps at once, and a request for rows behind it; a ps that goes away is waited for
+        and called again."""
         requests: dict[int, Any] = {}
         self._calls.clear()
         for ps in self._servers:
@@ -293,6 +306,8 @@ class GradientPush:
                 self._calls[ps] = self._clients[ps].start(method, requests[ps], sequenced=True)
             except PeerUnavailableError:
                 self._calls[ps] = None
+        if ahead is not None:
+            ahead.send()
         self._uncork()
         for ps, request in requests.items():
             while True:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,11 +17,11 @@ import torch
 from stratagem.errors import PeerUnavailableError
 from stratagem.measuring import measures
 from stratagem.rpc.codec import FrameKind
-from stratagem.rpc.lane import Pieces
+from stratagem.rpc.lane import Lane, Pieces
 from stratagem.worker.push.layout import Numbers, RowPlacement
 from stratagem.worker.push.ps_client import RETRY_S, PsClient
 from stratagem.worker.push.row_frames import RowsThere, frames_of, numbers_of, rows_in
-from stratagem.worker.push.row_guesses import Companion, RowGuesses
+from stratagem.worker.push.row_guesses import Companion, RowGuesses, Tensors
 from stratagem.worker.runtime import WorkerRuntime
 
 MAX_BYTES = 32 << 20
@@ -133,17 +133,46 @@ def are_within(ids: Places, num_rows: int) -> bool:
     return not len(ids) or bool(ids.view(np.uint64).max() < num_rows)  # where negative ones are large
 
 
+class RowsAhead:
+    """Rows that a request of this worker's asks for, together with another one that it sends."""
+
+    def __init__(self, guessed: Sequence[tuple[Companion[Table], Lookup]]) -> None:
+        self.guessed = guessed
+        self._request: _Request | None = _Request(_wanted_by(guessed))
+
+    def send(self) -> None:
+        """Whoever cannot be reached is asked again when its rows are wanted."""
+        assert self._request is not None
+        try:
+            self._request.send()
+        except PeerUnavailableError:
+            self._request = None
+
+    def receive(self) -> bool:
+        """Behind the reply to the other one. False: they did not come, or not from a ps that is here now."""
+        request, self._request = self._request, None
+        try:
+            if request is not None and request.is_current:
+                request.receive()
+                return True
+        except PeerUnavailableError:
+            pass
+        return False
+
+
 class RowReads:
     """Reads rows of the tables of a job. The first lookup of a batch asks for the rows of all tables whose ids lie as
-    in the batches before: one round trip, not one for each. A guess is used only for the very ids that it was made for,
-    and not after this worker has sent anything to a ps, or a while later."""
+    in the batches before: one round trip, not one for each. Where the ids are those of a distributed dataset's batch,
+    they come with the weights of the update before: no round trip at all. A guess is used only for the very ids that it
+    was made for, and not after this worker has sent anything to a ps, or a while later."""
 
     def __init__(self, turn: threading.RLock) -> None:
         self.turn = turn
         """Of the thread that sends something to ps, until the answers are here: a script may read tables in one while
         it trains in another, and what goes and comes over a lane is for one at a time."""
         self.guesses = RowGuesses[Table]()
-        self._ready: list[tuple[Companion[Table], Lookup]] = []
+        self._following: Tensors | None = None
+        self._ready: Sequence[tuple[Companion[Table], Lookup]] = ()
         """What came with it, and was not asked for yet."""
         self._ready_until = 0.0
 
@@ -152,23 +181,19 @@ class RowReads:
         time."""
         with self.turn:
             known = self.guesses.note(table, ids)
-            if known is not None:
-                self._drop()
             for position, (companion, ready) in enumerate(self._ready):
                 if companion.table is table and np.array_equal(ready.ids, array):
                     if time.monotonic() > self._ready_until:
                         break
-                    del self._ready[position]
+                    self._ready = [*self._ready[:position], *self._ready[position + 1 :]]
                     return ready
+            if known is not None:
+                self._drop()
             wanted = Lookup.of(table, array)
-            guessed: list[tuple[Companion[Table], Lookup]] = []
-            if known:
-                with torch.inference_mode(False):  # whose rows get no gradient outside of that mode
-                    guessed += self._lookups(known, wanted.rows.nbytes)
-            more = [_Wanted(companion.table, each.numbers, each.rows) for companion, each in guessed]
-            self.read(table, wanted.numbers, wanted.rows, more)
-            if more:
-                self._ready, self._ready_until = guessed, time.monotonic() + MAX_AGE_S
+            guessed = self._lookups(self.guesses.ids_of(known), wanted.rows.nbytes) if known else ()
+            self.read(table, wanted.numbers, wanted.rows, _wanted_by(guessed))
+            if guessed:
+                self._keep(guessed)
             return wanted
 
     def read(self, table: Table, numbers: Numbers, rows: torch.Tensor, more: Sequence[_Wanted] = ()) -> None:
@@ -183,11 +208,27 @@ class RowReads:
                     part = slice(start, start + at_once)
                     _read([_Wanted(table, numbers[part], rows[part])])
 
-    def within(self, arguments: Callable[[], Sequence[torch.Tensor]] | None) -> None:
+    def begin(self, batch: Tensors | None = None, following: Tensors | None = None) -> None:
+        """The script gets a batch of a distributed dataset, with these tensors, or (None) has done with the last one.
+        ``following``: of the batch after it, whose rows may be read ahead; none while it is not here."""
+        with self.turn:
+            self.guesses.begin(batch)
+            self._following = following
+
+    def within(self, arguments: Tensors | None) -> None:
         """A step begins, whose arguments have these tensors; None: it is over."""
         with self.turn:
             self.guesses.within(arguments)
-            self._drop()
+
+    def ahead(self) -> RowsAhead | None:
+        """What the batch after this one will look up."""
+        guessed = self._lookups(self.guesses.following(self._following), 0) if self._following is not None else ()
+        return RowsAhead(guessed) if guessed else None
+
+    def take(self, ahead: RowsAhead) -> None:
+        """Receives what was sent for."""
+        if ahead.receive():
+            self._keep(ahead.guessed)
 
     def clear(self) -> None:
         """Rows may change: what was read and not asked for is as good as wasted."""
@@ -197,58 +238,90 @@ class RowReads:
     def _drop(self) -> None:
         for companion, _ in self._ready:
             companion.num_wasted += 1
-        self._ready.clear()
+        self._ready = ()
+
+    def _keep(self, guessed: Sequence[tuple[Companion[Table], Lookup]]) -> None:
+        self._ready, self._ready_until = guessed, time.monotonic() + MAX_AGE_S
 
     def _lookups(
-        self, known: Collection[Companion[Table]], num_bytes: int
-    ) -> Iterator[tuple[Companion[Table], Lookup]]:
-        for companion, ids in self.guesses.ids_of(known):
-            array = array_of(ids).copy()
-            if not are_within(array, companion.table.num_rows):
-                continue
-            lookup = Lookup.of(companion.table, array)
-            num_bytes += lookup.rows.nbytes
-            if num_bytes > MAX_BYTES:
-                return
-            yield companion, lookup
+        self, guesses: Iterable[tuple[Companion[Table], torch.Tensor]], num_bytes: int
+    ) -> Sequence[tuple[Companion[Table], Lookup]]:
+        found: list[tuple[Companion[Table], Lookup]] = []
+        with torch.inference_mode(False):  # whose rows get no gradient outside of that mode
+            for companion, ids in guesses:
+                array = array_of(ids).copy()
+                if not are_within(array, companion.table.num_rows):
+                    continue
+                lookup = Lookup.of(companion.table, array)
+                num_bytes += lookup.rows.nbytes
+                if num_bytes > MAX_BYTES:
+                    break
+                found.append((companion, lookup))
+        return found
+
+
+def _wanted_by(guessed: Sequence[tuple[Companion[Table], Lookup]]) -> list[_Wanted]:
+    return [_Wanted(companion.table, each.numbers, each.rows) for companion, each in guessed]
 
 
 def _read(wanted: Sequence[_Wanted]) -> None:
+    link = wanted[0].table.link
     give_up_at: float | None = None
     for attempt in itertools.count():
-        client: PsClient | None = None
-        transfers: dict[PsClient, int] = {}
-        asked: list[tuple[PsClient, Sequence[RowsThere]]] = []
-        link = wanted[0].table.link  # another one, when there is another number of ps
-        config = link.runtime.config
+        request = _Request(wanted)
         try:
             with contextlib.ExitStack() as corked:
-                for (ps, group), parts in _by_place(wanted, config.frame_bytes).items():
-                    client = link.runtime.clients[ps]
-                    if client not in transfers:
-                        transfers[client] = client.new_transfer()
-                        corked.enter_context(client.lane.corked())
-                    num_rows = 0
-                    for some in frames_of(parts, rows_in(config.frame_bytes, parts[0].rows)):
-                        numbers = numbers_of(some)
-                        client.lane.send(
-                            _WANTED_ROWS, transfers[client], group, num_rows, held([numbers]), len(numbers)
-                        )
-                        num_rows += len(numbers)
-                        asked.append((client, some))
-            deadline = time.monotonic() + config.start_timeout_s
-            for client, parts_asked in asked:
-                _receive(client, transfers[client], deadline, parts_asked)
-            for client, transfer in transfers.items():
-                client.lane.forget(transfer)
+                request.send(lambda lane: corked.enter_context(lane.corked()))
+            request.receive()
             return
         except PeerUnavailableError:
-            give_up_at = give_up_at or time.monotonic() + config.peer_timeout_s
-            if client is None or time.monotonic() > give_up_at:
+            give_up_at = give_up_at or time.monotonic() + link.runtime.config.peer_timeout_s
+            if (client := request.client) is None or time.monotonic() > give_up_at:
                 raise
             link.recover(client)
             if attempt:  # it is there, and refuses
                 client.session.wait_stopped(RETRY_S)
+
+
+class _Request:
+    """Rows that are asked for once. PeerUnavailableError of either method: :attr:`client` is gone."""
+
+    def __init__(self, wanted: Sequence[_Wanted]) -> None:
+        self._wanted = wanted
+        self.client: PsClient | None = None
+        """Whom this has to do with now."""
+        self._transfers: dict[PsClient, tuple[Lane, int]] = {}
+        self._asked: list[tuple[PsClient, Sequence[RowsThere]]] = []
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all that were asked are still connected as they were."""
+        return all(client.is_connected and client.lane is lane for client, (lane, _) in self._transfers.items())
+
+    def send(self, begin: Callable[[Lane], object] = lambda _: None) -> None:
+        """``begin`` gets each lane before its first frame."""
+        link = self._wanted[0].table.link  # another one, when there is another number of ps
+        frame_bytes = link.runtime.config.frame_bytes
+        for (ps, group), parts in _by_place(self._wanted, frame_bytes).items():
+            client = self.client = link.runtime.clients[ps]
+            if client not in self._transfers:
+                self._transfers[client] = client.lane, client.new_transfer()
+                begin(client.lane)
+            lane, transfer = self._transfers[client]
+            num_rows = 0
+            for some in frames_of(parts, rows_in(frame_bytes, parts[0].rows)):
+                numbers = numbers_of(some)
+                lane.send(_WANTED_ROWS, transfer, group, num_rows, held([numbers]), len(numbers))
+                num_rows += len(numbers)
+                self._asked.append((client, some))
+
+    def receive(self) -> None:
+        deadline = time.monotonic() + self._wanted[0].table.link.runtime.config.start_timeout_s
+        for client, parts in self._asked:
+            self.client = client
+            _receive(*self._transfers[client], deadline, parts)
+        for lane, transfer in self._transfers.values():
+            lane.forget(transfer)
 
 
 def _by_place(wanted: Sequence[_Wanted], frame_bytes: int) -> dict[tuple[int, int], list[RowsThere]]:
@@ -261,11 +334,11 @@ def _by_place(wanted: Sequence[_Wanted], frame_bytes: int) -> dict[tuple[int, in
     return found
 
 
-def _receive(client: PsClient, transfer: int, deadline: float, parts: Sequence[RowsThere]) -> None:
+def _receive(lane: Lane, transfer: int, deadline: float, parts: Sequence[RowsThere]) -> None:
     """One frame, into the rows it is for."""
     first = parts[0].rows
     target = first if len(parts) == 1 else first.new_empty(sum([len(part.local) for part in parts]), first.shape[1])
-    frame = client.lane.receive(transfer, deadline, target.view(-1))
+    frame = lane.receive(transfer, deadline, target.view(-1))
     rows = frame.tensor.view(target.shape)
     if len(parts) > 1:
         for part, some in zip(parts, rows.split([len(part.local) for part in parts]), strict=True):

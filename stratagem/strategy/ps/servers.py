@@ -79,10 +79,13 @@ class EvaluatedUnits:
         with self._meter.exposed("the other workers to finish the evaluation", phase=measures.MEETING):
             return self._client.next(wait)
 
+    def has_next(self) -> bool:
+        return self._client.has_ready
+
     def holds(self, lease: Lease) -> bool:
         return self._client.holds(lease.unit)
 
-    def begin(self, lease: Lease, batch: Any) -> None:
+    def begin(self, lease: Lease, batch: Any = None, following: object = None) -> None:
         if self._pulled != self._client.attempt:
             self._pull()
             self._pulled = self._client.attempt
@@ -114,7 +117,7 @@ class WholeData:
         self._units.start_epoch(self._units.num_passes, 1)
         try:
             while (lease := self._units.next(wait=True)) is not None:
-                self._units.begin(lease, None)
+                self._units.begin(lease)
                 with contextlib.closing(iter(self._batches)) as batches:
                     yield from itertools.islice(batches, self._num_batches)
                 self._units.done(lease)

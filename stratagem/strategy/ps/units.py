@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from stratagem.cluster.units import Lease, Plan, Topic, Unit
+from stratagem.data.nested import tensors
 from stratagem.data.placement import Listener, StepShare
 from stratagem.errors import ConfigurationError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
@@ -117,6 +118,9 @@ class LeasedUnits:
         with self._meter.exposed("the other workers to finish the epoch", phase=measures.MEETING):
             return self._ask(wait=True, group=group, counts=counts)
 
+    def has_next(self) -> bool:
+        return self._client.has_ready
+
     def _check_batches(self) -> None:
         """What was accumulated is dropped where a pass ends, and the others go on with theirs where it does not."""
         waiting = self._tracker.open_units[-1:] if self._tracker.has_waiting else ()
@@ -143,7 +147,7 @@ class LeasedUnits:
     def holds(self, lease: Lease) -> bool:
         return self._client.holds(lease.unit)
 
-    def begin(self, lease: Lease, batch: Any) -> None:
+    def begin(self, lease: Lease, batch: Any, following: Callable[[], Any]) -> None:
         if (end := self._runtime.dismissal()) is not None:
             for listener in self._listeners():
                 listener.flush()
@@ -159,6 +163,9 @@ class LeasedUnits:
                 self._groups.refresh()
         self._tracker.take(lease.unit)
         self._on_begin(lease, batch)
+        # Where there is a bound, rows are read when it has been waited for.
+        is_free = self._plan.staleness == math.inf
+        self._groups.reads.begin(lambda: [*tensors(batch)], (lambda: [*tensors(following())]) if is_free else None)
         self._is_counting = True
         for listener in self._listeners():
             listener.begin_unit()
@@ -166,6 +173,7 @@ class LeasedUnits:
 
     def done(self, lease: Lease) -> None:
         self._is_counting = False
+        self._groups.reads.begin()
         for listener in self._listeners():
             if (counted := listener.collect()) is not None:
                 topic, data = counted
@@ -196,6 +204,7 @@ class LeasedUnits:
         # A unit that the script was working on goes back. If it had stepped, the next worker's update is recognised as
         # a duplicate.
         self._tracker.abandon()
+        self._groups.reads.begin()
         if self._is_counting:
             self._is_counting = False
             for listener in self._listeners():

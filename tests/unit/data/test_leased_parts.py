@@ -43,10 +43,13 @@ class OneWorker:
         granted = self.lending.ask(WORKER, 1, epoch, [*self.lending.epoch(1, epoch).held_by(WORKER)], 1, [WORKER], stop)
         return granted.granted[0] if granted.granted else None
 
+    def has_next(self) -> bool:
+        return False
+
     def holds(self, lease: Lease) -> bool:
         return True
 
-    def begin(self, lease: Lease, batch: Any) -> None:
+    def begin(self, lease: Lease, batch: Any, following: object) -> None:
         """The batch is trained on."""
 
     def done(self, lease: Lease) -> None:
