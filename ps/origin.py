@@ -29,10 +29,12 @@ class _Rows:
     """Rows of a variable as one ps had them."""
 
     shard: ShardSpec
+    path: pathlib.Path
+    """Its ``ps-<i>.json``."""
     position: int
     """Of the shard in its group."""
     group: Mapping[str, Any]
-    """As it stands in ``ps-<i>.json``."""
+    """As it stands in there."""
     weights: Any
     slots: Any
     """Open files."""
@@ -46,6 +48,8 @@ class Origin:
     def __init__(self, directory: pathlib.Path) -> None:
         self._lock = threading.Lock()
         self._rows: dict[str, list[_Rows]] = {}
+        self._num_ps = 0
+        """That made it."""
         self.num_elements = 0
         """Of the weights of all variables."""
         self.num_taken = 0
@@ -61,6 +65,7 @@ class Origin:
                 self.store_epoch = max(self.store_epoch, data["store_epoch"])
                 ledgers.append(UnitLedger.from_json(data["units"]))
                 self._add(path, data["groups"])
+                self._num_ps += 1
         self.units, num_torn = UnitLedger.joined(ledgers)
         """What was applied before."""
         if num_torn:
@@ -76,16 +81,17 @@ class Origin:
 
     def take(self, spec: GroupSpec) -> ShardGroup | None:
         """A group with its rows, optimizer state and counts; None where the checkpoint has none of its variables, or
-        not all and those were not trained: a worker was about to give their values, and gives all of them again.
-        VariableError: it has some of what was trained, or under another optimizer or shape. CheckpointError: it cannot
-        be read any more."""
+        not all, from not all ps, and those were not trained: a worker was about to give their values, and gives all of
+        them again. VariableError: it has some of what was trained or complete, or under another optimizer or shape.
+        CheckpointError: it cannot be read any more."""
         if not any(shard.variable in self._rows for shard in spec.shards):
             return None
-        group, num_taken, lacking = new_group(spec), 0, ""
+        group, num_taken, lacking, holders = new_group(spec), 0, "", set[pathlib.Path]()
         with self._lock, reading(f"group {spec.group} of the checkpoint that this ps begins from", VariableError):
             for index, shard in enumerate(spec.shards):
                 num_rows = 0
                 for rows in self._rows.get(shard.variable, ()):
+                    holders.add(rows.path)
                     num_rows += self._copy(rows, group, index, shard)
                 if num_rows != shard.num_rows:
                     stop = shard.first_row + shard.num_rows
@@ -94,8 +100,8 @@ class Origin:
                         f"this ps begins from, found {num_rows}"
                     )
                 num_taken += num_rows * shard.num_elements // max(1, shard.num_rows)
-            if lacking and group.num_updates:
-                raise VariableError(lacking)
+            if lacking and (group.num_updates or len(holders) == self._num_ps):  # a ps is given all of a group
+                raise of_another_model(lacking)
             group.initialized = True
             self.num_taken += num_taken
         return None if lacking else group
@@ -109,7 +115,7 @@ class Origin:
                 continue
             for position, shard in enumerate(spec_from_json(group).shards):
                 self.num_elements += shard.num_elements
-                found = _Rows(shard, position, group, weights, slots)
+                found = _Rows(shard, path, position, group, weights, slots)
                 self._rows.setdefault(shard.variable, []).append(found)
 
     def _copy(self, rows: _Rows, group: ShardGroup, index: int, shard: ShardSpec) -> int:

@@ -173,6 +173,19 @@ def test_what_was_not_trained_is_given_again_where_some_of_it_is_lacking(tmp_pat
     assert described.initialized and described.taken_elements == described.origin_elements == 4
 
 
+def test_one_more_variable_of_a_group_that_every_ps_had_is_another_model(tmp_path: pathlib.Path) -> None:
+    """Also where nothing was trained: rows that were loaded would be gone."""
+    stores, shards = [new_store(0), new_store(1)], [ShardSpec("v0", (4,), first, 2, 0) for first in (0, 2)]
+    for store, shard in zip(stores, shards, strict=True):
+        DirectWorker(store, "worker:0", GroupSpec(1, "", torch.float32, (shard,))).create(torch.ones(2))
+    stores[0].checkpoints.restore_shards(str(checkpoint(tmp_path, stores, 1)), 1)
+    more = GroupSpec(1, "", torch.float32, (ShardSpec("v0", (4,), 0, 4, 0), ShardSpec("v1", (3,), 0, 3, 4)))
+    with pytest.raises(
+        VariableError, match=r"v1: expected rows 0 to 3 .* found 0.* another model begins in a checkpoi"
+    ):
+        DirectWorker(stores[0], "worker:0", more).create(torch.zeros(7))
+
+
 def test_a_file_of_any_ps_that_was_altered_is_refused(tmp_path: pathlib.Path) -> None:
     stores = [new_store(0), new_store(1)]
     for store in stores:
