@@ -16,9 +16,9 @@ PER_UPDATE, MAX_WAITING = 64, 64
 HALF_LIFE_S = 10.0
 """After which an update counts half."""
 KEPT = 512
-"""Rows that are counted from one look to the next: those with the largest share."""
+"""Rows of a table that are counted from one look to the next: those with the largest share."""
 MAX_TOLD, WORTH = 8, 0.02
-"""Rows that are told, at most, and the share of the table's row updates from which on one is."""
+"""Rows of a table that are told, at most, and the share of its row updates from which on one is."""
 
 
 class RowCounts:
@@ -62,10 +62,15 @@ class RowCounts:
         np.add.at(self._totals, self._tables_of(firsts), strides * sizes)
         found, places = np.unique(numbers, return_inverse=True)
         counts = np.bincount(places, weights, len(found))
-        shares = counts / np.maximum(1.0, self._totals)[self._tables_of(found)]
-        most = np.argsort(-shares, kind="stable")[:KEPT]
-        self._numbers, self._counts = found[most], counts[most]
-        return [(int(found[row]), float(shares[row])) for row in most[:MAX_TOLD] if shares[row] >= WORTH]
+        tables = self._tables_of(found)
+        shares = counts / np.maximum(1.0, self._totals)[tables]
+        order = np.lexsort((-shares, tables))
+        ranks = np.arange(len(order)) - np.searchsorted(tables, tables)  # in its table; ``tables`` ascend
+        kept = order[ranks < KEPT]
+        self._numbers, self._counts = found[kept], counts[kept]
+        told = order[(ranks < MAX_TOLD) & (shares[order] >= WORTH)]
+        told = told[np.argsort(-shares[told], kind="stable")]
+        return [(int(found[row]), float(shares[row])) for row in told]
 
     def _tables_of(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The position of each row's table."""

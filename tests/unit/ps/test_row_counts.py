@@ -71,6 +71,17 @@ def test_no_row_of_a_table_is_hot_because_others_have_more_rows_in_an_update(mon
     assert found == [(1_400_000, 1 / 16)]
 
 
+def test_each_table_tells_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e9)
+    counts = RowCounts([100, 200])
+    for row in range(10):
+        counts.note(rows(row, 100))
+    counts.note(rows(100, 101))
+    found = counts.hottest()
+    assert found[:2] == [(100, 11 / 12), (0, 0.1)] and (101, 1 / 12) in found
+    assert len(found) == row_counts.MAX_TOLD + 2
+
+
 def test_what_was_hot_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e-9)
     counts = RowCounts([100_000_000])
