@@ -150,6 +150,8 @@ class GradientPush:
         gradients += [None if rows is None else rows.values for rows in self._rows]
         given = [gradient is not None for gradient in gradients]
         if not any(given):
+            with self._reads.turn:
+                self._reads.clear()  # a step of the other workers may be over
             return False
         self._slice, self._is_part = None, step_slice is not None and len(step_slice.units) > 1
         if step_slice is not None:

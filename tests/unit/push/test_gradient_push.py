@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from unittest import mock
 
+import torch
+
+from stratagem.cluster.units import Update
 from stratagem.errors import PeerUnavailableError
 from stratagem.worker.push.gradient_push import GradientPush
+from stratagem.worker.push.row_reads import Lookup, RowReads
 from stratagem.worker.step_meter import StepMeter
 
 
@@ -21,3 +26,12 @@ def test_a_ps_that_goes_away_while_frames_are_sent_again_is_waited_for_once_more
     finished: list[Any] = []
     push._on_all("CommitUpdate", mock.Mock(), lambda ps, call: finished.append((ps, call)))
     assert push._recover.call_count == 2 and finished == [(0, "call")]
+
+
+def test_a_step_without_a_gradient_forgets_the_rows_that_were_read_ahead() -> None:
+    """At staleness 0 the others had one, and those rows are of before."""
+    push: Any = object.__new__(GradientPush)
+    push._variables, push._tables, push.parameters = mock.Mock(), [], [torch.nn.Parameter(torch.zeros(1))]
+    push._reads = RowReads(threading.RLock())
+    push._reads._ready.append((mock.Mock(num_wasted=0), mock.Mock(spec=Lookup)))
+    assert not push.push(mock.Mock(spec=Update), None) and not push._reads._ready
