@@ -239,7 +239,7 @@ class Recovery(ChiefPart):
         descriptions = await self._ps_pool.describe()
         holding = [each for each in descriptions.values() if each.initialized]
         if is_start:
-            await self._start_from_checkpoint(descriptions)
+            await self._start_from_checkpoint(descriptions, holding)
         else:
             # On disk, too: workers leave an epoch that ends with these, and the next chief may find no ps that knows.
             synchronous = self._lease_book.synchronous
@@ -268,9 +268,11 @@ class Recovery(ChiefPart):
         self._state.is_open = True
         self._changed.notify()
 
-    async def _start_from_checkpoint(self, descriptions: Mapping[Incarnation, ServerDescription]) -> None:
-        """No process is older than this chief: the job starts, or starts again, from what the ps restored."""
-        holding = [each for each in descriptions.values() if each.initialized]
+    async def _start_from_checkpoint(
+        self, descriptions: Mapping[Incarnation, ServerDescription], holding: Sequence[ServerDescription]
+    ) -> None:
+        """No process is older than this chief: the job starts, or starts again, from what the ps restored; ``holding``:
+        of these those that have values."""
         saved: Positions = {}
         origin = self.ps_return.origin
         if origin is not None:
