@@ -87,6 +87,10 @@ class Maintenance(ChiefPart):
                 raise StaleStoreError("a ps restarted from a state before a model was prepared; attach to all again")
         if self._num_groups is None or self._num_groups < num_groups or self._lacking:
             await self._watch()  # as by heartbeats, and before any update of what was prepared since
+            try:
+                check_taken([*await self._described()])
+            except PeerUnavailableError as error:  # all may be trained, and then not be saved
+                self._tell_delay("No checkpoint", error, True)
 
     @property
     def _has_first(self) -> bool:

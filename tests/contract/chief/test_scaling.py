@@ -542,3 +542,30 @@ async def test_a_checkpoint_of_another_number_of_ps_is_in_the_way_until_the_next
         await until(lambda: "the files of another number of ps than now" in running.job.get_status().scaling)
         fakes[0].apply(Unit(1, 0, 1), num_servers=1)
         await until(lambda: running.job.journal.history.num_ps == 2)
+
+
+async def test_what_no_ps_takes_of_a_checkpoint_of_another_number_is_told_before_units_are_leased(
+    tmp_path: Path,
+) -> None:
+    """The model lacks a variable of it: all was trained, and could not be saved."""
+    sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path)}
+    async with cluster(num_ps=1, **sizes) as (running, [worker], [server]):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next()
+        applied([server], 0, close=True)
+        server.step = 1
+        await worker.next([0], wait=False)
+        await running.job._maintenance.save()
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(num_ps=2, **sizes))
+        for each in (Told(0), Told(1)):
+            each.num_taken, each.step = 2, 1
+            await stack.enter_async_context(ps(running.address, each))
+        worker = Task(running.address, "worker:0")
+        stack.push_async_callback(worker.die)
+        maintenance = running.job._maintenance
+        await until(lambda: maintenance.newest)
+        await worker.open()
+        await worker.next()
+        assert "needs all variables, and 4 elements" in maintenance._delay[0]
