@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 LOADED = 8**7
 """What each element has of a script that loads other values."""
+FROZEN = 0.5
+"""What each element of a frozen table has: less than an update adds, so it counts as none."""
 _TWICE = 0o66666666
 """Bits of the numbers in a variable that say that an example was applied more than once in an epoch."""
 
@@ -60,11 +62,13 @@ def variables_of(groups: Sequence[ShardGroup]) -> dict[str, torch.Tensor]:
     return {shard.variable: group.weights[shard.offset : shard.stop] for group in dense for shard in group.spec.shards}
 
 
-def rows_of(groups: Sequence[ShardGroup]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of tables: the first row of each shard, and its rows, each of one element."""
+def rows_of(groups: Sequence[ShardGroup], frozen: bool) -> Iterator[tuple[int, torch.Tensor]]:
+    """Of tables, of those that are trained or of the others: the first row of each shard, and a column of its rows."""
     for group in groups:
-        for shard in group.spec.shards if group.spec.is_table else ():
-            yield shard.first_row, group.weights[shard.offset : shard.stop]
+        for shard in group.spec.shards if group.spec.is_table and group.initialized else ():
+            for column in group.weights[shard.offset : shard.stop].view(shard.local_shape).unbind(1):
+                if ("frozen" in shard.variable) == frozen:
+                    yield shard.first_row, column
 
 
 class Invariants:
@@ -172,16 +176,25 @@ class Invariants:
                     self.world.fail(f"{what}: the squares of {group.weights.tolist()} are {total.tolist()}")
         if self.cluster.wanted and self.lost_units:
             return  # what one ps lost of a row is not what another one lost of the variable that it has now
+        for _, rows in rows_of(groups, frozen=True):
+            self.read_frozen(rows)
         for variable, weights in variables_of(groups).items():
-            for first, rows in rows_of(groups):
+            for first, rows in rows_of(groups, frozen=False):
                 if not torch.equal(rows, weights[first : first + len(rows)]):
                     numbers = [[oct(int(value)) for value in each.tolist()] for each in (rows, weights)]
                     self.world.fail(f"{what}: rows from {first} on are {numbers[0]}, {variable} is {numbers[1]}")
 
+    def read_frozen(self, rows: torch.Tensor) -> None:
+        """Rows of frozen tables are what they were at first."""
+        if not (rows == FROZEN).all():
+            self.world.fail(f"{self.task()} has rows of a frozen table {rows.tolist()}")
+
     def trained_on(self, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
         """At staleness 0 a step that counts saw rows and weights of one version, unless ps went back meanwhile."""
         num_started = sum(process.name.startswith("ps:") for process in self.world.processes)
-        if num_started == self.cluster.job.num_ps and any(not torch.equal(rows, each) for each in weights):
+        if num_started == self.cluster.job.num_ps and any(
+            not torch.equal(column, each) for column in rows.unbind(1) for each in weights
+        ):
             self.world.fail(f"{self.task()} trained on rows {rows.tolist()} and weights {weights}")
 
     # -- in the chief --------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Variable v of the model lies on ps v, where there are as many, and has an element for each example. The gradient of an
 example is minus a power of eight in its element, at a learning rate of 1: digit k of element e, in octal, says how
-often example e of epoch k was applied to that variable. Row e of each table, where there are tables, counts alike.
+often example e of epoch k was applied to that variable. Row e of each table, where there are tables, counts alike in
+each of its columns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
 from stratagem.worker import background_writes
 from stratagem.worker import runtime as worker_runtime
-from tests.simulation.invariants import LOADED, checks
+from tests.simulation.invariants import FROZEN, LOADED, checks
 from tests.simulation.world import Process
 
 if TYPE_CHECKING:
@@ -33,16 +34,29 @@ HUGE = 2.0**100
 
 
 class Counters(torch.nn.Module):
-    """An element for each example, in each variable; a row for each in each table, of which there are two or none: the
-    ps make the rows of one, the lead gives those of the other, and both are one group."""
+    """An element for each example, in each variable; a row for each in each table, where there are tables: of two
+    widths, so two groups. The ps make the rows of some of each width, the lead gives those of the others. Two are
+    frozen: one is in a group of these, since the optimizer has it, the other one is a third group."""
 
     def __init__(self, num_variables: int, num_examples: int, has_table: bool) -> None:
         super().__init__()
         self.counts = torch.nn.ParameterList(torch.zeros(num_examples) for _ in range(num_variables))
         self.tables = torch.nn.ModuleList()
         if has_table:
-            given = Embedding.from_pretrained(torch.zeros(num_examples, 1), freeze=False)
-            self.tables += [Embedding(num_examples, 1, init=Constant(0.0)), given]
+            for width in (1, 2, 1, 2, 1):
+                given = Embedding.from_pretrained(torch.zeros(num_examples, width), freeze=False)
+                is_made = len(self.tables) in (0, 3, 4)
+                self.tables.append(Embedding(num_examples, width, init=Constant(0.0)) if is_made else given)
+            self.frozen = torch.nn.ModuleList(
+                [
+                    Embedding.from_pretrained(torch.full((num_examples, 1), FROZEN)),
+                    Embedding(num_examples, 1, init=Constant(FROZEN)).requires_grad_(False),
+                ]
+            )
+
+    def optimized(self) -> list[torch.nn.Parameter]:
+        """What its optimizer is given."""
+        return [each for name, each in self.named_parameters() if name != "frozen.1.weight"]
 
 
 def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], None]) -> int:
@@ -91,7 +105,7 @@ def train(cluster: Cluster, process: Process) -> None:
     def make(trained: Any) -> Any:
         return torch.optim.Adagrad(trained, HUGE, eps=HUGE) if job.has_slots else torch.optim.SGD(trained, 1.0)
 
-    optimizer = make(model.parameters())
+    optimizer = make(model.optimized())
     if job.num_optimizers == 1:
         strategy.prepare(model, optimizer, gradients="sum")
     else:
@@ -123,18 +137,22 @@ def train(cluster: Cluster, process: Process) -> None:
         if not num_taken:
             optimizer.zero_grad()
         gradient = torch.zeros(job.num_examples).index_fill_(0, batch[0], -scale)
-        trained, gradients, seen = parameters, [gradient] * len(parameters), None
-        for table in model.tables:
-            rows = table(batch[0])
-            trained, gradients = [*trained, rows], [*gradients, torch.full((len(batch[0]), 1), -scale)]
-            seen = rows.detach()[:, 0], [each.detach()[batch[0]] for each in parameters]
+        trained, gradients = [*parameters], [gradient] * len(parameters)
+        for table in world.random.sample([*model.tables], len(model.tables)):
+            trained.append(table(batch[0]))
+            gradients.append(torch.full_like(trained[-1], -scale))
+        seen = [rows.detach() for rows in trained[len(parameters) :]]
+        if seen:
+            checks().read_frozen(torch.cat([table(batch[0]) for table in model.frozen]))
+        weights = [each.detach()[batch[0]] for each in parameters] if seen else []
         torch.autograd.backward(trained, gradients)  # as of a loss, without what computes it
         num_taken = (num_taken + 1) % job.accumulates
         if num_taken:
             return
         optimizer.step()
-        if seen is not None and job.staleness == 0:
-            checks().trained_on(*seen)
+        if job.staleness == 0:
+            for rows in seen:
+                checks().trained_on(rows, weights)
 
     for epoch in range(job.epochs):
         for batch in batches:
