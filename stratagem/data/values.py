@@ -37,6 +37,11 @@ class PerReplica(Generic[T]):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
+    @classmethod
+    def __torch_function__(cls, *_: object) -> NoReturn:
+        """Torch calls it for a function that is given one, also in a model that is called outside of ``run``."""
+        raise ConfigurationError(_WAYS_OUT)
+
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:

@@ -73,6 +73,11 @@ def test_a_step_may_take_and_return_a_defaultdict() -> None:
         lambda value: value + 1,
         lambda value: 2 * value,
         lambda value: value < 3,
+        torch.tanh,
+        torch.nn.Linear(1, 1),
+        lambda value: torch.nn.functional.mse_loss(torch.ones(()), target=value),
+        lambda value: torch.stack([value]),
+        lambda value: torch.ones(()) * value,
     ],
 )
 def test_values_of_replicas_are_no_number(use: Callable[[Any], object]) -> None:
