@@ -52,6 +52,14 @@ def _refuse_without_chief(config: RoleConfig) -> None:
         )
 
 
+def check_devices(config: WorkerConfig) -> None:
+    """ConfigurationError: a device that this machine does not have, or no name of one."""
+    if config.devices not in ("", "cpu"):
+        from stratagem.strategy.devices import named_devices, parse_devices  # late: torch takes a second
+
+        parse_devices(named_devices(config.devices))
+
+
 @contextlib.contextmanager
 def _hang_up_ends() -> Iterator[None]:
     """A terminal that goes away ends a task in order, as SIGTERM does; under nohup it does not."""
@@ -134,6 +142,8 @@ def _run_script(
         raise ConfigurationError(f"expected a training script, but there is no file {script}")
     resolved, placement = configure(role, cluster_file, flags)
     config = resolved.config
+    if isinstance(config, WorkerConfig):
+        check_devices(config)
     if placement is None and isinstance(config, WorkerConfig | EvaluatorConfig) and config.chief:
         configure_logging(config.task, config.log_format)
         placement = ask_for_cluster(config)

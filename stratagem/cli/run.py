@@ -107,10 +107,8 @@ def _check_tasks(job: LocalJob) -> None:
         resolved, _ = gather(role, launch.environ, {name: told[name] for name in ROLES[role].model_fields})
         if job.servers and job.tls != AUTO:
             security_of(resolved.config)
-        if isinstance(resolved.config, WorkerConfig) and resolved.config.devices not in ("", "cpu"):
-            from stratagem.strategy.devices import named_devices, parse_devices  # late: torch takes a second
-
-            parse_devices(named_devices(resolved.config.devices))
+        if isinstance(resolved.config, WorkerConfig):
+            roles.check_devices(resolved.config)
 
 
 @click.command("run", cls=_RunCommand, context_settings={"allow_interspersed_args": False, "show_default": True})

@@ -20,6 +20,11 @@ def parse_device(device: str | torch.device) -> torch.device:
         raise ConfigurationError(f"expected a device like 'cpu', 'cuda:0' or '/gpu:0', got {device!r}") from None
     if parsed.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"{device!r} was asked for, but torch sees no CUDA device here; use 'cpu'")
+    if parsed.type == "cuda" and (parsed.index or 0) >= (num_devices := torch.cuda.device_count()):
+        raise ConfigurationError(
+            f"{device!r} was asked for, but torch sees {num_devices} CUDA device{'s' if num_devices > 1 else ''} here: "
+            f"expected cuda:0 to cuda:{num_devices - 1}"
+        )
     # torch has one CPU; "cpu:1" is a logical one.
     return torch.device("cpu") if parsed.type == "cpu" else parsed
 

@@ -195,6 +195,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["trace", "--output", ""], "'--output': expected the name of a file, but it is empty."),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
         (["run", "--workers", "2", "--devices", "foo", __file__], "expected a device like 'cpu', 'cuda:0' or '/gpu:0'"),
+        (["worker", "--devices", "foo", "-m", "this"], "expected a device like 'cpu', 'cuda:0' or '/gpu:0'"),
         (["run", "--strategy", "one", "--devices", "cpu:0,cpu:1", __file__], "or --strategy mirrored"),
         (["run", "--stripes", "4", __file__], "--stripes is for several workers and has no effect in one process"),
         (["worker", "--transport", "tcp", __file__], "--transport is for several workers and has no effect in one"),

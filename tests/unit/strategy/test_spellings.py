@@ -11,6 +11,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.devices import parse_devices
 
 CLUSTER = {"worker": ["127.0.0.1:4001"], "ps": ["127.0.0.1:0"], "evaluator": ["127.0.0.1:0"]}
 RING = sg.CollectiveCommunication.RING
@@ -160,3 +161,11 @@ def test_sample_weights_of_another_shape_are_refused(weight: tuple[int, ...]) ->
 def test_an_average_loss_is_not_made_of_an_average(sizes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"a loss for each example, got a number: .* reduction='none'"):
         sg.compute_average_loss(torch.tensor(0.5), **sizes)
+
+
+def test_a_gpu_beyond_those_that_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(device) for device in parse_devices(["cuda:0", "/gpu:1"])] == ["cuda:0", "cuda:1"]
+    with pytest.raises(ConfigurationError, match=r"'cuda:7' was asked for, .* 2 CUDA devices here: expected cuda:0 to"):
+        parse_devices(["cuda:7"])
