@@ -44,6 +44,9 @@ class _Place(click.Path):
 
 
 FOLDER, FILE = _Place(file_okay=False, path_type=Path), _Place(dir_okay=False, path_type=Path)
+UNREAD = {"chief": "chief", "evaluator": "bind"}
+"""Fields that sources for all tasks have for a role too, which looks for no chief, or serves nothing."""
+_FOLDERS = ("checkpoint_dir", "state_dir")
 SECONDS = Number(0, 86400, min_open=True)
 """How long to wait for an answer; a call of gRPC takes neither 0 nor inf."""
 
@@ -66,8 +69,8 @@ def _option(name: str, field: pydantic.fields.FieldInfo) -> Callable[[Command], 
 
 
 def role_options(role: str) -> Callable[[Command], Command]:
-    """One option for each field of a role's configuration, and ``--cluster``."""
-    of_fields = field_options(role, list(ROLES[role].model_fields))
+    """One option for each field of a role's configuration that it reads, and ``--cluster``."""
+    of_fields = field_options(role, [name for name in ROLES[role].model_fields if name != UNREAD.get(role)])
     return lambda command: cluster_option(of_fields(command))
 
 
@@ -158,5 +161,16 @@ def configure(
     role: str | None, cluster_file: Path | None, flags: dict[str, Any]
 ) -> tuple[Resolved[RoleConfig], TaskPlacement | None]:
     """The configuration of a role from flags, the environment of this process and the cluster file, as
-    :func:`gather`."""
-    return gather(role, own_environment(os.environ), flags, read_cluster_file(cluster_file), str(cluster_file))
+    :func:`gather`. ConfigurationError: also a file where a folder is named."""
+    document = read_cluster_file(cluster_file)
+    resolved, placement = gather(role, own_environment(os.environ), flags, document, str(cluster_file))
+    for name in _FOLDERS:
+        if folder := getattr(resolved.config, name, ""):
+            path = Path(folder)
+            there = next(each for each in (path, *path.parents, Path()) if os.path.lexists(each))
+            if not os.path.isdir(there):
+                raise ConfigurationError(
+                    f"{name} from {resolved.origins[name]}: expected a folder, or the name of one to be made, got "
+                    f"{folder!r}, and {there} is a file"
+                )
+    return resolved, placement

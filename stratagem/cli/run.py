@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from stratagem.cli import roles
-from stratagem.cli.options import FILE, FOLDER, field_options, script_arguments, variable_option
-from stratagem.cluster.choice import STRATEGIES
+from stratagem.cli.options import FILE, FOLDER, field_options, flag, script_arguments, variable_option
+from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES
 from stratagem.cluster.config import WorkerConfig
-from stratagem.cluster.sources import ROLES, gather
+from stratagem.cluster.sources import ENV_PREFIX, ROLES, gather
 from stratagem.cluster.spec import split_address
-from stratagem.errors import ClusterSpecError
+from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.local import only_writer, run_local
+from stratagem.launch.manifests.workload import no_effect
 from stratagem.launch.plan import AUTO, LocalJob, RunFolders, check_size, check_threads, current_folder, plan_launch
 from stratagem.rpc.security import security_of
 
@@ -104,7 +106,7 @@ def _check_tasks(job: LocalJob) -> None:
         role, *arguments = launch.command[launch.command.index(task.type) :]
         command: click.Command = getattr(roles, f"{role}_command")
         told = command.make_context(role, arguments).params
-        resolved, _ = gather(role, launch.environ, {name: told[name] for name in ROLES[role].model_fields})
+        resolved, _ = gather(role, launch.environ, {name: told.get(name) for name in ROLES[role].model_fields})
         if job.servers and job.tls != AUTO:
             security_of(resolved.config)
         if isinstance(resolved.config, WorkerConfig):
@@ -137,7 +139,13 @@ def _check_tasks(job: LocalJob) -> None:
 )
 @variable_option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
 @click.option("--max-restarts", default=3, help="Restarts of failed tasks, in total (a ring: as a whole).")
-@click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
+@click.option(
+    "--threads",
+    "num_threads",
+    envvar=ENV_PREFIX + "NUM_THREADS",
+    default=0,
+    help="Threads of each process; 0 shares the cores.",
+)
 @click.option("--log-dir", type=FOLDER, help="Where each task's output is kept as <type>-<index>.log.")
 @click.option("--summary", type=FILE, help="Write the result as JSON.")
 @click.option("--state-dir", type=FOLDER, help="Where the run's folder is kept (journal, checkpoints, logs).")
@@ -199,6 +207,9 @@ def run_command(**options: Any) -> int:
     chosen = {name: options.pop(name) for name in COMMUNICATION}
     communication = {name: str(value) for name, value in chosen.items() if value is not None}
     job = LocalJob(**options, communication=communication)
+    for name in ("tls", "token_file") if job.chosen_strategy in ONE_PROCESS else ():
+        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigurationError(no_effect(flag(name), job.chosen_strategy))  # a variable may be for all jobs
     _check_tasks(job)
     _check_script(job)
     _warn_of_late_flags(job)

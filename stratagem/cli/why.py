@@ -10,6 +10,7 @@ import click
 from stratagem.chief.monitoring.why.reading import Reading, reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.cli.asking import Asking, asking_options
+from stratagem.cli.options import FILE
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.launch.status import fetch_status
 from stratagem.launch.summary import reading_of_summary
@@ -19,7 +20,7 @@ from stratagem.launch.summary import reading_of_summary
 @asking_options
 @click.option(
     "--summary",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Judge a finished run from its summary (stratagem run --summary FILE) instead of asking a chief.",
 )
 def why_command(asking: Asking, summary: Path | None) -> None:

@@ -214,5 +214,5 @@ def _explain(error: pydantic.ValidationError, origins: Mapping[str, str], name: 
     if first["type"] == "missing":
         flag, variable = "--" + field.replace("_", "-"), ENV_PREFIX + field.upper()
         return f"{field} is needed, but no flag ({flag}), variable ({variable}) or cluster file gives it"
-    message = first["msg"][0].lower() + first["msg"][1:]
-    return f"{field} from {origins.get(field, 'default')}: {message}, got {first['input']!r}"
+    message = first["msg"][0].lower() + first["msg"][1:] + f", got {first['input']!r}"
+    return f"{field} from {origins.get(field, 'default')}: {first.get('ctx', {}).get('error', message)}"

@@ -334,7 +334,8 @@ def _command(
         flags |= {"min-workers": job.min_workers, "max-workers": job.max_workers}
     elif job.servers:
         bind, advertise = relayed
-        flags |= {"chief": chief, "bind": bind or _LOCAL, **({"advertise": advertise} if advertise else {})}
+        flags |= {"chief": chief, **({"advertise": advertise} if advertise else {})}
+        flags |= {} if task.type == "evaluator" else {"bind": bind or _LOCAL}
     if task.type in ("ps", "evaluator"):
         flags |= {"checkpoint-dir": checkpoints}
     if task.type == "worker":

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from stratagem.cli import __main__ as cli
 from stratagem.cli import asking, roles, run, scale, status
-from stratagem.cli.options import flag
+from stratagem.cli.options import UNREAD, flag
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ROLES
 from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableError
@@ -32,6 +32,7 @@ from stratagem.rpc.security import OPEN
 from stratagem.rpc.status_view import TaskState
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "submit.ipynb"
+EVALUATOR = ["evaluator", "--chief", "127.0.0.1:1", "--start-timeout-s", "0.1", "--checkpoint-dir", "none"]
 CLUSTER_YAML = """
 cluster:
   chief: ["127.0.0.1:4000"]
@@ -126,8 +127,9 @@ def test_every_field_is_a_flag_with_its_meaning(role: str) -> None:
     words = " ".join(out.split())
     assert code == 0
     for name, field in ROLES[role].model_fields.items():
-        assert flag(name) in out
-        assert " ".join((field.description or "").split())[:20] in words
+        is_read = name != UNREAD.get(role)
+        assert (f" {flag(name)} " in words or f" {flag(name)} / " in words) == is_read
+        assert " ".join((field.description or "").split())[:20] in words or not is_read
 
 
 def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +172,27 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["run", "--replicas", "2", "x.py"], "--replicas 2: say what the replicas are: --workers 2"),
         (["submit", "-m", "a.b", "x.py"], 'a file beside the package, with import runpy; runpy.run_module("a.b"'),
         (["chief", "--num-workers", "0"], "num_workers from flag --num-workers"),
-        (["chief", "--num-workers", "1", "--bind", "127.0.0.1:\u00b2"], "expected host:port to listen on"),
+        (
+            ["chief", "--num-workers", "1", "--bind", "127.0.0.1:\u00b2"],
+            "bind from flag --bind: expected an address",
+        ),
+        (["chief", "--num-workers", "1", "--web", "8080"], "web from flag --web: expected an address like"),
+        (["chief", "--num-workers", "1", "--metrics-bind", "x"], "metrics_bind from flag --metrics-bind: expected an"),
+        (
+            ["ps", "--task", "ps:0", "--advertise", "x:70000"],
+            "advertise from flag --advertise: expected an",
+        ),
+        (["chief", "--num-workers", "1", "--chief", "127.0.0.1:1"], "No such option '--chief'"),
+        ([*EVALUATOR, "--bind", "127.0.0.1:0", __file__], "No such option '--bind'"),
+        ([*EVALUATOR, "--checkpoint-dir", f"{__file__}/x", __file__], f"x', and {__file__} is a file"),
+        (
+            ["chief", "--num-workers", "1", "--state-dir", __file__],
+            "state_dir from flag --state-dir: expected a",
+        ),
+        (["ps", "--task", "ps:0", "--checkpoint-dir", __file__], "checkpoint_dir from flag --checkpoint-dir: expected"),
+        (["run", "--tls", "auto", __file__], "--tls is for several workers and has no effect in one process"),
+        (["run", "--token-file", "none", __file__], "--token-file is for several workers and has no effect in one"),
+        (["why", "--summary", ""], "'--summary': expected the name of a file, but it is empty."),
         (["render", "--port", "70000", "x.py"], "70000 is not in the range"),
         (["render", "--ps", "1", "--checkpoint-every-s", "-1", "x.py"], "-1.0 is not in the range"),
         (["render", "--ps", "1", "--staleness", "-1", "x.py"], "expected a staleness of at least 0"),
@@ -412,9 +434,10 @@ def test_run_takes_tls_with_and_without_a_folder(
     Path("train.py").touch()
     jobs: list[LocalJob] = []
     monkeypatch.setattr(run, "run_local", jobs.append)
+    monkeypatch.setattr(run, "security_of", lambda config: None)  # the folder is empty
     if environment is not None:
         monkeypatch.setenv("STRATAGEM_TLS", environment)
-    code, _, err = invoke("run", *flags, "train.py", "--tls", "argument of the script")
+    code, _, err = invoke("run", "--workers", "2", *flags, "train.py", "--tls", "argument of the script")
     assert code == 0, err
     assert jobs[0].tls == expected and jobs[0].args == ("--tls", "argument of the script")
 
@@ -502,6 +525,30 @@ def test_run_says_a_certificate_that_is_lacking_before_a_task_starts(
     make_throw_away(tmp_path, ["chief:0", "ps:0", "worker:0"])
     code, _, err = invoke("run", "--workers", "2", "--ps", "1", "--tls", str(tmp_path), __file__)
     assert code == 2 and "no TLS for worker:1" in err
+
+
+def test_a_file_where_a_folder_is_wanted_is_refused_whoever_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"evaluator: {{checkpoint_dir: {file}, start_timeout_s: 0.1}}")
+    code, _, err = invoke("evaluator", "--chief", "127.0.0.1:1", "--cluster", str(file), __file__)
+    assert code == 2 and f"checkpoint_dir from {file} (evaluator): expected a folder" in err
+    monkeypatch.setenv("STRATAGEM_STATE_DIR", str(file))
+    code, _, err = invoke("chief", "--num-workers", "1")
+    assert code == 2 and "state_dir from environment STRATAGEM_STATE_DIR: expected a folder" in err
+
+
+def test_what_a_variable_says_for_all_jobs_is_no_error_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[LocalJob] = []
+    monkeypatch.setattr(run, "run_local", jobs.append)
+    monkeypatch.setenv("STRATAGEM_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("STRATAGEM_NUM_THREADS", "3")
+    code, _, err = invoke("run", __file__)
+    assert code == 0, err
+    assert jobs[0].num_threads == 3
 
 
 @pytest.mark.parametrize("way", ["flags", "environment", "file"])
