@@ -176,6 +176,12 @@ def links_command(
 @peer_option("tf")
 @tf_python_option
 @click.option("--tls", is_flag=True, help="Measure each of our lanes under TLS 1.3 too.")
+@click.option(
+    "--rtt-ms",
+    type=click.FloatRange(0.0),
+    default=0.0,
+    help="Workers on another host than the others, at this round trip (needs root and ip); no shm, no --tls.",
+)
 def ps_command(
     workloads: tuple[str, ...],
     lanes: tuple[str, ...],
@@ -183,10 +189,17 @@ def ps_command(
     peers: tuple[str, ...],
     tf_python: str | None,
     tls: bool,
+    rtt_ms: float,
 ) -> Groups:
     """Training with parameter servers, beside TensorFlow's."""
     python = python_of(TENSORFLOW, peers, tf_python)
-    return [ps_cases(workload_on(name, device), lanes, python, tls=tls) for name in workloads]
+    if rtt_ms:
+        if missing := why_unavailable():
+            raise click.ClickException(missing)
+        if tls or device != "cpu":
+            raise click.UsageError("--rtt-ms is for workers on the CPU, without --tls")
+        lanes = tuple(lane for lane in lanes if lane != "shm")
+    return [ps_cases(workload_on(name, device), lanes, python, tls=tls, rtt_s=rtt_ms / 1e3) for name in workloads]
 
 
 @benchmark("step")

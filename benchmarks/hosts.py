@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces behind a switch, each with a link of a known rate.
+"""Hosts on one machine: network namespaces behind a switch, each with a link of a known rate, or two at a distance.
 
 Needs root, ``ip`` and ``tc`` (iproute2), and a kernel with network namespaces, veth, bridge and tbf. The switch is a
 bridge in a namespace of its own, so the machine's own network is not touched, and removing the namespaces removes
@@ -15,7 +15,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.signals import exit_on_sigterm
@@ -79,6 +81,29 @@ def shaped_hosts(count: int, rate_mbit: int) -> Iterator[list[Host]]:
             yield hosts
         finally:
             _remove([switch, *names])
+
+
+@contextlib.contextmanager
+def distant_hosts(rtt_s: float) -> Iterator[list[Host]]:
+    """Two hosts between which a packet there and one back take ``rtt_s``, at whatever rate; else as
+    :func:`shaped_hosts`."""
+    if missing := why_unavailable():
+        raise HostsUnavailableError(missing)
+    hosts = [Host(name, f"10.78.0.{index + 1}") for index, name in enumerate(_namespace_names(2)[1:])]
+    with exit_on_sigterm(), contextlib.ExitStack() as undo:
+        undo.callback(_remove, [host.namespace for host in hosts])
+        for host in hosts:
+            _run("ip", "netns", "add", host.namespace)
+            _run("ip", "-netns", host.namespace, "link", "set", "lo", "up")
+        ends = [f"{host.namespace},{INTERFACE},{host.address}" for host in hosts]
+        command = [sys.executable, "-m", "benchmarks.relay", str(rtt_s / 2), *ends]
+        relay = undo.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+        )
+        assert relay.stdout is not None
+        if not relay.stdout.readline():
+            raise HostsUnavailableError(f"{' '.join(command)} ended with {relay.wait()}")
+        yield hosts
 
 
 def why_unavailable() -> str | None:

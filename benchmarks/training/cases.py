@@ -22,7 +22,9 @@ FIT_SYSTEMS = ("torch loop", "strategy loop", "fit", "fit with accuracy")
 Measure = Callable[[], JobResult]
 
 
-def ps_cases(workload: Workload, lanes: Sequence[str], tf_python: str | None, *, tls: bool = False) -> list[Case]:
+def ps_cases(
+    workload: Workload, lanes: Sequence[str], tf_python: str | None, *, tls: bool = False, rtt_s: float = 0.0
+) -> list[Case]:
     """The systems that take turns on one workload with parameter servers.
 
     Args:
@@ -30,7 +32,19 @@ def ps_cases(workload: Workload, lanes: Sequence[str], tf_python: str | None, *,
         lanes: lanes of ours.
         tf_python: interpreter of an environment with TensorFlow; None leaves the peer out.
         tls: whether each lane is measured under TLS too.
+        rtt_s: not 0: the workers are on another host than all others, so far away.
     """
+    if rtt_s:
+        sample = functools.partial(to_sample, workload=workload, counts_bytes=False)
+        case = functools.partial(_case, "ps", workload, sample=sample, rtt_ms=rtt_s * 1e3)
+        ours, args = jobs.run_ps_apart, (workload, NUM_WORKERS, NUM_PS)
+        cases = [
+            case("stratagem", lane, NUM_WORKERS, NUM_PS, functools.partial(ours, *args, lane, rtt_s)) for lane in lanes
+        ]
+        if tf_python is not None and workload.name in ON_SERVERS:
+            peer = functools.partial(jobs.run_tensorflow_ps, *args, tf_python, rtt_s)
+            cases.append(case("tensorflow", "grpc", NUM_WORKERS, NUM_PS, peer))
+        return cases
     case = functools.partial(_case, "ps", workload)
     run = functools.partial(jobs.run_ps, workload, NUM_WORKERS, NUM_PS)
     cases = [
@@ -100,14 +114,14 @@ def fit_cases(workload: Workload) -> list[Case]:
     return [Case([identity_of("fit", workload, system, None, 1, 0) for system in FIT_SYSTEMS], measure)]
 
 
-def to_sample(result: JobResult, workload: Workload) -> Sample:
-    """The metrics of one checked window."""
+def to_sample(result: JobResult, workload: Workload, *, counts_bytes: bool = True) -> Sample:
+    """The metrics of one checked window. ``counts_bytes``: all of them went over this host's loopback."""
     steps_per_s = result.num_steps / result.elapsed_s
     return {
         "worker_steps_per_s": steps_per_s,
         "examples_per_s": steps_per_s * workload.batch_size,
         "exposed_comm": result.exposed_comm,
-        "bytes_per_step": result.loopback_bytes / result.num_steps,
+        "bytes_per_step": result.loopback_bytes / result.num_steps if counts_bytes else None,
         "cpu_s_per_step": result.cpu_s / result.num_steps,
         **{f"{role}_cpu_s_per_step": cpu_s_per_step(result, role) for role in ROLES},
     }
@@ -137,6 +151,7 @@ def _case(
     num_ps: int,
     run: Measure,
     sample: Callable[[JobResult], Sample] | None = None,
+    **more: Value,
 ) -> Case:
     def measure() -> tuple[Sample, Mapping[str, str]]:
         result = run()
@@ -144,7 +159,7 @@ def _case(
         own = {} if system == "tensorflow" else machine.library_versions()
         return sample(result) if sample else to_sample(result, workload), {**own, **result.versions}
 
-    return Case.of_one_row(identity_of(benchmark, workload, system, lane, num_workers, num_ps), measure)
+    return Case.of_one_row({**identity_of(benchmark, workload, system, lane, num_workers, num_ps), **more}, measure)
 
 
 def identity_of(

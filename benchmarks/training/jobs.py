@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Mapping
 
 from benchmarks.collectives.jobs import tensorflow_environments, torch_environment
-from benchmarks.jobs import Task, free_addresses, gpus, python_module, run_job, stratagem_run
+from benchmarks.hosts import Host, distant_hosts
+from benchmarks.jobs import ROOT, Task, free_addresses, gpus, python_module, run_job, stratagem_run
 from benchmarks.training.result import JobResult, read_result, read_results
 from benchmarks.training.workloads import Workload
+
+FIRST_PORT = 4000
+"""On hosts of their own, where nobody else has ports."""
 
 
 def run_alone(workload: Workload) -> JobResult:
@@ -28,6 +34,28 @@ def run_ps(workload: Workload, num_workers: int, num_ps: int, lane: str, *, tls:
     options += ["--tls", "auto"] if tls else []
     command = stratagem_run("training/stratagem_job.py", _arguments(workload), *options)
     return run_job([Task(command, gpus(workload.device))], read_result)
+
+
+def run_ps_apart(workload: Workload, num_workers: int, num_ps: int, lane: str, rtt_s: float) -> JobResult:
+    """As :func:`run_ps`, all tasks started by hand: the workers on another host than chief and ps."""
+    with distant_hosts(rtt_s) as (servers, workers):
+        chief = f"{servers.address}:{FIRST_PORT}"
+
+        def task(host: Host, role: str, *options: str) -> Task:
+            return Task(host.command(sys.executable, "-m", "stratagem.cli", role, "--insecure", *options))
+
+        joins = "--chief", chief, "--bind"
+        script = [str(ROOT / "benchmarks/training/stratagem_job.py"), *_arguments(workload)]
+        options = ["--strategy", "ps", "--transport", lane, *script]
+        tasks = [
+            *(
+                task(workers, "worker", *joins, f"{workers.address}:0", "--task", f"worker:{index}", *options)
+                for index in range(num_workers)
+            ),
+            task(servers, "chief", "--bind", chief, "--num-workers", str(num_workers), "--num-ps", str(num_ps)),
+            *(task(servers, "ps", *joins, f"{servers.address}:0", "--task", f"ps:{index}") for index in range(num_ps)),
+        ]
+        return run_job(tasks, read_result, num_members=num_workers)
 
 
 def run_bare(workload: Workload, num_workers: int, num_ps: int) -> JobResult:
@@ -69,18 +97,27 @@ def run_tensorflow_ring(workload: Workload, num_workers: int, python: str) -> Jo
     return run_job(tasks, read_result, num_members=num_workers)
 
 
-def run_tensorflow_ps(workload: Workload, num_workers: int, num_ps: int, python: str) -> JobResult:
-    """A coordinator, ``num_ps`` parameter servers and ``num_workers`` workers of TensorFlow over gRPC."""
-    addresses = iter(free_addresses(num_workers + num_ps + 1))
-    cluster = {
-        "chief": [next(addresses)],
-        "worker": [next(addresses) for _ in range(num_workers)],
-        "ps": [next(addresses) for _ in range(num_ps)],
-    }
-    places = [(role, index) for role, members in cluster.items() for index in range(len(members))]
-    configs = [{"cluster": cluster, "task": {"type": role, "index": index}} for role, index in places]
+def run_tensorflow_ps(workload: Workload, num_workers: int, num_ps: int, python: str, rtt_s: float = 0.0) -> JobResult:
+    """A coordinator, ``num_ps`` parameter servers and ``num_workers`` workers of TensorFlow over gRPC; the workers on
+    another host than the others if ``rtt_s`` is not 0."""
+    roles = ["chief"] + ["worker"] * num_workers + ["ps"] * num_ps
     command = python_module("training.tensorflow_ps_job", *_arguments(workload), python=python)
-    return run_job([Task(command, {"TF_CONFIG": json.dumps(config)}) for config in configs], read_result)
+    with distant_hosts(rtt_s) if rtt_s else contextlib.nullcontext() as hosts:
+        if hosts is None:
+            addresses, commands = free_addresses(len(roles)), [command] * len(roles)
+        else:
+            places = [hosts[role == "worker"] for role in roles]
+            addresses = [f"{host.address}:{FIRST_PORT + index}" for index, host in enumerate(places)]
+            commands = [host.command(*command) for host in places]
+        cluster: dict[str, list[str]] = {}
+        tasks = []
+        for role, address, own in zip(roles, addresses, commands, strict=True):
+            cluster.setdefault(role, []).append(address)
+            tasks.append((own, {"type": role, "index": len(cluster[role]) - 1}))
+        return run_job(
+            [Task(own, {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}) for own, task in tasks],
+            read_result,
+        )
 
 
 def _arguments(workload: Workload) -> list[str]:

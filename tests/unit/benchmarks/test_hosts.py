@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.collectives.loop import RankResult, SizeResult
-from benchmarks.hosts import Host, HostsUnavailableError, shaped_hosts, why_unavailable
+from benchmarks.hosts import Host, HostsUnavailableError, distant_hosts, shaped_hosts, why_unavailable
 from benchmarks.links import jobs
 from benchmarks.links.cases import NotOverTheLinkError, bytes_to_send, check_crossed, link_cases
 
@@ -63,6 +64,25 @@ def test_hosts_reach_each_other_over_shaped_links_and_go_away() -> None:
             assert "rate 50Mbit" in on(host, "tc", "qdisc", "show", "dev", "eth0")
         with shaped_hosts(1, 50) as (third,):
             assert third.namespace not in {host.namespace for host in hosts}
+    assert namespaces() == before
+
+
+CONNECT = """
+import socket, sys, time
+begin = time.monotonic()
+refused = socket.socket().connect_ex((sys.argv[1], 1))
+print(refused, time.monotonic() - begin)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="no interfaces of a program's on this machine")
+def test_distant_hosts_are_so_far_apart_and_go_away() -> None:
+    before, links = namespaces(), interfaces()
+    with distant_hosts(0.2) as (here, there):
+        assert len(namespaces() - before) == 2 and interfaces() == links
+        for host, other in ((here, there), (there, here), (here, here)):
+            error, took_s = on(host, sys.executable, "-c", CONNECT, other.address).split()
+            assert int(error) == errno.ECONNREFUSED and (float(took_s) >= 0.2) == (host is not other)
     assert namespaces() == before
 
 
