@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,7 +20,7 @@ from benchmarks.training.workloads import SEED, WORKLOADS
 from benchmarks.window import loopback_bytes
 from stratagem.worker.push.layout import Layout, VariableSpec
 from stratagem.worker.push.remote_tables import create_or_attach
-from stratagem.worker.push.variables import RemoteVariables
+from stratagem.worker.push.variables import RemoteVariables, pull
 from stratagem.worker.runtime import WorkerRuntime, active_runtime
 
 NUM_COLD = 12
@@ -44,10 +45,12 @@ def main() -> None:
         weight.zero_()
 
     colds = [_variables(runtime, layout, weights) for _ in range(NUM_COLD)]
-    cold_s, cold_bytes = _time(colds[0].pull, [cold.pull for cold in colds[1:]])
+    first, *others = [functools.partial(pull, [cold], runtime.clients) for cold in colds]
+    cold_s, cold_bytes = _time(first, others)
     equal = all(torch.equal(weight, original) for weight, original in zip(weights, given, strict=True))
-    variables.pull()
-    unchanged_s, unchanged_bytes = _time(variables.pull, [variables.pull] * NUM_UNCHANGED)
+    again = functools.partial(pull, [variables], runtime.clients)
+    again()
+    unchanged_s, unchanged_bytes = _time(again, [again] * NUM_UNCHANGED)
     result = PullResult(cold_s, unchanged_s, cold_bytes, unchanged_bytes, equal)
     result_path().write_text(json.dumps(dataclasses.asdict(result)))
 
@@ -69,17 +72,17 @@ def _variables(runtime: WorkerRuntime, layout: Layout, weights: list[torch.Tenso
     return RemoteVariables(runtime.clients, layout, weights, "")
 
 
-def _time(warm_up: Callable[[], bool], pulls: list[Callable[[], bool]]) -> tuple[float, float]:
+def _time(warm_up: Callable[[], bool], pulls: Sequence[Callable[[], bool]]) -> tuple[float, float]:
     """Median seconds and fewest bytes over the loopback of ``pulls``, after one that is not counted.
 
     The fewest, because the loopback counts what other jobs of the machine send as well.
     """
     warm_up()
     times, num_bytes = [], []
-    for pull in pulls:
+    for call in pulls:
         begin_bytes = loopback_bytes()
         start = time.perf_counter()
-        pull()
+        call()
         times.append(time.perf_counter() - start)
         num_bytes.append(loopback_bytes() - begin_bytes)
     return statistics.median(times), min(num_bytes)

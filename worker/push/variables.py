@@ -4,7 +4,7 @@ whether a script has changed its copies of them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -78,6 +78,10 @@ class RemoteVariables:
         self.copies.forget()
         self.targets.rerouted()
         self.have = {client.index: {} for client in self.clients}
+        self.groups: dict[int, list[int]] = {client.index: [] for client in self.clients}
+        """On each ps."""
+        for group, ps in self.layout.shards:
+            self.groups[ps].append(group)
 
     @property
     def title(self) -> str:
@@ -99,7 +103,7 @@ class RemoteVariables:
 
     def has_values(self, client: PsClient) -> bool:
         """Takes the weights that one ps has, and waits a moment for initial ones; False when it has none yet."""
-        return self.pull([client], wait_s=INITIAL_WAIT_S)
+        return pull([self], [client], INITIAL_WAIT_S)
 
     def give(self, client: PsClient, groups: Sequence[int]) -> None:
         """Sends this process's values of ``groups`` to one ps, which has none yet or none any more."""
@@ -120,8 +124,7 @@ class RemoteVariables:
 
     def assign_all(self) -> None:
         for client in self.clients:
-            groups = [group for group, ps in self.layout.shards if ps == client.index]
-            if groups:
+            if groups := self.groups[client.index]:
                 self.assign(client, groups)
 
     def forget(self) -> None:
@@ -129,23 +132,6 @@ class RemoteVariables:
         self.copies.forget()
         for versions in self.have.values():
             versions.clear()
-
-    def pull(self, clients: Iterable[PsClient] | None = None, wait_s: float = 0.0) -> bool:
-        """Takes weights newer than the copies here; unchanged ones cost no payload. False: a ps has no initial values
-        yet."""
-        calls: list[tuple[PsClient, PendingCall]] = []
-        for client in self.clients if clients is None else clients:
-            groups = [group for group, ps in self.layout.shards if ps == client.index]
-            if not groups:
-                continue
-            have = {group: self.have[client.index].get(group) for group in groups}
-            calls.append((client, wire.pull_weights(client, have, wait_s)))
-        complete = True
-        for client, call in calls:
-            reply = self.take(client, call)
-            complete = complete and bool(reply.versions)
-        self.finish()
-        return complete
 
     def finish(self) -> None:
         """What came is in the tensors, which are as the ps have them from now on."""
@@ -155,15 +141,49 @@ class RemoteVariables:
     def take(self, client: PsClient, call: PendingCall) -> Any:
         """Waits for a reply with versions, and writes the weights that it brings into the tensors; call
         :meth:`finish` after the last ps."""
-        self.copies.forget()  # until all have come: a reply that breaks off leaves some of it
-        targets, ps = self.targets, client.index
-        reply = call.result(
-            lambda frame: targets.write(ps, frame),
-            lambda kind, group, offset, num: targets.place(ps, group, offset, num) if kind == WEIGHTS else None,
-        )
-        self.have[client.index] |= wire.versions_of(reply)
-        self.num_updates = max((version.num_updates for version in reply.versions), default=self.num_updates)
+        reply = _receive(client, call, dict.fromkeys(self.groups[client.index], self))
+        self._note(client.index, reply.versions)
         return reply
+
+    def _note(self, ps: int, versions: Sequence[Any]) -> None:
+        """What the copies here have become by a reply."""
+        self.have[ps] |= {each.group: each.version for each in versions}
+        self.num_updates = max((each.num_updates for each in versions), default=self.num_updates)
+
+
+def pull(every: Sequence[RemoteVariables], clients: Sequence[PsClient], wait_s: float = 0.0) -> bool:
+    """Takes weights newer than the copies here, with one request to each ps; unchanged ones cost no payload. False: a
+    ps has no initial values yet."""
+    calls: list[tuple[PsClient, dict[int, RemoteVariables], PendingCall]] = []
+    for client in clients:
+        owners = {group: one for one in every for group in one.groups[client.index]}
+        if owners:
+            have = {group: one.have[client.index].get(group) for group, one in owners.items()}
+            calls.append((client, owners, wire.pull_weights(client, have, wait_s)))
+    is_complete = True
+    for client, owners, call in calls:
+        versions = _receive(client, call, owners).versions
+        is_complete = is_complete and bool(versions)
+        news: dict[RemoteVariables, list[Any]] = {}
+        for each in versions:
+            news.setdefault(owners[each.group], []).append(each)
+        for one, its in news.items():
+            one._note(client.index, its)
+    for one in every:
+        one.finish()
+    return is_complete
+
+
+def _receive(client: PsClient, call: PendingCall, owners: Mapping[int, RemoteVariables]) -> Any:
+    """Waits for a reply, and writes the weights that it brings into the tensors of ``owners``, by group."""
+    for one in owners.values():
+        one.copies.forget()  # until all have come: a reply that breaks off leaves some of it
+
+    def place(kind: int, group: int, offset: int, num: int) -> torch.Tensor | None:
+        owner = owners.get(group) if kind == WEIGHTS else None
+        return None if owner is None else owner.targets.place(client.index, group, offset, num)
+
+    return call.result(lambda frame: owners[frame.group].targets.write(client.index, frame), place)
 
 
 class TrainedCopies:

@@ -25,7 +25,7 @@ from stratagem.worker.push.ps_client import PsClient, Rerouted
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.push.remote_tables import Placed, RemoteTables, attach, create_or_attach, every_table
 from stratagem.worker.push.row_reads import RowReads, TableLink
-from stratagem.worker.push.variables import ALONE, RemoteVariables, TrainedCopies
+from stratagem.worker.push.variables import ALONE, RemoteVariables, TrainedCopies, pull
 from stratagem.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
@@ -181,10 +181,10 @@ class VariableGroups:
         copies here meanwhile. Rows of tables that were read and not asked for yet are dropped."""
         with self._turn:
             self.reads.clear()
-            for variables in self._all:
-                if variables.optimizer:
-                    variables.copies.check()
-                    variables.pull()
+            trained = [variables for variables in self._all if variables.optimizer]
+            for variables in trained:
+                variables.copies.check()
+            pull(trained, self._runtime.clients)
 
     def refresh(self, attach: Callable[[], None] | None = None) -> None:
         """As :meth:`pull`, of ps that come back as well; ``attach`` sees to these, else :meth:`reconnect`, and the next
