@@ -31,5 +31,4 @@ def test_phases(column: Column, results: list[dict[str, Any]]) -> None:
         assert values[measures.FORWARD] >= 0.99 * steps * phases.FORWARD_S, values
         assert values[measures.SCRIPT] >= 0.99 * steps * phases.REST_S, values
         assert values[measures.OPTIMIZER] > 0
-        assert values[measures.FORWARD] < values[measures.BACKWARD]
     assert sum(one["steps"] for one in results) >= phases.NUM_STEPS

@@ -33,5 +33,5 @@ def test_a_step_without_a_gradient_forgets_the_rows_that_were_read_ahead() -> No
     push: Any = object.__new__(GradientPush)
     push._variables, push._tables, push.parameters = mock.Mock(), [], [torch.nn.Parameter(torch.zeros(1))]
     push._reads = RowReads(threading.RLock())
-    push._reads._ready.append((mock.Mock(num_wasted=0), mock.Mock(spec=Lookup)))
+    push._reads._ready = [(mock.Mock(num_wasted=0), mock.Mock(spec=Lookup))]
     assert not push.push(mock.Mock(spec=Update), None) and not push._reads._ready
