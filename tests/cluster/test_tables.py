@@ -40,6 +40,14 @@ def test_two_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, op
     check_equal(expected, out)
 
 
+def test_rows_of_the_next_batch_come_with_an_update(cluster: Start) -> None:
+    """The chief leases a few batches at a time: the first of those waits for its rows. The next one is read before the
+    update leaves, which is time of the data."""
+    found = json.loads(cluster(1, 2, "reads_ahead.py").succeed().stdout.splitlines()[-1])
+    assert found["steps"] == 80 and 0 < found["trips"] <= found["steps"] // 2
+    assert found["data_s"] >= found["steps"] * found["read_s"]
+
+
 @pytest.mark.thorough
 def test_clipping_accumulation_and_shards(cluster: Start, tmp_path: Path) -> None:
     # 48 examples in batches of 12: even slices, two batches an update. Five shards on two ps.

@@ -287,9 +287,10 @@ class GradientPush:
 
         self._on_all("CommitUpdate", request, finish, self._ahead)
         self._variables.finish()
-        if self._ahead is not None:
+        if (ahead := self._ahead) is not None:
+            self._ahead = None
             with self._meter.within(measures.ROWS_WAIT):
-                self._reads.take(self._ahead)
+                self._reads.take(ahead)
 
     def _on_all(
         self,

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from stratagem.cluster.units import Lease, Plan, Topic, Unit
 from stratagem.data.nested import tensors
 from stratagem.data.placement import Listener, StepShare
@@ -163,9 +165,14 @@ class LeasedUnits:
                 self._groups.refresh()
         self._tracker.take(lease.unit)
         self._on_begin(lease, batch)
+
+        def tensors_of_following() -> Sequence[torch.Tensor]:
+            with self._meter.within(measures.DATA_WAIT):
+                return [*tensors(following())]
+
         # Where there is a bound, rows are read when it has been waited for.
         is_free = self._plan.staleness == math.inf
-        self._groups.reads.begin(lambda: [*tensors(batch)], (lambda: [*tensors(following())]) if is_free else None)
+        self._groups.reads.begin(lambda: [*tensors(batch)], tensors_of_following if is_free else None)
         self._is_counting = True
         for listener in self._listeners():
             listener.begin_unit()
