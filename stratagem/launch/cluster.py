@@ -145,10 +145,10 @@ class LocalCluster:
         self.chief, self.chief_address = task, address
         if self.chaos is not None:
             self.chaos.chief_listens(address)
-        if self._fork_server is not None and self._fork_server.is_loading:
+        can_start = self._fork_server is None or not self._fork_server.is_loading
+        if not can_start:
             self._waits_for_fork_server = task
-        else:
-            self._do(self.supervisor.listening(task))
+        self._do(self.supervisor.listening(task, can_start=can_start))
 
     def _hear_fork_server(self, server: ForkServer) -> None:
         server.receive()

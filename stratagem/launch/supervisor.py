@@ -106,11 +106,14 @@ class Supervisor:
         self.phase = Phase.RUNNING
         return [self._start(task) for task in self.workers]
 
-    def listening(self, task: TaskId) -> list[Action]:
-        """A task said where it listens; when it is the chief for the first time, everyone else can start."""
+    def listening(self, task: TaskId, *, can_start: bool = True) -> list[Action]:
+        """A task said where it listens; when it is the chief for the first time, everyone else can start, or will."""
         if self.phase is not Phase.STARTING or task != self.servers[0]:
             return []
-        self.phase, self._deadline = Phase.RUNNING, None
+        self._deadline = None  # which was for the chief
+        if not can_start:
+            return []
+        self.phase = Phase.RUNNING
         return [self._start(other) for other in (*self.servers[1:], *self.workers)]
 
     def broken(self) -> None:
@@ -355,9 +358,8 @@ class Supervisor:
             return self._signal_all()
         self.phase, self.was_complete, self._is_broken = Phase.STARTING, False, False
         self.life += 1
-        self._done.clear()
-        self.lost.clear()
-        self._stepped.clear()
+        for tasks in (self._done, self.lost, self._stepped):
+            tasks.clear()
         return [Renew(), *self.begin(now)]
 
     def _fail(self, failure: Failure, now: float) -> list[Action]:
@@ -370,8 +372,7 @@ class Supervisor:
     def _signal_all(self) -> list[Action]:
         """Tells everyone to end, but those whose time comes later."""
         waits = {"ps": self._chief_runs, "chief": self._chief_comes_last}
-        told = [task for task in self._in_order() if not waits.get(task.type)]
-        return [Signal(task, self._ending_signal) for task in told]
+        return [Signal(task, self._ending_signal) for task in self._in_order() if not waits.get(task.type)]
 
     def _kill(self) -> list[Action]:
         self.phase, self._deadline = Phase.KILLING, None

@@ -43,6 +43,15 @@ def _alone() -> Supervisor:
     return supervisor
 
 
+def test_a_chief_that_listens_is_not_late_while_the_others_cannot_be_started_yet() -> None:
+    """As on a busy machine, where the process that they are forked from still loads torch."""
+    supervisor = Supervisor([W0, W1], [CHIEF, PS], POLICY)
+    supervisor.begin(0.0)
+    assert supervisor.listening(CHIEF, can_start=False) == []
+    assert supervisor.ticked(31.0) == [] and supervisor.failure is None
+    assert supervisor.listening(CHIEF) == [Start(PS), Start(W0), Start(W1)]
+
+
 def test_a_job_that_goes_well() -> None:
     supervisor = _running()
     assert supervisor.exited(W1, 0, 5.0) == []
