@@ -1,6 +1,6 @@
 """Passes packets between two network namespaces, each after a while: ``python -m benchmarks.relay DELAY_S END END``,
-an end is "namespace,interface,address". Says "ready" when both are up, and ends with its
-standard input. The kernel's netem would do the same, where there is one. Standard library only."""
+an end is "namespace,interface,address". Says "ready" when both are up, and ends with its standard input. The kernel's
+netem would do the same, where there is one. Standard library only."""
 
 from __future__ import annotations
 

@@ -107,8 +107,6 @@ class GradientPush:
         self._corked: list[Lane] = []
         """Lanes that hold frames back, which leave with the first request."""
         self._calls: dict[int, PendingCall | None] = {}
-        self._ahead: RowsAhead | None = None
-        """What leaves with this update."""
         self._applied: dict[int, tuple[int, int]] = {}
         """Of each ps: updates by its count, and how many it has forgotten."""
         self.num_pushed = 0
@@ -160,9 +158,9 @@ class GradientPush:
             self._is_rerouted, self._num_answered = False, 0
             try:
                 with self._reads.turn:
-                    self._ahead = self._reads.ahead() if reads_ahead else None
+                    ahead = self._reads.ahead() if reads_ahead else None
                     self._reads.clear()
-                    self._push(update, given, gradients)
+                    self._push(update, given, gradients, ahead)
                 return True
             except Rerouted:
                 if not update.units:
@@ -170,7 +168,13 @@ class GradientPush:
                 if not update.units and self._num_answered:
                     return True
 
-    def _push(self, update: Update, given: Sequence[bool], gradients: Sequence[torch.Tensor | None]) -> None:
+    def _push(
+        self,
+        update: Update,
+        given: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+        ahead: RowsAhead | None,
+    ) -> None:
         self._check_stores()  # a ps may have been found changed when rows were asked for
         scale = self._judge_own([gradient for gradient in gradients if gradient is not None])
         step = 0 if self._slice is None else self._slice.step
@@ -180,7 +184,7 @@ class GradientPush:
                 self._stage_all()
                 if self._slice is not None:
                     scale = self._prepare(update, scale)
-                self._commit(update, given, scale)
+                self._commit(update, given, scale, ahead)
             finally:
                 self._uncork()
         self.staging.reset()
@@ -263,7 +267,7 @@ class GradientPush:
             return None
         return self._policy.factor(math.sqrt(sum(reply.squared_norm for reply in replies)))
 
-    def _commit(self, update: Update, given: Sequence[bool], scale: float | None) -> None:
+    def _commit(self, update: Update, given: Sequence[bool], scale: float | None, ahead: RowsAhead | None) -> None:
         num_closes: dict[int, int] = {}
         hyper, of_update = self._hyper_parameters(), update_to_proto(update)
 
@@ -285,10 +289,9 @@ class GradientPush:
             self._closes.acknowledged(ps, num_closes[ps])
             self._num_answered += 1
 
-        self._on_all("CommitUpdate", request, finish, self._ahead)
+        self._on_all("CommitUpdate", request, finish, ahead)
         self._variables.finish()
-        if (ahead := self._ahead) is not None:
-            self._ahead = None
+        if ahead is not None:
             with self._meter.within(measures.ROWS_WAIT):
                 self._reads.take(ahead)
 

@@ -147,7 +147,7 @@ class RemoteVariables:
 
     def _note(self, ps: int, versions: Sequence[Any]) -> None:
         """What the copies here have become by a reply."""
-        self.have[ps] |= {each.group: each.version for each in versions}
+        self.have[ps] |= wire.versions_of(versions)
         self.num_updates = max((each.num_updates for each in versions), default=self.num_updates)
 
 
@@ -176,7 +176,7 @@ def pull(every: Sequence[RemoteVariables], clients: Sequence[PsClient], wait_s: 
 
 def _receive(client: PsClient, call: PendingCall, owners: Mapping[int, RemoteVariables]) -> Any:
     """Waits for a reply, and writes the weights that it brings into the tensors of ``owners``, by group."""
-    for one in owners.values():
+    for one in {*owners.values()}:
         one.copies.forget()  # until all have come: a reply that breaks off leaves some of it
 
     def place(kind: int, group: int, offset: int, num: int) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -79,7 +79,7 @@ def assign_values(
         values=values.to_proto(), groups=groups, slot=slot, step_counts=step_counts, scalars=to_struct(scalars or {})
     )
     reply: ps_pb2.AssignValuesReply = client.call("AssignValues", request, sequenced=True)
-    return versions_of(reply)
+    return versions_of(reply.versions)
 
 
 def pull_weights(
@@ -195,9 +195,9 @@ class CommitMessage:
         return message
 
 
-def versions_of(reply: Any) -> dict[int, Version]:
-    """The groups' versions in a reply that has some."""
-    return {each.group: each.version for each in reply.versions}
+def versions_of(replied: Iterable[Any]) -> dict[int, Version]:
+    """The groups' versions, as a reply has them."""
+    return {each.group: each.version for each in replied}
 
 
 def scalars_of(reply: Any) -> dict[str, list[float]]:

@@ -369,16 +369,21 @@ class TakesMeanwhile(Told):
         return await super().HoldCommits(request, context)
 
 
-async def test_what_ps_take_of_a_checkpoint_of_another_number_is_not_saved_as_another_one(tmp_path: Path) -> None:
-    """Both are of the same step, and the chief, which had seen ps of step 0, ended the job."""
-    sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path)}
+async def saved_by_one_ps(sizes: dict[str, Any]) -> Any:
+    """The checkpoint that a job of one ps made after a step."""
     async with cluster(num_ps=1, **sizes) as (running, [worker], [server]):
         await until(lambda: running.job.journal.history.checkpoint)
         await worker.open()
         await worker.next()
         applied([server], 0, close=True)
         await worker.next([0], wait=False)
-        made = await running.job._maintenance.save()
+        return await running.job._maintenance.save()
+
+
+async def test_what_ps_take_of_a_checkpoint_of_another_number_is_not_saved_as_another_one(tmp_path: Path) -> None:
+    """Both are of the same step, and the chief, which had seen ps of step 0, ended the job."""
+    sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path)}
+    made = await saved_by_one_ps(sizes)
     both = TakesMeanwhile(0), TakesMeanwhile(1)
     for each in both:
         each.num_taken = 0
@@ -549,14 +554,7 @@ async def test_what_no_ps_takes_of_a_checkpoint_of_another_number_is_told_before
 ) -> None:
     """The model lacks a variable of it: all was trained, and could not be saved."""
     sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path)}
-    async with cluster(num_ps=1, **sizes) as (running, [worker], [server]):
-        await until(lambda: running.job.journal.history.checkpoint)
-        await worker.open()
-        await worker.next()
-        applied([server], 0, close=True)
-        server.step = 1
-        await worker.next([0], wait=False)
-        await running.job._maintenance.save()
+    await saved_by_one_ps(sizes)
     async with contextlib.AsyncExitStack() as stack:
         running = await stack.enter_async_context(chief(num_ps=2, **sizes))
         for each in (Told(0), Told(1)):

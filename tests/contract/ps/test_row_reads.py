@@ -253,30 +253,41 @@ def features(step: int, size: int) -> dict[str, Any]:
     return {"of": ids, "labels": torch.zeros(size), "seen": torch.randint(0, 9, (size, 3), generator=generator)}
 
 
-def test_ids_in_any_tensor_of_a_step_are_read_together(start: Callable[..., Job], trips: list[int]) -> None:
-    """As the features of a batch in a dict, each in memory of its own; those that are computed go alone."""
-    job = start()
+def beside_one_process(job: Job) -> Callable[[dict[str, Any]], None]:
+    """Prepares a model for the job. Gives what trains it on a batch up to its update, and the same one in one process,
+    whose outputs are equal."""
     with Remote().scope():
         model = Features()
     job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     with DefaultStrategy().scope():
         alone = Features()
     optimizer_alone = torch.optim.SGD(alone.parameters(), 0.1)
-    made = []
-    for step in range(6):
-        batch = features(step, 3 if step == 4 else 6)
-        job.groups.reads.within(lambda: [*tensors(batch)])  # noqa: B023 - called in this turn
+
+    def step(batch: dict[str, Any]) -> None:
+        model.zero_grad()
         found = model(batch)
         found.square().sum().backward()
-        job.step()
-        job.groups.reads.within(None)
         optimizer_alone.zero_grad()
         expected = alone(batch)
         expected.square().sum().backward()
         with torch.sparse.check_sparse_tensor_invariants(False):
             optimizer_alone.step()
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
-        model.zero_grad()
+
+    return step
+
+
+def test_ids_in_any_tensor_of_a_step_are_read_together(start: Callable[..., Job], trips: list[int]) -> None:
+    """As the features of a batch in a dict, each in memory of its own; those that are computed go alone."""
+    job = start()
+    step = beside_one_process(job)
+    made = []
+    for number in range(6):
+        batch = features(number, 3 if number == 4 else 6)
+        job.groups.reads.within(lambda: [*tensors(batch)])  # noqa: B023 - called in this turn
+        step(batch)
+        job.step()
+        job.groups.reads.within(None)
         made.append(trips.copy())
         trips.clear()
     assert made == [[1, 1, 1, 1, 1], *([[4, 1]] * 5)]

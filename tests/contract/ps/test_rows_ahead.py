@@ -13,9 +13,8 @@ from stratagem.cluster.units import Unit, Update
 from stratagem.data.distributed import Ahead
 from stratagem.data.nested import tensors
 from stratagem.errors import PeerUnavailableError
-from stratagem.strategy.default import DefaultStrategy
 from stratagem.worker.push.row_reads import MAX_AGE_S, RowsAhead
-from tests.contract.ps.test_row_reads import Columns, Features, batch, build, features, rows_now, trips
+from tests.contract.ps.test_row_reads import Columns, batch, beside_one_process, build, features, rows_now, trips
 from tests.contract.ps.test_tables import Job, start
 from tests.unit.nn.test_embedding import Remote
 
@@ -41,26 +40,13 @@ def test_only_the_first_batch_waits_for_its_rows(
 ) -> None:
     """Features of a dict, and a lookup of ids that are computed; as a function of the strategy runs, and as a loop."""
     job = start(transport, frame_bytes=64)
-    with Remote().scope():
-        model = Features()
-    job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with DefaultStrategy().scope():
-        alone = Features()
-    optimizer_alone = torch.optim.SGD(alone.parameters(), 0.1)
+    compute = beside_one_process(job)
     made = []
 
     def step(each: Any) -> None:
         if in_step:
             job.groups.reads.within(lambda: [*tensors(((each,), {}))])
-        model.zero_grad()
-        found = model(each)
-        found.square().sum().backward()
-        optimizer_alone.zero_grad()
-        expected = alone(each)
-        expected.square().sum().backward()
-        with torch.sparse.check_sparse_tensor_invariants(False):
-            optimizer_alone.step()
-        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+        compute(each)
         made.append(trips.copy())
         trips.clear()
 
