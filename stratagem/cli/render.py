@@ -15,10 +15,19 @@ from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, parse_machine
 from stratagem.launch.manifests import jobset, kubernetes
-from stratagem.launch.manifests.pod import Object, to_yaml
+from stratagem.launch.manifests.pod import Object, roles_of, to_yaml
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
+from stratagem.launch.plan import OF_ONE_TASK
 from stratagem.launch.submit.request import check_labels
 
+_OWN = {
+    **dict.fromkeys((*OF_ONE_TASK, "STRATAGEM_TASK", "STRATAGEM_CHIEF", "STRATAGEM_ADVERTISE", "STRATAGEM_RUN_ID"), ""),
+    **{f"STRATAGEM_{name}": f"--{name.lower().replace('_', '-')}" for name in ("STRATEGY", "STALENESS", "WEB")},
+    **{"STRATAGEM_NUM_WORKERS": "--workers", "STRATAGEM_NUM_PS": "--ps", "STRATAGEM_BIND": "--port"},
+    **{"STRATAGEM_TLS": "--tls-secret", "STRATAGEM_TOKEN_FILE": "--token-secret"},
+    "STRATAGEM_CHECKPOINT_EVERY_S": "--checkpoint-every-s",
+}
+"""Variables that the objects give the tasks themselves, and the option that says each, if there is one."""
 RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
     "kubernetes": kubernetes.render,
     "jobset": jobset.render,
@@ -60,7 +69,7 @@ _DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, o
     help="Access mode of the volume. On one node (kind, minikube, k3s): ReadWriteOnce.",
 )
 @click.option("--storage-class", default="", help="Class of the volume; else the cluster's default.")
-@click.option("--port", type=click.IntRange(1, 65535), default=Workload.port, help="Port on which every task listens.")
+@click.option("--port", default=Workload.port, help="Port on which every task listens.")
 @click.option(
     "--web", default=Workload.web, help="Port of the chief's live page, for kubectl port-forward; with TLS for all."
 )
@@ -80,6 +89,10 @@ def render_command(
                 "expected letters, digits, '-', '_' and '.' as the name of a variable, and no digit first, got "
                 f"{name!r}: Kubernetes takes no other"
             )
+        if name in _OWN:
+            way_out = f"say it by {_OWN[name]}" if _OWN[name] else "leave it out"
+            raise ConfigurationError(f"--env {name}: the tasks are told theirs by other means; {way_out}")
     marks = check_labels(pairs_of("--label NAME=VALUE", labels))
     workload = Workload(**options, environment=told, labels=marks)
+    refuse_unknown("role", named, {*roles_of(workload)} - {"evaluator"}, " in this job, for --machine")
     click.echo(to_yaml(RENDERERS[target](workload)), nl=False)

@@ -10,6 +10,8 @@ import yaml
 
 from stratagem.cluster.choice import ONE_PROCESS
 from stratagem.cluster.exit_codes import EXIT_PREEMPTED, HOPELESS
+from stratagem.cluster.sources import gather
+from stratagem.cluster.tf_config import TASK_VARIABLE
 from stratagem.launch.machines import MachineConfig
 from stratagem.launch.manifests.workload import Workload
 
@@ -62,7 +64,7 @@ def command_of(workload: Workload, role: str) -> list[str]:
 
 
 def settings_of(workload: Workload) -> dict[str, str]:
-    """Environment of every task, without the cluster."""
+    """Environment of every task, without the cluster. ConfigurationError: a task would refuse it."""
     settings = {
         "HOME": "/tmp",
         "PYTHONUNBUFFERED": "1",
@@ -88,7 +90,18 @@ def settings_of(workload: Workload) -> dict[str, str]:
         settings |= {"STRATAGEM_STALENESS": f"{workload.staleness:g}", "STRATAGEM_STATE_DIR": f"{JOB_FOLDER}/chief"}
         joining = ("STRATAGEM_MAX_WORKERS", "STRATAGEM_MAX_PS") if workload.staleness > 0 else ()
         settings |= dict.fromkeys(joining, MAX_TASKS)
-    return {**settings, **workload.environment}
+    settings |= workload.environment
+    counts = {"num_workers": workload.num_workers, "num_ps": workload.num_ps}
+    for role in roles_of(workload):
+        gather(role, {**settings, TASK_VARIABLE: f"{role}:0"}, counts if role == "chief" else {})
+    return settings
+
+
+def roles_of(workload: Workload) -> list[str]:
+    """Types of the job's tasks; one process is a worker."""
+    if workload.chosen_strategy in ONE_PROCESS:
+        return ["worker"]
+    return ["chief", "worker", *["ps"] * bool(workload.num_ps), *["evaluator"] * workload.evaluator]
 
 
 def shows_page(workload: Workload) -> bool:

@@ -19,8 +19,27 @@ OF_RING = ("wire_dtype", "bucket_bytes", "chunk_bytes", "stripes", "collective_t
 """Fields of a worker's configuration: how workers talk that reduce together."""
 MAX_DNS_NAME, DNS_NAME = 253, re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 """What Kubernetes takes as the name of an object."""
+_HOST = r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?)*"
+_PATH = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"({_HOST}(:[0-9]+)?/)?{_PATH}(/{_PATH})*(:[a-zA-Z0-9_][a-zA-Z0-9_.-]{{0,127}})?(@[a-zA-Z0-9+._-]+:[0-9a-f]{{32,}})?"
+)
+"""What Docker and Kubernetes take as a reference to an image."""
+_MAX_VOLUME_GIB = (1 << 33) - 1
+"""Kubernetes counts the bytes in 63 bits."""
+_FIRST_PORT = 1024
+"""Only root listens below it, and no task is root."""
 _NAME_CHARACTERS = 40
 _NAME = re.compile(rf"(?=.{{1,{_NAME_CHARACTERS}}}$)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
+
+
+def check_image(name: str, image: str) -> None:
+    """Refuses (ConfigurationError) what cannot be pulled; ``name``: of the argument that gives it."""
+    if not _IMAGE.fullmatch(image):
+        raise ConfigurationError(
+            f"expected {name} to be an image like 'name:tag' or 'registry.example:5000/team/name:tag', the name in "
+            f"lower case, got {image!r}"
+        )
 
 
 def check_staleness(staleness: float, num_ps: int) -> None:
@@ -124,6 +143,7 @@ class Workload:
     def __post_init__(self) -> None:
         if not (self.image and self.script):
             raise ConfigurationError(f"expected an image and a script in it, got {self.image!r} and {self.script!r}")
+        check_image("image", self.image)
         check_staleness(self.staleness, self.num_ps)
         check_checkpoint_every(self.checkpoint_every_s, self.num_ps)
         if not _NAME.fullmatch(self.name):
@@ -143,16 +163,31 @@ class Workload:
                 f"{self.num_workers} workers and {self.num_ps} ps"
             )
         refuse_unknown("access mode", [self.access_mode], ACCESS_MODES)
-        if self.volume_gib < 1:
-            raise ConfigurationError(f"expected a volume of at least 1 GiB, got {self.volume_gib}")
-        if self.web and self.chosen_strategy in ONE_PROCESS:
-            raise ConfigurationError("the chief serves the page, and this job is one process: use two workers, or a ps")
-        if not 0 <= self.web < 65536 or self.web == self.port:
+        if not 1 <= self.volume_gib <= _MAX_VOLUME_GIB:
+            raise ConfigurationError(f"expected a volume of 1 to {_MAX_VOLUME_GIB:,} GiB, got {self.volume_gib}")
+        for port in (self.port, self.web or self.port):
+            if not _FIRST_PORT <= port < 65536:
+                raise ConfigurationError(f"expected ports from {_FIRST_PORT} to 65535, as no task is root, got {port}")
+        if self.web == self.port:
             raise ConfigurationError(f"expected a port for the page other than {self.port}, got {self.web}")
-        if self.chosen_strategy in ONE_PROCESS and self.evaluator:
-            raise ConfigurationError(
-                "an evaluator needs a cluster, and this job is one process: use two workers, or a ps"
-            )
+        if self.chosen_strategy in ONE_PROCESS:
+            self._check_one_process()
+
+    def _check_one_process(self) -> None:
+        for is_asked, why in (
+            (self.web, "the chief serves the page"),
+            (self.evaluator, "an evaluator needs a cluster"),
+        ):
+            if is_asked:
+                raise ConfigurationError(f"{why}, and this job is one process: use two workers, or a ps")
+        idle = {
+            "--tls-secret": self.tls_secret,
+            "--token-secret": self.token_secret,
+            "--port": self.port != Workload.port,
+        }
+        for option, is_given in idle.items():
+            if is_given:
+                raise ConfigurationError(no_effect(option, self.chosen_strategy))
 
     @property
     def chosen_strategy(self) -> StrategyName:

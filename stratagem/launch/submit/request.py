@@ -13,7 +13,13 @@ from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choo
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
-from stratagem.launch.manifests.workload import ACCESS_MODES, DNS_NAME, MAX_DNS_NAME, check_staleness
+from stratagem.launch.manifests.workload import (
+    ACCESS_MODES,
+    DNS_NAME,
+    MAX_DNS_NAME,
+    check_image,
+    check_staleness,
+)
 
 TARGETS = ("local", "compose", "kubernetes")
 MAX_LABELS = 64
@@ -22,7 +28,6 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _RESERVED = ("kubernetes.io", "k8s.io", "stratagem.dev", "app.kubernetes.io")
 
 _REGISTRY = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9.-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
-_IMAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/:@-]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +199,8 @@ class JobRequest:
                 "expected docker_image_bucket_name to be a registry like 'registry.example:5000/team', got "
                 f"{self.docker_image_bucket_name!r}"
             )
-        if self.docker_base_image is not None and not _IMAGE.fullmatch(self.docker_base_image):
-            raise ConfigurationError(
-                f"expected docker_base_image to be an image like 'name:tag', got {self.docker_base_image!r}"
-            )
+        if self.docker_base_image is not None:
+            check_image("docker_base_image", self.docker_base_image)
 
 
 def machine_of(config: object, name: str) -> MachineConfig:

@@ -193,7 +193,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["run", "--tls", "auto", __file__], "--tls is for several workers and has no effect in one process"),
         (["run", "--token-file", "none", __file__], "--token-file is for several workers and has no effect in one"),
         (["why", "--summary", ""], "'--summary': expected the name of a file, but it is empty."),
-        (["render", "--port", "70000", "x.py"], "70000 is not in the range"),
+        (["render", "--port", "70000", "x.py"], "expected ports from 1024 to 65535, as no task is root, got 70000"),
         (["render", "--ps", "1", "--checkpoint-every-s", "-1", "x.py"], "-1.0 is not in the range"),
         (["render", "--ps", "1", "--staleness", "-1", "x.py"], "expected a staleness of at least 0"),
         (["status", "--chief", "127.0.0.1:1", "--timeout-s", "inf"], "inf is not in the range"),

@@ -54,6 +54,13 @@ def test_options_become_a_workload() -> None:
     assert list(yaml.safe_load_all(render("--target", "jobset", *options).output)) == jobset.render(workload)
 
 
+@pytest.mark.parametrize(
+    "image", ["a", "stratagem:1.2-x", "localhost:5000/a__b/c-d:Tag", f"r.example/a@sha256:{'0a' * 32}"]
+)
+def test_images(image: str) -> None:
+    assert f"image: {image}\n" in render("--image", image, "t.py").output
+
+
 def test_text_that_other_readers_of_yaml_take_for_numbers_is_quoted() -> None:
     """PyYAML reads these as text with and without quotes, kubectl and compose with quotes alone."""
     result = render("--label", "commit=12e4567", "--env", "DEBUG=y", "t.py", "--lr", "1e-4", "0o17", "512Mi")
@@ -89,7 +96,26 @@ def test_text_that_other_readers_of_yaml_take_for_numbers_is_quoted() -> None:
         ),
         ("--token-secret a/b t.py", "the name of a Secret or storage class as Kubernetes takes it"),
         ("--storage-class a..b t.py", "the name of a Secret or storage class as Kubernetes takes it"),
-        ("--volume-gib 0 t.py", "a volume of at least 1 GiB, got 0"),
+        ("--volume-gib 0 t.py", "a volume of 1 to 8,589,934,591 GiB, got 0"),
+        ("--volume-gib 8589934592 t.py", "a volume of 1 to 8,589,934,591 GiB, got 8589934592"),
+        ("--image=https://a/b t.py", "an image like 'name:tag' or"),
+        ("--image=team/Name t.py", "the name in lower case, got 'team/Name'"),
+        ("--image=a@sha256:12 t.py", "an image like 'name:tag' or"),
+        ("--env STRATAGEM_PEER_TIMEOUT_S=soon t.py", "peer_timeout_s from environment STRATAGEM_PEER_TIMEOUT_S: input"),
+        ("--env STRATAGEM_PEER_TIMEOUT=9 t.py", "STRATAGEM_PEER_TIMEOUT='9' in the environment; did you mean 'STRAT"),
+        ("--ps 1 --env STRATAGEM_SESSION_TIMEOUT_S=0.1 t.py", "heartbeat_interval_s 0.5 has to be less than session"),
+        ("--ps 1 --env STRATAGEM_TRANSPORT=nccl t.py", "transport from environment STRATAGEM_TRANSPORT"),
+        ("--env STRATAGEM_STALENESS=2 --ps 1 t.py", "told theirs by other means; say it by --staleness"),
+        ("--env STRATAGEM_BIND=0.0.0.0:1 --ps 1 t.py", "say it by --port"),
+        ("--env STRATAGEM_TASK=ps:0 --ps 1 t.py", "told theirs by other means; leave it out"),
+        ("--env TF_CONFIG={} t.py", "told theirs by other means; leave it out"),
+        ("--tls-secret a t.py", "--tls-secret is for several workers and has no effect in one process"),
+        ("--token-secret a t.py", "--token-secret is for several workers and has no effect in one process"),
+        ("--port 4000 t.py", "--port is for several workers and has no effect in one process"),
+        ("--port 80 --ps 1 t.py", "ports from 1024 to 65535, as no task is root, got 80"),
+        ("--web 65536 --ps 1 t.py", "ports from 1024 to 65535, as no task is root, got 65536"),
+        ("--machine ps=1:1 --workers 2 t.py", "unknown role 'ps' in this job, for --machine; known: chief, worker"),
+        ("--machine chief=1:1 t.py", "unknown role 'chief' in this job, for --machine; known: worker"),
         ("--strategy ring --ps 1 t.py", "without parameter servers"),
     ],
 )

@@ -24,7 +24,7 @@ from stratagem.launch.submit.record import JobRecord, JobState, JobStore
 from tests.unit.launch.submit.api_server import CLAIMS, JOBS, NAMESPACE, ApiServer, api_server
 
 WORKLOAD = Workload(
-    name="digits-1", image="registry.example/digits@sha256:1", script="train.py", num_workers=2, num_ps=1
+    name="digits-1", image=f"registry.example/digits@sha256:{'1' * 64}", script="train.py", num_workers=2, num_ps=1
 )
 OBJECTS = render(WORKLOAD)
 

@@ -51,8 +51,8 @@ def test_the_dockerfile_has_what_was_asked_for(tmp_path: Path) -> None:
     assert any("pip install" in line and "requirements.txt" in line for line in lines)
     assert plan.image.made["requirements.txt"] == "einops\n"
     assert plan.image.context.files == ("deps/needs.txt", "train.py")
-    workload = plan.workload("i@sha256:1")
-    assert (workload.script, workload.environment["STRATAGEM_JOB_IMAGE"]) == ("train.py", "i@sha256:1")
+    workload = plan.workload(f"i@sha256:{'1' * 64}")
+    assert (workload.script, workload.environment["STRATAGEM_JOB_IMAGE"]) == ("train.py", f"i@sha256:{'1' * 64}")
     base = make_plan(JobRequest(target="compose"), find_entry_point("train.py"), tmp_path).image
     assert base is not None and "FROM stratagem:latest\n" in base.made["Dockerfile"] and not base.pushed
 
