@@ -39,6 +39,9 @@ COMMUNICATION = (
 """Fields of a worker's configuration that `stratagem run` takes as flags too."""
 
 
+_SAVES = "; the script itself says where it saves (sg.CheckpointManager, sg.callbacks.BackupAndRestore)"
+_OF_A_CLUSTER = {"tls": "", "token_file": "", "checkpoint_dir": _SAVES, "checkpoint_roots": _SAVES}
+"""Options that only a cluster reads, and what more there is to say of them in one process."""
 _WEB = "before the script, write --web=127.0.0.1:0"
 _READS_ARGUMENTS = re.compile(r"argv|[Aa]rg_?[Pp]arse|parse_|click|typer|fire|hydra|absl|docopt")
 
@@ -207,9 +210,10 @@ def run_command(**options: Any) -> int:
     chosen = {name: options.pop(name) for name in COMMUNICATION}
     communication = {name: str(value) for name, value in chosen.items() if value is not None}
     job = LocalJob(**options, communication=communication)
-    for name in ("tls", "token_file") if job.chosen_strategy in ONE_PROCESS else ():
+    for name, way_out in _OF_A_CLUSTER.items() if job.chosen_strategy in ONE_PROCESS else ():
         if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise ConfigurationError(no_effect(flag(name), job.chosen_strategy))  # a variable may be for all jobs
+            words = no_effect(flag(name), job.chosen_strategy) + way_out
+            raise ConfigurationError(words)  # a variable may be for all jobs
     _check_tasks(job)
     _check_script(job)
     _warn_of_late_flags(job)

@@ -201,8 +201,9 @@ def _make_folders(job: LocalJob) -> RunFolders:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            words = f"{option}: cannot write to the folder {folder}: {error.strerror}"
-            raise ConfigurationError(words) from None
+            is_file = isinstance(error, FileExistsError | NotADirectoryError)
+            reason = "it, or one above it, is a file; name another" if is_file else error.strerror
+            raise ConfigurationError(f"{option}: cannot write to the folder {folder}: {reason}") from None
     root = ""
     try:
         root = tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)

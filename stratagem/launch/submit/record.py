@@ -119,9 +119,12 @@ class JobStore:
         except FileExistsError:
             raise
         except OSError as error:
-            words = f"jobs cannot be kept in {self.root}: {error.strerror}; set XDG_STATE_HOME to another folder"
-            raise ConfigurationError(words) from None
+            raise self._refusal("kept", error) from None
         return folder
+
+    def _refusal(self, what: str, error: OSError) -> ConfigurationError:
+        words = f"jobs cannot be {what} in {self.root}: {error.strerror}; set XDG_STATE_HOME to another folder"
+        return ConfigurationError(words)
 
     def save(self, record: JobRecord) -> None:
         """Writes a record in one piece."""
@@ -137,9 +140,16 @@ class JobStore:
         return _read(file)
 
     def all(self) -> list[JobRecord]:
-        """Every job, the oldest first; a folder whose job was never submitted is passed over."""
+        """Every job, the oldest first; a folder whose job was never submitted is passed over. ConfigurationError: the
+        folder of all jobs cannot be read, or a record is damaged."""
+        try:
+            files = [self.folder(job_id) / FILE for job_id in os.listdir(self.root)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._refusal("read", error) from None
         found = []
-        for file in self.root.glob(f"*/{FILE}") if self.root.is_dir() else ():
+        for file in files:
             try:
                 found.append(_read(file))
             except ConfigurationError:

@@ -192,6 +192,8 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["ps", "--task", "ps:0", "--checkpoint-dir", __file__], "checkpoint_dir from flag --checkpoint-dir: expected"),
         (["run", "--tls", "auto", __file__], "--tls is for several workers and has no effect in one process"),
         (["run", "--token-file", "none", __file__], "--token-file is for several workers and has no effect in one"),
+        (["run", "--checkpoint-dir", "none", __file__], "the script itself says where it saves (sg.CheckpointManager"),
+        (["run", "--checkpoint-roots", "none", __file__], "--checkpoint-roots is for several workers and has no eff"),
         (["why", "--summary", ""], "'--summary': expected the name of a file, but it is empty."),
         (["render", "--port", "70000", "x.py"], "expected ports from 1024 to 65535, as no task is root, got 70000"),
         (["render", "--ps", "1", "--checkpoint-every-s", "-1", "x.py"], "-1.0 is not in the range"),

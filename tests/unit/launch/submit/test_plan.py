@@ -127,6 +127,17 @@ def test_jobs_that_cannot_be_kept_are_told_where_they_could(tmp_path: Path, monk
         JobStore().create("train-1")
 
 
+def test_jobs_that_cannot_be_read_are_not_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert JobStore().all() == []
+    (tmp_path / "stratagem").touch()
+    words = r"cannot be read in .*/stratagem/jobs: Not a directory; set XDG_STATE_HOME"
+    with pytest.raises(ConfigurationError, match=words):
+        JobStore().all()
+    with pytest.raises(ConfigurationError, match=words):
+        JobStore().load("train-1")
+
+
 def test_records_are_kept_and_a_damaged_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     store = JobStore()
