@@ -253,7 +253,8 @@ class LeaseBook:
         """The caller's clock, the first step it may not start without asking again, and the workers it must wait for
         before it starts its step."""
         plan = self._plan(dataset)
-        holders = [worker for worker in workers if self.num_held(worker)]
+        holding = {holder for leases in self._leasing.values() for holder in leases.holders()}
+        holders = [worker for worker in workers if worker in holding]
         now = self.clocks.report(incarnation, clock, holders)
         late = self.clocks.waits_for(incarnation, plan.staleness, holders)
         return now, self.clocks.limit(incarnation, plan.staleness, holders), late
@@ -265,9 +266,6 @@ class LeaseBook:
             self._leasing = {each: known for each, known in self._leasing.items() if known.is_leased}
             self._leasing[key] = leases
         return leases
-
-    def num_held(self, incarnation: Incarnation) -> int:
-        return sum(leases.num_held_by(incarnation) for leases in self._leasing.values())
 
     def held(self, incarnation: Incarnation) -> list[Unit]:
         """Units leased to (or reserved for) ``incarnation``."""

@@ -85,9 +85,6 @@ class EpochLeases:
         """Units leased to ``incarnation``, lowest first."""
         return sorted(self._of_holder.get(incarnation, ()))
 
-    def num_held_by(self, incarnation: Incarnation) -> int:
-        return len(self._of_holder.get(incarnation, ()))
-
     def holders(self, stop: int | None = None) -> set[Incarnation]:
         """Everybody who has a unit leased before ``stop``; None: any."""
         meant = self.plan.num_units if stop is None else stop

@@ -58,7 +58,7 @@ def report(state: ChiefState, streams: SessionStreams, address: str, scaling: st
                 session.pid,
                 heartbeat_age_s=now - session.heard_at if session.number else 0.0,
                 suspicion=session.heartbeats.phi(now - session.heard_at) if session.open else 0.0,
-                units_held=lease_book.num_held(session.incarnation),
+                units_held=len(lease_book.held(session.incarnation)),
                 clock=lease_book.clocks.clock(session.incarnation),
                 waiting_on=waiting_on,
                 waiting_s=now - since,

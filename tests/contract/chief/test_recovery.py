@@ -351,7 +351,7 @@ async def test_what_any_ps_has_of_a_dead_worker_is_not_made_again_where_updates_
         servers[0].apply(Unit(1, 0, 2))  # and the other ps lacks it
         servers[0].accumulates = True
         first.goodbye(exit_code=1)
-        await until(lambda: not running.job.lease_book.num_held(running.job.sessions.tasks["worker:0"].incarnation))
+        await until(lambda: not running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation))
         assert indices(await second.next(want=2, steps_per_unit=1)) == [3, 4]
         assert [each.closed for each in servers] == [{(1, 0): UnitBitmap.of([0, 1, 2])}] * 2
         assert running.job.get_status().updates_lost == 1
@@ -371,9 +371,9 @@ async def test_what_any_ps_has_of_a_dead_worker_is_known_before_it_is_leased_aga
         num_described = servers[0].num_described
         first.goodbye(exit_code=1)
         await until(lambda: servers[0].num_described > num_described)
-        assert running.job.lease_book.num_held(running.job.sessions.tasks["worker:0"].incarnation)
+        assert running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation)
         async with ps(running.address, FakePs(1)):
-            await until(lambda: not running.job.lease_book.num_held(running.job.sessions.tasks["worker:0"].incarnation))
+            await until(lambda: not running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation))
             assert indices(await second.next(want=2, steps_per_unit=1)) == [3, 4]
 
 
@@ -403,9 +403,9 @@ async def test_what_the_only_ps_has_of_a_dead_worker_is_known_before_it_is_lease
         reborn.restore_gate.clear()
         async with ps(running.address, reborn):
             await until(lambda: reborn.num_described)
-            assert running.job.lease_book.num_held(lost) == 4
+            assert len(running.job.lease_book.held(lost)) == 4
             reborn.restore_gate.set()
-            await until(lambda: not running.job.lease_book.num_held(lost))
+            await until(lambda: not running.job.lease_book.held(lost))
             assert indices(await second.next(want=2, steps_per_unit=1)) == [1, 3]
 
 

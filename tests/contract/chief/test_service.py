@@ -208,7 +208,7 @@ def test_what_every_ps_has_closed_of_a_dead_worker_is_accepted_unless_it_has_to_
                 fake.apply(Unit(1, 0, 1))
             servers[0].close_unit(Unit(1, 0, 1))
             await workers[1].die()
-            await until(lambda: not running.job.lease_book.num_held(Incarnation("worker:1", workers[1].incarnation)))
+            await until(lambda: not running.job.lease_book.held(Incarnation("worker:1", workers[1].incarnation)))
             assert indices(await workers[0].next(want=4)) == expected
             assert (0 in running.job.lease_book.epoch(1, 0).accepted) is (0 not in expected)
 

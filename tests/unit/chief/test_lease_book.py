@@ -403,7 +403,7 @@ def after_epochs(num: int) -> LeaseBook:
 def test_what_a_step_a_loss_and_a_look_cost_does_not_grow_with_the_epochs_that_are_over() -> None:
     for do in (
         lambda book: book.start_step(A, 1, 0, [A, B]),
-        lambda book: (book.held(A), book.num_held(A)),
+        lambda book: book.held(A),
         lambda book: book.ask(B, 1, book.current[1], (), 1, [A, B]),
     ):
         few, many = (calls(functools.partial(do, after_epochs(num))) for num in (3, 300))

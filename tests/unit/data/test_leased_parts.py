@@ -56,7 +56,7 @@ class OneWorker:
         self.lending.accept(WORKER, 1, lease.unit.epoch, [lease.unit.index])
 
     def end_epoch(self) -> None:
-        assert not self.lending.num_held(WORKER)
+        assert not self.lending.held(WORKER)
 
     def leave(self) -> None:
         self.lending.give_back(self.lending.leave(WORKER, 1, self._place[0]).returned)
@@ -104,9 +104,9 @@ def test_what_is_held_goes_back_when_a_loop_is_left_in_whatever_way() -> None:
     dataset, source = leased(8, 2)
     closed = iter(dataset)
     next(closed)
-    assert source.lending.num_held(WORKER) == 1
+    assert len(source.lending.held(WORKER)) == 1
     closed.close()
-    assert source.lending.num_held(WORKER) == 0
+    assert not source.lending.held(WORKER)
     older = iter(dataset)
     next(older)
     part = next(dataset.parts(3))
@@ -118,7 +118,7 @@ def test_what_is_held_goes_back_when_a_loop_is_left_in_whatever_way() -> None:
     with contextlib.suppress(RuntimeError):
         for _ in dataset:
             raise RuntimeError
-    assert source.lending.num_held(WORKER) == 0
+    assert not source.lending.held(WORKER)
     assert torch.equal(dataset.first_example(), torch.tensor([0]))
 
 
