@@ -10,13 +10,13 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from stratagem.cluster.identity import CHIEF
 from stratagem.rpc.logs import MAX_CHARACTERS, LogLine
 
 WINDOW_S = 15.0
 """How long ago the earlier one may be."""
 SPACING_S = 3.0
 """Between two that are kept, beside the newest."""
-CHIEF = "chief:0"
 MAX_OF_TASK, MAX_LINES = 60, 300
 """That are kept of one task, and shown of all."""
 _LEVELS = frozenset(name for name, level in logging.getLevelNamesMapping().items() if level >= logging.INFO)
