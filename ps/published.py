@@ -79,14 +79,12 @@ class Publisher:
         self._newest: tuple[Version, list[HeldFrame]] | None = None
         self.num_built = 0
         """Versions made ready so far."""
-        self.num_kept_bytes = 0
-        """Of what was lent and had to be copied, because the weights changed before it had left."""
 
     def outdate(self) -> None:
         """The weights are about to change: lets go of the newest version, so that its memory serves the next."""
         for frame in self._newest[1] if self._newest is not None else ():
-            if isinstance(frame.origin, LentPiece) and frame.origin.keep():
-                self.num_kept_bytes += frame.tensor.nbytes
+            if isinstance(frame.origin, LentPiece):
+                frame.origin.keep()
         self._newest = None
 
     def send(self, version: Version, flat: torch.Tensor, lane: ReplyLane, transfer: int) -> None:

@@ -35,14 +35,13 @@ class LentPiece:
         self._num_readers = 0
         self._kept = False
 
-    def keep(self) -> bool:
-        """The elements are about to change. Returns whether they had to be copied."""
+    def keep(self) -> None:
+        """The elements are about to change: copies them if somebody has still to read them."""
         with self.guard:
             if self._num_readers:
                 self.tensor = self._take(self.tensor.numel(), self.tensor.dtype).copy_(self.tensor)
                 self._memory.note(0, self.tensor.nbytes)
                 self._kept = True
-            return self._kept
 
     def count(self, num_more: int) -> None:
         """So many more frames with it are to be sent."""

@@ -75,7 +75,7 @@ def test_what_has_left_is_never_copied(reader: Reader, memory: FrameMemory) -> N
         assert settled(memory)
         publisher.outdate()
         weights += 1
-    assert publisher.num_kept_bytes == memory.num_bytes == 0
+    assert memory.num_bytes == 0
 
 
 def test_a_reader_that_is_late_gets_the_version_it_was_promised(reader: Reader, memory: FrameMemory) -> None:
@@ -83,8 +83,7 @@ def test_a_reader_that_is_late_gets_the_version_it_was_promised(reader: Reader, 
     publisher.send(Version(1, 0), weights, reader.replies, 1)
     publisher.outdate()
     weights.fill_(torch.nan)
-    assert 0 < publisher.num_kept_bytes <= FLAT.nbytes
-    assert memory.num_bytes == memory.kept_bytes == publisher.num_kept_bytes
+    assert 0 < memory.num_bytes == memory.kept_bytes <= FLAT.nbytes
     assert torch.equal(reader.read(NUM_FRAMES), FLAT)
     assert settled(memory) and memory.kept_bytes == 0
 
@@ -111,7 +110,7 @@ def test_a_lane_that_ends_borrows_nothing_any_more(memory: FrameMemory) -> None:
     del reader
     assert settled(memory)
     publisher.outdate()
-    assert publisher.num_kept_bytes == 0
+    assert memory.kept_bytes == 0
 
 
 def test_nobody_waits_long_for_a_reader_that_does_not_read(reader: Reader, memory: FrameMemory) -> None:
@@ -130,7 +129,7 @@ def test_frames_of_the_grpc_lane_are_built_when_they_leave(memory: FrameMemory) 
     first = decode_frame(next(messages)).tensor
     publisher.outdate()
     weights.fill_(torch.nan)
-    assert publisher.num_kept_bytes == FLAT.nbytes - first.nbytes
+    assert memory.kept_bytes == FLAT.nbytes - first.nbytes
     rest = [decode_frame(next(messages)).tensor for _ in range(NUM_FRAMES - 1)]
     assert torch.equal(torch.cat([first, *rest]), FLAT)
     assert memory.num_bytes == 0, "beside messages, which malloc holds, memory for frames would lie idle"
