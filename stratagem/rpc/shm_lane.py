@@ -20,13 +20,13 @@ import torch
 
 from stratagem.errors import LimitError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.codec import as_tensors, byte_view, dtype_of, to_wire_dtype
-from stratagem.rpc.lane import Corkable, Payload, nothing
+from stratagem.rpc.lane import Payload, nothing
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, RELEASE, Borrowed
 from stratagem.rpc.segment import receive_descriptor_into
 from stratagem.rpc.shm_receiver import BORROWED, FRAME, INLINE, INLINE_BYTES, MESSAGE, SEGMENT, WANT, ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool, slot_bytes
-from stratagem.rpc.socket_lane import MAX_VIEWS, TwoSocketLane, close_in_children, wake_reads
+from stratagem.rpc.socket_lane import MAX_VIEWS, SocketSender, TwoSocketLane, wake_reads
 
 _WORDS_BYTES = 4096
 _COUNT = struct.Struct("=i")
@@ -36,7 +36,7 @@ MAX_INLINE_UNREAD_BYTES = 64 << 10
 """An impatient sender must not fill the socket of a reader that is slow: beyond this, small frames take slots too."""
 
 
-class ShmSender(Corkable):
+class ShmSender(SocketSender):
     """Implements :class:`stratagem.rpc.lane.SendingLane`.
 
     Args:
@@ -66,18 +66,13 @@ class ShmSender(Corkable):
         on_shown: Callable[[int], None] | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
+        super().__init__(sock, peer, meter.lane(peer, self.name))
         self.pool = pool or SlotPool()
         self._owns_pool = pool is None
-        self._sock = sock
-        self._peer = peer
-        self._meter = meter.lane(peer, self.name)
         self._max_bytes = max_bytes
         self._patient = patient
         self._turn = threading.Lock()
-        self._error: StratagemError | None = None
         self._num_announced = 0
-        self._cork: list[memoryview] | None = None
-        self._corked_bytes = 0
         self._on_shown = on_shown
         self._on_wait = on_wait
         self._collecting = threading.Lock()
@@ -87,13 +82,8 @@ class ShmSender(Corkable):
         self._unread: dict[int, list[ShmBlock]] = {}
         self._unread_bytes = 0
         self._breaking = _Breaking(self)
-        close_in_children(sock)
         wake_reads(sock)
         self.pool.take(1)  # finds out here and now whether there is shared memory
-
-    @property
-    def alive(self) -> bool:
-        return self._error is None
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
         if self._error is not None:
@@ -120,9 +110,6 @@ class ShmSender(Corkable):
         except (OSError, ValueError):  # closed by another thread: the write will say so
             return True
         return bool(unread <= MAX_INLINE_UNREAD_BYTES)
-
-    def cork(self) -> None:
-        self._cork, self._corked_bytes = [], 0
 
     def uncork(self) -> None:
         with self._turn:
@@ -332,9 +319,7 @@ def _wish(num_bytes: int) -> bytes:
     return MESSAGE.pack(WANT, 0, 0, 0, 0, 0, num_bytes, 0, 0, 0)
 
 
-class ShmLane(ShmSender, TwoSocketLane):
-    """Implements :class:`stratagem.rpc.lane.Lane` with a socket for each direction."""
-
+class ShmLane(TwoSocketLane, ShmSender):
     def __init__(
         self,
         outward: socket.socket,
@@ -344,9 +329,5 @@ class ShmLane(ShmSender, TwoSocketLane):
         max_bytes: Callable[[], int],
         on_wait: Callable[[], None] = nothing,
     ) -> None:
-        super().__init__(outward, peer, meter, max_bytes, on_wait=on_wait)
+        ShmSender.__init__(self, outward, peer, meter, max_bytes, on_wait=on_wait)
         self._receiver = ShmReceiver(inward, peer, meter, on_wait)
-
-    def close(self, reason: str) -> None:
-        self._receiver.close(reason)
-        super().close(reason)

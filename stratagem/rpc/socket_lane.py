@@ -1,4 +1,4 @@
-"""What the socket lanes, tcp and shm, share: reading one socket, and a lane made of two."""
+"""What the socket lanes, tcp and shm, share: a sender, reading one socket, and a lane made of two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.lane import Corkable, Place
-from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.lane_meter import BytesMeter, LaneMeter
 from stratagem.rpc.spin import Spin
 
 POLL_S = 0.5
@@ -207,11 +207,34 @@ class SocketReceiver(abc.ABC):
             return count
 
 
-class TwoSocketLane(Corkable):
-    """The receiving half of a :class:`stratagem.rpc.lane.Lane` with a socket for each direction, beside its sender."""
+class SocketSender(Corkable):
+    """Implements :class:`stratagem.rpc.lane.SendingLane`; it owns the connected socket. ``peer``: task id there."""
+
+    def __init__(self, sock: socket.socket, peer: str, meter: LaneMeter) -> None:
+        close_in_children(sock)
+        self._sock = sock
+        self._peer = peer
+        self._meter = meter
+        self._error: StratagemError | None = None
+        self._cork: list[memoryview] | None = None
+        self._corked_bytes = 0
+
+    @property
+    def alive(self) -> bool:
+        return self._error is None
+
+    def cork(self) -> None:
+        self._cork, self._corked_bytes = [], 0
+
+    @abc.abstractmethod
+    def close(self, reason: str) -> None:
+        """See :class:`stratagem.rpc.lane.SendingLane`."""
+
+
+class TwoSocketLane(SocketSender):
+    """Implements :class:`stratagem.rpc.lane.Lane` with a socket for each direction; its sender is the next base."""
 
     _receiver: SocketReceiver
-    _cork: list[memoryview] | None
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
         if self._cork is not None:
@@ -224,3 +247,7 @@ class TwoSocketLane(Corkable):
 
     def forget(self, transfer: int) -> None:
         self._receiver.forget(transfer)
+
+    def close(self, reason: str) -> None:
+        self._receiver.close(reason)
+        super().close(reason)  # type: ignore[safe-super]

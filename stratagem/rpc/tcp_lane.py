@@ -23,9 +23,9 @@ from stratagem.errors import FrameError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, byte_view, dtype_of, frame_of, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.frame_memory import FrameMemory, fresh
 from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
-from stratagem.rpc.lane import Corkable, LentPiece, LentPieces, Payload, Place, nothing
+from stratagem.rpc.lane import LentPiece, LentPieces, Payload, Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.socket_lane import MAX_VIEWS, POLL_S, SocketReceiver, TwoSocketLane, close_in_children, wake_reads
+from stratagem.rpc.socket_lane import MAX_VIEWS, POLL_S, SocketReceiver, SocketSender, TwoSocketLane, wake_reads
 from stratagem.rpc.spin import Spin
 
 _HEADER = struct.Struct("<4sBB2xIQQQ")  # magic, kind, dtype, group, transfer, offset, elements
@@ -53,32 +53,20 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-class TcpSender(Corkable):
-    """Implements :class:`stratagem.rpc.lane.SendingLane`; it owns the connected socket. ``peer``: task id there."""
-
+class TcpSender(SocketSender):
     name = "tcp"
 
     def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter) -> None:
-        close_in_children(sock)
+        super().__init__(sock, peer, meter.lane(peer, self.name, sock))
         sock.settimeout(None)
-        self._sock = sock
         self._secure = isinstance(sock, ssl.SSLSocket)
-        self._peer = peer
-        self._meter = meter.lane(peer, self.name, sock)
         self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._sent = threading.Condition()
         self._num_waiting = 0
-        self._cork: list[memoryview] | None = None
-        self._corked_bytes = 0
         self.waiting_bytes = 0
         """Of frames that are read from their tensors and not sent."""
-        self._error: StratagemError | None = None
         self._writer = threading.Thread(target=self._write, name=f"lane-to-{peer}", daemon=True)
         self._writer.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._error is None
 
     @property
     def is_unheard(self) -> bool:
@@ -105,9 +93,6 @@ class TcpSender(Corkable):
             if self._cork is not None:
                 self.uncork()
             self._queue(item, 0)
-
-    def cork(self) -> None:
-        self._cork, self._corked_bytes = [], 0
 
     def uncork(self) -> None:
         views, self._cork = self._cork, None
@@ -313,9 +298,7 @@ class TcpReceiver(SocketReceiver):
         return self._sock.recv_into(view, 0, socket.MSG_WAITALL if whole and not self._secure else 0)
 
 
-class TcpLane(TcpSender, TwoSocketLane):
-    """Implements :class:`stratagem.rpc.lane.Lane` with a socket for each direction."""
-
+class TcpLane(TwoSocketLane, TcpSender):
     def __init__(
         self,
         outward: socket.socket,
@@ -325,9 +308,5 @@ class TcpLane(TcpSender, TwoSocketLane):
         max_inbox_bytes: int = INBOX_BYTES,
         on_wait: Callable[[], None] = nothing,
     ) -> None:
-        super().__init__(outward, peer, meter)
+        TcpSender.__init__(self, outward, peer, meter)
         self._receiver = TcpReceiver(inward, peer, meter, max_inbox_bytes, on_wait)
-
-    def close(self, reason: str) -> None:
-        self._receiver.close(reason)
-        super().close(reason)
