@@ -99,7 +99,7 @@ class Maintenance(ChiefPart):
         if self.newest is None:
             return False
         manifest, num_groups = self.newest.manifest, self._num_groups or 0
-        return not manifest.automatic or not manifest.lacks_groups(num_groups, self._ps_pool.num_ps)
+        return not manifest.automatic or not manifest.lacks(num_groups, 0, self._ps_pool.num_ps)
 
     async def save_last(self) -> None:
         """The checkpoint at the end, if there is anything that the last one lacks. StratagemError: it cannot be
@@ -156,9 +156,9 @@ class Maintenance(ChiefPart):
         self._is_blank = is_all_here and not has_begun
         self._lacking = lacking if has_begun else []
         is_complete = is_all_here and has_begun and not lacking
-        step, num_groups = content_of(described.values())
-        self._num_groups = num_groups if is_all_here else None
-        self._is_trained = is_complete and step > 0
+        content = content_of(described.values())
+        self._num_groups = content.num_groups if is_all_here else None
+        self._is_trained = is_complete and content.step > 0
         is_news = not history.initialized or {*holding}.difference(history.initialized)
         if is_complete and (history.is_rerouted or is_news):
             # Those that the journal names stay: it takes all for such after a change of their number, and there is a
@@ -174,9 +174,9 @@ class Maintenance(ChiefPart):
             newest, is_trained = self._found(), False
             try:
                 described = await self._described()
-                is_trained = content_of(described)[0] > (newest.manifest.step if newest is not None else 0)
+                is_trained = content_of(described).step > (newest.manifest.step if newest is not None else 0)
                 if newest is not None:
-                    is_kept = not newest.manifest.automatic and newest.manifest.step == content_of(described)[0]
+                    is_kept = not newest.manifest.automatic and newest.manifest.step == content_of(described).step
                     if is_kept or not newest.lacks(described):
                         return self._saved(newest)
                 check_taken([*described])  # once they have all of it, that may be what is there already

@@ -31,6 +31,8 @@ class StoreDescription:
     store_epoch: int
     step: int
     """Largest number of updates applied to any group."""
+    num_updates: int
+    """Of all groups together: a model may be trained after another one."""
     initialized: bool
     complete: bool
     origin_elements: int
@@ -64,7 +66,8 @@ class Checkpointing:
         state = self._state
         with state.changed:
             origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else (0, 0)
-            has = state.initialized, state.complete, *origin
+            num_updates = sum([locked.group.num_updates for locked in state.locked_groups.values()])
+            has = num_updates, state.initialized, state.complete, *origin
             groups = {number: one.group for number, one in state.locked_groups.items() if one.group.initialized}
             trained = [group for group in groups.values() if group.spec.optimizer]
             units = state.units.describe(lacks_first=not all(group.num_updates for group in trained))

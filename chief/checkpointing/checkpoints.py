@@ -2,7 +2,7 @@
 
 A checkpoint is ``<directory>/step-00000100/``: per ps ``ps-<i>.safetensors`` (tensors by variable) and ``ps-<i>.json``
 (rows, slots, units), and ``manifest.json``, which makes it complete. Nothing is ever written into a complete one.
-``latest`` is a text file for people; programs take the highest (step, chief epoch) among the manifests.
+``latest`` is a text file for people; programs take the highest (step, chief epoch, updates) among the manifests.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class ServersManifest(Manifest):
     """Staleness 0: number of the step that is composed next."""
     num_groups: int = 0
     """Shard groups in it, counted on each ps. A model that is prepared at the same step adds some."""
+    num_updates: int = 0
+    """In it, of all groups together: a model may be trained at the same step too, that of another one before it. 0:
+    it is not known."""
 
     @property
     def done(self) -> Positions:
@@ -54,14 +57,16 @@ class ServersManifest(Manifest):
         """ps that wrote it."""
         return len({file.ps for file in self.files})
 
-    def lacks_groups(self, num_groups: int, num_ps: int) -> bool:
-        """Whether a model was prepared since, on as many ps; of other numbers of ps nothing can be said."""
-        return self.num_ps == num_ps and self.num_groups < num_groups
+    def lacks(self, num_groups: int, num_updates: int, num_ps: int) -> bool:
+        """Whether a model was prepared since, or trained, on as many ps; of other numbers of ps nothing can be said."""
+        is_behind = self.num_groups < num_groups or 0 < self.num_updates < num_updates
+        return self.num_ps == num_ps and is_behind
 
     def content(self) -> dict[str, Any]:
         return super().content() | {
             "next_step": self.next_step,
             "num_groups": self.num_groups,
+            "num_updates": self.num_updates,
             "plans": [  # staleness as a string: JSON knows no infinity
                 {"dataset": dataset, **dataclasses.asdict(plan), "staleness": str(plan.staleness)}
                 for dataset, plan in sorted(self.plans.items())
@@ -87,6 +92,7 @@ class ServersManifest(Manifest):
             unfinished=decode_positions(content.get("unfinished", [])),
             next_step=content["next_step"],
             num_groups=int(content.get("num_groups", 0)),
+            num_updates=int(content.get("num_updates", 0)),
         )
 
 
@@ -110,16 +116,19 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
     """Makes a draft a checkpoint by one rename; returns its path.
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
-    automatic one of this step is removed that was taken before another model was prepared, or in the middle of a batch;
-    with ``replaces`` also one of other weights. Beside one that a script has given this number it has more digits.
+    automatic one of this step is removed that was taken before another model was prepared or trained, or in the middle
+    of a batch;
+    with ``replaces`` also one of other weights. Beside one that a script has given this number, or asked for before
+    another model was trained, it has more digits.
     CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
     """
 
+    def lacks_some(before: ServersManifest) -> bool:
+        return before.lacks(manifest.num_groups, manifest.num_updates, manifest.num_ps)
+
     def is_same(there: pathlib.Path) -> bool:
         existing = ServersManifest.read(there)  # what has no values yet is written as zeros
-        if existing is None or existing.lacks_groups(manifest.num_groups, manifest.num_ps):
-            return False
-        return _digests(existing) == _digests(manifest)
+        return existing is not None and not lacks_some(existing) and _digests(existing) == _digests(manifest)
 
     with draft:
         for file in manifest.files:
@@ -130,13 +139,15 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
                 raise CheckpointError(f"expected {file.num_bytes} bytes in {written}, which a ps reported as written")
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
-        if (target / catalog.HOST).is_dir() and not is_same(target):  # a script's, which counts otherwise
-            target = target.with_name(f"step-{manifest.step:012d}")
         before = ServersManifest.read(target)
-        if before is not None and before.automatic:
-            is_part = bool(before.unfinished) or before.lacks_groups(manifest.num_groups, manifest.num_ps)
-            if (replaces or is_part) and not is_same(target):
-                catalog.remove(target)
+        of_script = (target / catalog.HOST).is_dir()  # which counts otherwise
+        was_asked_for = before is not None and not before.automatic and lacks_some(before)
+        if (of_script or was_asked_for) and not is_same(target):
+            target = target.with_name(f"step-{manifest.step:012d}")
+            before = ServersManifest.read(target)
+        is_over = before is not None and (replaces or before.unfinished or lacks_some(before))
+        if before is not None and before.automatic and is_over and not is_same(target):
+            catalog.remove(target)
         is_of_as_many = before is None or before.num_ps == manifest.num_ps
         what = "other weights" if is_of_as_many else "the files of another number of ps"
         draft.commit(target, manifest, is_newest=True, is_same=is_same, what=what)
@@ -149,18 +160,20 @@ def scan_all(directory: str) -> list[tuple[pathlib.Path, int, ServersManifest | 
     for path in pathlib.Path(directory).absolute().glob("step-*/"):
         if named := _NAME.fullmatch(path.name):
             manifest = ServersManifest.read(path)
-            key = (manifest.step, manifest.chief_epoch) if manifest is not None else (int(named[1]), 0)
+            key = int(named[1]), 0, 0
+            if manifest is not None:
+                key = manifest.step, manifest.chief_epoch, manifest.num_updates
             found.append((key, path, manifest))
     return [(path, key[0], manifest) for key, path, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
 def scan(directory: str) -> list[tuple[pathlib.Path, ServersManifest]]:
-    """Complete checkpoints, oldest (step, chief epoch) first."""
+    """Complete checkpoints, oldest first."""
     return [(path, manifest) for path, _, manifest in reversed(scan_all(directory)) if manifest is not None]
 
 
 def newest(directory: str) -> tuple[pathlib.Path, ServersManifest] | None:
-    """The complete checkpoint with the highest (step, chief epoch)."""
+    """The complete checkpoint with the highest step, of the newest chief."""
     return next(reversed(scan(directory)), None)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
@@ -31,9 +32,9 @@ class CommittedCheckpoint:
 
     def lacks(self, described: Collection[ServerDescription]) -> bool:
         """Whether ps have anything that is not in it."""
-        step, num_groups = content_of(described)
+        step, num_groups, num_updates = content_of(described)
         is_half = bool(self.manifest.unfinished)  # the rest of a batch need not be a step more
-        return is_half or self.manifest.step != step or self.manifest.lacks_groups(num_groups, len(described))
+        return is_half or self.manifest.step != step or self.manifest.lacks(num_groups, num_updates, len(described))
 
 
 class Saving(ChiefPart):
@@ -77,7 +78,9 @@ class Saving(ChiefPart):
         servers = self._commit_hold.check_all("a checkpoint")
         described = await asyncio.gather(*(server.describe_units() for server in servers))
         lacking = [s.incarnation.task for s, each in zip(servers, described, strict=True) if not each.complete]
-        if lacking and (complete or not content_of(described)[0]):  # initial values, and not all: nothing to go on from
+        if lacking and (
+            complete or not content_of(described).step
+        ):  # initial values, and not all: nothing to go on from
             raise PeerUnavailableError(
                 f"a checkpoint needs the values of {', '.join(lacking)}, which no worker has given"
             )
@@ -111,7 +114,8 @@ class Saving(ChiefPart):
                 applied=applied_units(held, accepted),
                 unfinished=unfinished,
                 next_step=self._lease_book.steps.next_number,
-                num_groups=content_of(described.values())[1],
+                num_groups=content_of(described.values()).num_groups,
+                num_updates=content_of(described.values()).num_updates,
                 automatic=automatic,
             )
         except BaseException:
@@ -134,9 +138,21 @@ class Saving(ChiefPart):
         logger.info("Checkpoint of step %d: %s", committed.manifest.step, place)
 
 
-def content_of(described: Collection[ServerDescription]) -> tuple[int, int]:
-    """Largest number of updates applied on any ps, and shard groups of all: what a checkpoint of these would have."""
-    return max((each.step for each in described), default=0), sum([len(each.groups) for each in described])
+class Content(NamedTuple):
+    step: int
+    """Largest number of updates applied to any group."""
+    num_groups: int
+    """Shard groups of all ps."""
+    num_updates: int
+    """Of all of these together."""
+
+
+def content_of(described: Collection[ServerDescription]) -> Content:
+    """What a checkpoint of these would have."""
+    num_groups = sum([len(each.groups) for each in described])
+    return Content(
+        max((each.step for each in described), default=0), num_groups, sum([each.num_updates for each in described])
+    )
 
 
 def unfinished_units(described: Collection[ServerDescription], steps_per_unit: int) -> Positions:

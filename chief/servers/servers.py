@@ -65,6 +65,8 @@ class ServerDescription:
     store_epoch: int = 0
     step: int = 0
     """Largest number of updates applied to any group."""
+    num_updates: int = 0
+    """Of all groups together."""
     initialized: bool = False
     """The ps holds variables with values."""
     complete: bool = False

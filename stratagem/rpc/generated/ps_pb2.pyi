@@ -1074,6 +1074,7 @@ class DescribeUnitsReply(_message.Message):
     UNTRAINED_FIELD_NUMBER: _builtins.int
     HALVES_FIELD_NUMBER: _builtins.int
     ACCUMULATES_FIELD_NUMBER: _builtins.int
+    NUM_UPDATES_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     step: _builtins.int
     """Largest number of updates applied to any group."""
@@ -1090,6 +1091,8 @@ class DescribeUnitsReply(_message.Message):
     """No optimizer changes any of them: no update has a part here."""
     accumulates: _builtins.bool
     """An update of several units has come: of one that some ps have, the others cannot get it by another one."""
+    num_updates: _builtins.int
+    """Updates applied, of all groups together: that of a model also counts while another one has had more."""
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units closed."""
@@ -1121,10 +1124,11 @@ class DescribeUnitsReply(_message.Message):
         untrained: _builtins.bool = ...,
         halves: _abc.Iterable[_common_pb2.UnitSet] | None = ...,
         accumulates: _builtins.bool = ...,
+        num_updates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulates", b"accumulates", "closed", b"closed", "complete", b"complete", "groups", b"groups", "halves", b"halves", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulates", b"accumulates", "closed", b"closed", "complete", b"complete", "groups", b"groups", "halves", b"halves", "initialized", b"initialized", "num_updates", b"num_updates", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -207,6 +207,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.closings: dict[int, tuple[list[Unit], list[Update]]] = {}
         self.committed_slices: list[tuple[int, Unit]] = []
         self.step = 0
+        self.num_of_second = 0
+        """Updates of a second model, which has had fewer than the first."""
         self.initialized = True
         self.complete: bool | None = None
         """None: where it has values."""
@@ -255,6 +257,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             closed=unit_sets_to_proto(self.closed),
             open=[ps_pb2.AppliedUpdate(update=_to_proto(u), num_servers=n) for u, n in self.open.items()],
             step=self.step,
+            num_updates=self.step + self.num_of_second,
             initialized=self.initialized,
             complete=self.initialized if self.complete is None else self.complete,
             groups=self.groups,
@@ -290,7 +293,9 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         nonce = Path(request.directory, "nonce")
         if self.token != request.token or not nonce.exists() or nonce.read_text() != request.nonce:
             raise CheckpointError(f"ps:{self.index} does not see the chief's directory")
-        content = repr((self.step, sorted(self.open), self.groups)).encode()  # tensors: units are in another file
+        content = repr(
+            (self.step, sorted(self.open), self.groups, self.num_of_second)
+        ).encode()  # tensors: units are in another file
         name = f"ps-{self.index}.safetensors"
         Path(request.directory, name).write_bytes(content)
         SAVED_UNITS[content] = self.open.copy(), self.closed.copy()

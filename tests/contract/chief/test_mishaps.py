@@ -27,7 +27,7 @@ from stratagem.errors import ForbiddenError, PeerUnavailableError, StaleStoreErr
 from stratagem.rpc import errors
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.logs import Throttle
-from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, refused, until
+from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, indices, ps, refused, until
 
 
 class NotYet(FakePs):
@@ -682,6 +682,30 @@ async def test_the_first_checkpoint_is_taken_again_where_a_script_prepares_one_m
         [(path, again)] = checkpoints.scan(str(tmp_path))
         assert path == first and manifest.files != again.files, "of the same step"
         assert again.num_groups == 4 and [server.calls.count("save") for server in servers] == [2, 2]
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+async def test_a_model_that_is_trained_after_another_one_is_in_the_last_checkpoint(
+    tmp_path: Path, automatic: bool
+) -> None:
+    """The step, the first one's updates, stayed: nothing was new to the chief until the second one had more."""
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        await worker.open()
+        await worker.next()
+        applied(servers, 0, close=True)
+        await worker.next([0], wait=False)
+        job = running.job
+        before = await (job._maintenance.save() if automatic else job.saving.save(str(tmp_path), automatic=False))
+        for server in servers:
+            server.close_unit(Unit(1, 0, 1))
+            server.num_of_second = 1
+        worker.goodbye()
+        for server in servers:
+            await server.session.stopped()
+        assert await running.exit_code() == 0
+    found = checkpoints.newest(str(tmp_path))
+    assert found is not None and (found[1].step, found[1].num_updates) == (1, 4)
+    assert (found[0] == Path(before.path)) is automatic, "one that was asked for stays"
 
 
 async def test_no_unit_is_leased_while_a_ps_is_back_from_before_a_model_was_prepared(tmp_path: Path) -> None:
