@@ -60,7 +60,7 @@ class JobEnd(ChiefPart):
         unsaved, goes_on = self._journal.history.unsaved, self._journal.history.ending
         if not goes_on:  # else an earlier incarnation of the chief has come that far
             if stop.exit_code in (EXIT_DONE, EXIT_PREEMPTED):
-                unsaved = await self._save_last(self._clock() + (self._config.worker_timeout_s if is_good else 0.0))
+                unsaved = await self._save_last(is_good)
             self._say_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
         # A chief that dies before it has told all, and ended, goes on with that; else the next one begins another job.
         kind = "ending" if is_good else "stopped"
@@ -87,13 +87,14 @@ class JobEnd(ChiefPart):
         logger.error(words + "from that", what, unsaved, newest, how)
         return 1
 
-    async def _save_last(self, deadline: float) -> str:
-        """Waits for a ps that is away as long as while the job ran: without it, what the others hold is not saved.
-        Returns why it is not."""
+    async def _save_last(self, is_done: bool) -> str:
+        """Of a job that ``is_done``, waits for a ps that is away as long as while it ran: without it, what the others
+        hold is not saved. Returns why it is not."""
+        deadline = self._clock() + (self._config.worker_timeout_s if is_done else 0.0)
         while True:
             await self._until(lambda: not self._sessions.absent_servers, deadline)
             try:
-                await self._maintenance.save_last()
+                await self._maintenance.save_last(is_done)
                 return ""
             except StratagemError as error:
                 is_away = isinstance(error, PeerUnavailableError)  # a ps, or only the connection to it

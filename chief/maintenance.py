@@ -7,7 +7,14 @@ import logging
 from collections.abc import Collection
 
 from stratagem.chief.checkpointing import checkpoints
-from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, check_taken, content_of, untaken
+from stratagem.chief.checkpointing.saving import (
+    CommittedCheckpoint,
+    Saving,
+    check_taken,
+    content_of,
+    of_untaken,
+    untaken,
+)
 from stratagem.chief.chief_state import ChiefPart, ChiefState, Work
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.servers import ServerDescription
@@ -101,16 +108,20 @@ class Maintenance(ChiefPart):
         manifest, num_groups = self.newest.manifest, self._num_groups or 0
         return not manifest.automatic or not manifest.lacks(num_groups, 0, self._ps_pool.num_ps)
 
-    async def save_last(self) -> None:
-        """The checkpoint at the end, if there is anything that the last one lacks. StratagemError: it cannot be
-        taken."""
+    async def save_last(self, is_done: bool = False) -> None:
+        """The checkpoint at the end, if there is anything that the last one lacks. ``is_done``: no worker will prepare
+        anything more. StratagemError: it cannot be taken."""
         if not self._config.checkpoint_dir or not self._journal.history.initialized:
             return
         async with self._first:  # else one that waits meanwhile finds another of its step in its way
-            newest = self.newest or self._found()
-            if newest is None or newest.lacks(await self._described()):
+            newest, described = self.newest or self._found(), [*await self._described()]
+            if newest is None or newest.lacks(described):
+                # One without what no model has is to be the newest one. Nobody is waited for to prepare it.
+                leaves_out = is_done and newest is not None and content_of(described).step > newest.manifest.step
+                if is_done and not leaves_out and untaken(described):
+                    raise CheckpointError(of_untaken(untaken(described)))
                 # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
-                await self.save(complete=False)
+                await self.save(complete=False, leaves_out=leaves_out)
 
     async def save_loaded(self) -> CommittedCheckpoint | None:
         """What a worker has just loaded: a ps that is lost would come back with what was there before. None: there
@@ -207,10 +218,13 @@ class Maintenance(ChiefPart):
             self._delay = delay
             logger.log(logging.WARNING if is_trained else logging.INFO, "%s: %s", what, error)
 
-    async def save(self, *, complete: bool = True, replaces: bool = False) -> CommittedCheckpoint:
+    async def save(
+        self, *, complete: bool = True, replaces: bool = False, leaves_out: bool = False
+    ) -> CommittedCheckpoint:
         """Takes an automatic checkpoint; see :meth:`Saving.save`."""
-        directory = self._config.checkpoint_dir
-        saved = await self.saving.save(directory, automatic=True, complete=complete, replaces=replaces)
+        saved = await self.saving.save(
+            self._config.checkpoint_dir, automatic=True, complete=complete, replaces=replaces, leaves_out=leaves_out
+        )
         self._saved(saved)
         return saved
 

@@ -51,7 +51,13 @@ class Saving(ChiefPart):
         self._count_lost = count_lost
 
     async def save(
-        self, directory: str, *, automatic: bool, complete: bool = True, replaces: bool = False
+        self,
+        directory: str,
+        *,
+        automatic: bool,
+        complete: bool = True,
+        replaces: bool = False,
+        leaves_out: bool = False,
     ) -> CommittedCheckpoint:
         """Takes a checkpoint.
 
@@ -60,6 +66,8 @@ class Saving(ChiefPart):
             complete: wait for updates that only some of their ps have, and for values; False when nobody is left to
                 send them. Without any update it takes all values in any case.
             replaces: an automatic one of the same step, which had other values.
+            leaves_out: what no ps has taken of the checkpoint of another number of ps that they began from; that one
+                is not removed then.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -70,11 +78,11 @@ class Saving(ChiefPart):
             hold = self._commit_hold.held("a checkpoint", complete=complete, or_as_sent=is_asked_for)
             with self.totals.timed(measures.CHECKPOINT):
                 async with hold as token, self.writing:
-                    await self._described(complete)
+                    await self._described(complete, leaves_out)
                     await self._count_lost()  # of a ps that has been told what it holds
-                    return await self._write(token, directory, automatic, complete, replaces)
+                    return await self._write(token, directory, automatic, complete, replaces, leaves_out)
 
-    async def _described(self, complete: bool) -> dict[Server, ServerDescription]:
+    async def _described(self, complete: bool, leaves_out: bool) -> dict[Server, ServerDescription]:
         servers = self._commit_hold.check_all("a checkpoint")
         described = await asyncio.gather(*(server.describe_units() for server in servers))
         lacking = [s.incarnation.task for s, each in zip(servers, described, strict=True) if not each.complete]
@@ -84,13 +92,14 @@ class Saving(ChiefPart):
             raise PeerUnavailableError(
                 f"a checkpoint needs the values of {', '.join(lacking)}, which no worker has given"
             )
-        check_taken(described)
+        if not leaves_out:
+            check_taken(described)
         return dict(zip(servers, described, strict=True))
 
     async def _write(
-        self, token: int, directory: str, automatic: bool, complete: bool, replaces: bool
+        self, token: int, directory: str, automatic: bool, complete: bool, replaces: bool, leaves_out: bool
     ) -> CommittedCheckpoint:
-        described = await self._described(complete)
+        described = await self._described(complete, leaves_out)
         # All ps have closed what is accepted; of later units a ps may lack some. Of one whose first updates are lost
         # all lack these: they hear of that with its worker's next update.
         unfinished = unfinished_units(described.values(), self._lease_book.steps.per_unit)
@@ -126,7 +135,13 @@ class Saving(ChiefPart):
         self.totals.add(measures.CHECKPOINTS, 1)
         committed = CommittedCheckpoint(str(path), manifest, tuple(each.store_epoch for each in described.values()))
         self._note(committed)
-        if automatic:
+        if leaves_out and (num_untaken := untaken([*described.values()])):
+            logger.warning(
+                "%s lacks %d elements of the checkpoint that the ps began from, which stays: no worker has prepared a "
+                "model that has them",
+                *(committed.path, num_untaken),
+            )
+        elif automatic:
             await asyncio.to_thread(checkpoints.prune, directory, self._config.keep_checkpoints)
         return committed
 
@@ -176,12 +191,18 @@ def untaken(described: Sequence[ServerDescription]) -> int:
 def check_taken(described: Sequence[ServerDescription]) -> None:
     """PeerUnavailableError: ps have not taken all of the checkpoint of another number of ps that they began from."""
     if num_untaken := untaken(described):
-        raise PeerUnavailableError(
-            f"a checkpoint needs all variables, and {num_untaken:,} elements of the one that the ps began from are "
-            "on none of them yet: no worker has said which is to hold them. It is repeated. A model that lacks "
-            "a variable of that checkpoint begins in a checkpoint directory of its own, with what it takes of "
-            "sg.load_checkpoint"
-        )
+        raise PeerUnavailableError(f"{of_untaken(num_untaken)}. It is repeated")
+
+
+def of_untaken(num_untaken: int) -> str:
+    """Why there is no checkpoint then, and the way out."""
+    return (
+        f"a checkpoint needs all variables, and {num_untaken:,} elements of the one that the ps began from are on none "
+        "of them yet: no worker has said which is to hold them. If no model that is prepared has them, only the "
+        "checkpoint at the end of the script is taken, without them, and not before it has more updates than that one. "
+        "A model that lacks a variable of that checkpoint better begins in a checkpoint directory of its own, with "
+        "what it takes of sg.load_checkpoint"
+    )
 
 
 def applied_units(described: Mapping[Incarnation, ServerDescription], accepted: Positions) -> Positions:

@@ -509,9 +509,9 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         return write
 
     def on_save_last(real: Any) -> Any:
-        async def save_last(self: Any) -> None:
+        async def save_last(self: Any, *arguments: Any) -> None:
             checks().is_saved = False
-            await real(self)
+            await real(self, *arguments)
             checks().is_saved = True
 
         return save_last

@@ -567,3 +567,39 @@ async def test_what_no_ps_takes_of_a_checkpoint_of_another_number_is_told_before
         await worker.open()
         await worker.next()
         assert "needs all variables, and 4 elements" in maintenance._delay[0]
+
+
+@pytest.mark.parametrize(("exit_code", "step", "is_saved"), [(0, 2, True), (0, 0, False), (143, 2, False)])
+async def test_what_no_model_has_is_left_out_of_the_last_checkpoint_of_a_job_that_is_done(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, exit_code: int, step: int, is_saved: bool
+) -> None:
+    """The chief waited for a minute, and what was trained was not saved. It is not where another one would stay the
+    newest, nor of a job that is shut down, which may prepare the rest yet."""
+    sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "keep_checkpoints": 1}
+    made = Path((await saved_by_one_ps(sizes)).path)
+    both = Told(0), Told(1)
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(num_ps=2, **sizes))
+        servers = []
+        for each in both:
+            each.num_taken, each.step = 2, 1
+            servers.append(await stack.enter_async_context(ps(running.address, each)))
+        worker = Task(running.address, "worker:0")
+        stack.push_async_callback(worker.die)
+        await until(lambda: running.job._maintenance.newest)
+        await worker.open()
+        await worker.next()
+        applied([*both], 1, close=True)
+        await worker.next([0], wait=False)
+        for each in both:
+            each.step = step
+        if exit_code:
+            running.job.stop(exit_code, "the chief got SIGINT")
+        worker.goodbye(exit_code)
+        for server in servers:
+            await server.session.stopped()
+        assert await running.exit_code() == (0 if is_saved else 1)
+    assert made.is_dir(), "it has them"
+    assert [("save" in each.calls) for each in both] == [is_saved] * 2
+    assert ("lacks 4 elements of the checkpoint that the ps began from" in caplog.text) is is_saved
+    assert ("No last checkpoint" in caplog.text) is not is_saved
