@@ -51,5 +51,5 @@ class WorkerServicer:
     def GetPosition(
         self, request: worker_pb2.GetPositionRequest, context: grpc.ServicerContext
     ) -> worker_pb2.GetPositionReply:
-        position = self._ring_service.position()
+        position = self._ring_service.position(request.ordinal)
         return to_message(worker_pb2.GetPositionReply, position, has_rank=position.waiting_on is not None)

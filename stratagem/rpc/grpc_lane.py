@@ -206,7 +206,7 @@ class ServedGrpcLane:
             error.__traceback__ = None  # grpc keeps it with the call, whose frames would keep the call
             self._inbox.fail(PeerUnavailableError(f"the lane from {self._peer} broke"))
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> codec.Frame:
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> codec.Frame:
         return self._inbox.take(transfer, deadline)
 
     def forget(self, transfer: int) -> None:

@@ -104,12 +104,12 @@ class ReceivingLane(Protocol):
 
     name: str
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
         """The next frame of a transfer; waits for it until ``deadline`` (``time.monotonic()`` seconds).
 
         Args:
-            into: flat, contiguous CPU memory for the payload. A lane that can, receives straight into it;
-                any other gives a view on its own memory. ``frame.tensor`` is where the payload is.
+            into: flat, contiguous CPU memory for the payload, or what gives it. A lane that can, receives straight into
+                it; any other gives a view on its own memory. ``frame.tensor`` is where the payload is.
 
         Raises:
             PeerUnavailableError: the lane broke, or the deadline passed.
@@ -160,9 +160,6 @@ class Lane(SendingLane, ReceivingLane, Corkable, Protocol):
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
         """See :class:`SendingLane`."""
-
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
-        """See :class:`ReceivingLane`."""
 
     @property
     def readable(self) -> bool:

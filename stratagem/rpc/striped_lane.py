@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from stratagem.rpc.codec import Frame
-from stratagem.rpc.lane import Pieces, ReceivingLane, SendingLane
+from stratagem.rpc.lane import Pieces, Place, ReceivingLane, SendingLane
 
 L = TypeVar("L", bound=SendingLane | ReceivingLane)
 
@@ -45,7 +45,7 @@ class StripedSender(_Striped[SendingLane]):
 class StripedReceiver(_Striped[ReceivingLane]):
     """Implements :class:`stratagem.rpc.lane.ReceivingLane` for the frames of a :class:`StripedSender`."""
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
         return next(self._turns).receive(transfer, deadline, into)
 
     def forget(self, transfer: int) -> None:

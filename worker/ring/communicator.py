@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import math
@@ -23,6 +24,8 @@ from stratagem.worker.ring.healing import KEPT_BYTES, Healing, Kept
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+NUM_KNOWN = 64
+"""Collectives of which a rank can say what it called."""
 
 
 class Position(NamedTuple):
@@ -72,6 +75,7 @@ class Communicator:
         self.step = 0
         """Step of the job, set by the strategy; ranks at different steps do not mix."""
         self.position = Position()
+        self._begun: collections.deque[Position] = collections.deque(maxlen=NUM_KNOWN)
         self._since = 0.0
         self._explain = explain
         self._error: CollectiveError | None = None
@@ -279,6 +283,7 @@ class Communicator:
             if self._error is not None:
                 raise self._error
             self.position = position = Position(self.position.ordinal + 1, self.step, what)
+            self._begun.append(position)
             self._since = time.monotonic()
             try:
                 with FLIGHT.happening("", position):
@@ -292,6 +297,10 @@ class Communicator:
                 if not isinstance(error, Exception):  # Ctrl-C, say: nobody knows which part of it the others have
                     self._error = CollectiveError(f"this rank left {self.position} by {type(error).__name__}")
                 raise
+
+    def called(self, ordinal: int) -> str:
+        """What this rank called as that collective; empty if it has not come to it, or long ago."""
+        return next((each.what for each in [*self._begun][::-1] if each.ordinal == ordinal), "")
 
     def waiting(self) -> tuple[int, str, float] | None:
         """The rank that this one waits for at this moment, in which collective, and for how many seconds it goes on."""

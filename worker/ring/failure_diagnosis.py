@@ -24,6 +24,8 @@ ASK_S = 2.5
 """Seconds to wait for one peer's answer: on a busy machine one that lives may need more than one."""
 ANSWER_S = 0.5
 """Seconds that an answer may wait for what this rank is just finding out; less than the other waits for it."""
+TURN_S = 2 * ANSWER_S
+"""Seconds to wait for a rank that answers to say why it has closed its lane: it may ask this one first."""
 CHIEF_S = 1.0
 """Seconds by which the chief may hear of a loss later than the peers do."""
 TELL_S = 3.0
@@ -42,6 +44,8 @@ class FailureDiagnosis:
     _peers: Peers
     _close_group: Callable[[str], None]
     """Breaks this rank's lanes, so that a call that waits there ends."""
+    _called: Callable[[int], str]
+    """What this rank called as the collective of an ordinal."""
 
     def __post_init__(self) -> None:
         self.meeting = self._peers.meeting
@@ -153,34 +157,44 @@ class FailureDiagnosis:
         suspect = None if error.rank == self._peers.rank else error.rank  # this one stood still: the others gave it up
         asked: dict[int, str] = {}
         hint = f" ({LOST})" if isinstance(error, LateError) else ""
+        differing = error.ordinal if isinstance(error, OutOfStepError) else 0
+        told = str(error)
         while suspect is not None and suspect not in asked and time.monotonic() < deadline:
             if self._reason:
                 return self._reason
             task = self._peers.members.ranks[suspect].task
             try:
-                reply = self._peers.position(suspect, ASK_S)
+                reply = self._peers.position(suspect, ASK_S, differing)
             except PeerUnavailableError:
                 self._lost_rank = f"{task} has ended or does not answer {self._session.task} ({error})"
                 return self.reason() or self._from_chief() or self._lost_rank
             if reply.broken:
                 return reply.broken
             asked[suspect] = reply.position
-            left = ""
+            own, left = self._called(differing), ""
+            if suspect == error.rank and reply.called and own and reply.called != own:
+                told += f"; as collective {differing}, {task} called {reply.called}, {self._session.task} {own}"
             if position is not None and isinstance(error, OutOfStepError) and reply.ordinal == position.ordinal:
                 left = f" ({LEFT})" if f"({position.what.split()[0]}" not in reply.position else ""
-            if reply.waiting_on is None:
-                return f"{task} is at {reply.position} and does not take part: {error}{left}"
-            if reply.waiting_on == self._peers.rank and len(asked) > 1:
+            if (
+                reply.waiting_on in (None, self._peers.rank)
+                and self._explaining
+                and not isinstance(error, OutOfStepError)
+            ):
                 # Two that are cut off from each other answer the others: one finds out. So did who is out of step.
-                if self._explaining and not isinstance(error, OutOfStepError):
-                    self.hears(max(0.0, deadline - time.monotonic()))
-                return self._reason or f"{self._circle(asked, self._peers.rank, position)}: {error}{hint}"
+                is_circle = reply.waiting_on is not None and len(asked) > 1
+                self.hears(max(0.0, deadline - time.monotonic()) if is_circle else TURN_S)
+                if why := self.reason():
+                    return why
+            if reply.waiting_on is None:
+                return f"{task} is at {reply.position} and does not take part: {told}{left}"
+            if reply.waiting_on == self._peers.rank and len(asked) > 1:
+                return f"{self._circle(asked, self._peers.rank, position)}: {told}{hint}"
             if reply.waiting_on == self._peers.rank:
-                return f"{task} is at {reply.position} and waits for {self._session.task}: {error}{hint}{left}"
+                return f"{task} is at {reply.position} and waits for {self._session.task}: {told}{hint}{left}"
             suspect = reply.waiting_on
-        told = str(error)
         if suspect in asked:
-            told = f"{self._circle(asked, suspect, position)}: {error}{hint}"
+            told = f"{self._circle(asked, suspect, position)}: {told}{hint}"
         return self._from_chief() or told
 
     def _circle(self, asked: dict[int, str], last: int, position: Position | None) -> str:

@@ -38,7 +38,12 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
 
 
 class OutOfStepError(CollectiveError):
-    """A rank is stalled, or in another collective: other connections would not help."""
+    """A rank is stalled, or in another collective: other connections would not help. ``ordinal``: of the first
+    collective in which the two are known to differ; 0: not known."""
+
+    def __init__(self, message: str, rank: int | None = None, ordinal: int = 0) -> None:
+        super().__init__(message, rank)
+        self.ordinal = ordinal
 
 
 class LateError(OutOfStepError):

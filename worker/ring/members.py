@@ -53,6 +53,8 @@ class RankPosition:
     """Why its collectives are broken; empty while they work."""
     waiting_on: int | None = None
     """The rank that it waits for inside a collective."""
+    called: str = ""
+    """What it called as the collective it was asked about; empty if it has not come to it, or long ago."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,9 +137,11 @@ class Peers:
         reply = self._call(rank, self.stub(rank).OpenLane, request, PATIENCE_S)
         return LaneTicket(reply.token, reply.port, reply.socket_name)
 
-    def position(self, rank: int, timeout_s: float) -> RankPosition:
-        """Where a rank stands. Raises PeerUnavailableError: it does not answer within ``timeout_s`` seconds."""
-        reply = self._call(rank, self.stub(rank).GetPosition, worker_pb2.GetPositionRequest(), timeout_s)
+    def position(self, rank: int, timeout_s: float, ordinal: int = 0) -> RankPosition:
+        """Where a rank stands, and what it called as the collective ``ordinal``. Raises PeerUnavailableError: it does
+        not answer within ``timeout_s`` seconds."""
+        request = worker_pb2.GetPositionRequest(ordinal=ordinal)
+        reply = self._call(rank, self.stub(rank).GetPosition, request, timeout_s)
         return from_message(RankPosition, reply, waiting_on=reply.waiting_on if reply.has_rank else None)
 
     def abort(self, reason: str, is_out_of_step: bool, timeout_s: float) -> None:

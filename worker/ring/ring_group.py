@@ -184,14 +184,18 @@ class RingGroup(Breakable):
         assert self._left_lane is not None
         self._awaits = self._left
         deadline = time.monotonic() + self.timeout_s
+        num_elements = into.numel()
+
+        def place(kind: int, group: int, at: int, num: int) -> torch.Tensor | None:
+            return into if (group, at, num) == (tag.fingerprint, offset, num_elements) else None
+
         try:
-            frame = self._left_lane.receive(0, deadline, into)
+            frame = self._left_lane.receive(0, deadline, place)
         except StratagemError as error:
             raise self._blame(self._left, tag, error, deadline) from None
         finally:
             self._awaits = None
         tensor = frame.tensor
-        num_elements = into.numel()
         if (
             frame.transfer != tag.ordinal
             or frame.group != tag.fingerprint
@@ -206,6 +210,7 @@ class RingGroup(Breakable):
                 OutOfStepError(
                     f"expected from rank {self._left} {expected}, got {got}: the ranks are not in the same collective",
                     self._left,
+                    min(tag.ordinal, frame.transfer),
                 )
             )
         return tensor

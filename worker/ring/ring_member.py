@@ -379,7 +379,9 @@ class RingMember:
     def _watch(self, group: Group) -> None:
         """Has the group broken off as soon as the chief says that one of its ranks is lost."""
         assert self._peers is not None
-        self.ring_service.diagnosis = FailureDiagnosis(self._session, self._peers, group.close)
+        self.ring_service.diagnosis = FailureDiagnosis(
+            self._session, self._peers, group.close, self.ring_service.called
+        )
         self._membership_changed(self._session.membership)
 
     def _membership_changed(self, membership: Membership) -> None:

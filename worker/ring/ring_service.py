@@ -216,8 +216,12 @@ class RingService:
         """From here on the diagnosis is told what breaks."""
         self._forming = None
 
-    def position(self) -> RankPosition:
-        """Where this worker stands."""
+    def called(self, ordinal: int) -> str:
+        """See :meth:`Communicator.called`."""
+        return "" if self.communicator is None else self.communicator.called(ordinal)
+
+    def position(self, ordinal: int = 0) -> RankPosition:
+        """Where this worker stands, and what it called as the collective ``ordinal``."""
         if self.communicator is None or self.diagnosis is None:
             return RankPosition("the start: its ring is not formed yet")
         waiting_on = self.communicator.group.waiting_on()
@@ -227,7 +231,7 @@ class RingService:
             # whoever asks goes on there, while this rank waits for an answer itself
             waits = self.diagnosis.waits
             waiting_on, told = waits[0] if waits else (self.diagnosis.suspect, told)
-        return RankPosition(told, position.ordinal, broken, waiting_on)
+        return RankPosition(told, position.ordinal, broken, waiting_on, self.called(ordinal))
 
     def close(self) -> None:
         """Opens nothing any more."""

@@ -230,12 +230,17 @@ Global___AbortReply: _TypeAlias = AbortReply  # noqa: Y015
 class GetPositionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ORDINAL_FIELD_NUMBER: _builtins.int
+    ordinal: _builtins.int
+    """A collective in which the ranks differ, so the caller has found; 0: none."""
     def __init__(
         self,
+        *,
+        ordinal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ordinal", b"ordinal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,6 +255,7 @@ class GetPositionReply(_message.Message):
     WAITING_ON_FIELD_NUMBER: _builtins.int
     HAS_RANK_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
+    CALLED_FIELD_NUMBER: _builtins.int
     position: _builtins.str
     """For example "step 7, collective 31 (all_reduce sum of 1,024 float32)"."""
     ordinal: _builtins.int
@@ -259,6 +265,8 @@ class GetPositionReply(_message.Message):
     has_rank: _builtins.bool
     broken: _builtins.str
     """Why its collectives are broken; empty while they work."""
+    called: _builtins.str
+    """What the callee called as the collective of the request; empty if it has not come to it, or long ago."""
     def __init__(
         self,
         *,
@@ -267,10 +275,11 @@ class GetPositionReply(_message.Message):
         waiting_on: _builtins.int = ...,
         has_rank: _builtins.bool = ...,
         broken: _builtins.str = ...,
+        called: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "has_rank", b"has_rank", "ordinal", b"ordinal", "position", b"position", "waiting_on", b"waiting_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "called", b"called", "has_rank", b"has_rank", "ordinal", b"ordinal", "position", b"position", "waiting_on", b"waiting_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

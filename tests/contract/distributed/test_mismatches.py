@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import GatherOptions, ScatterOptions
 
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.work import LaneWork
@@ -62,7 +63,30 @@ def other_splits(group: LaneProcessGroup) -> None:
     group.all_to_all_single(torch.zeros(4), torch.zeros(sum(rows)), [2, 2], rows).wait()
 
 
+def other_root(group: LaneProcessGroup) -> None:
+    """Each sends, and returns: the next collective finds out."""
+    group.broadcast([torch.zeros(3)], group.rank()).wait()
+    group.barrier().wait()
+
+
+def other_direction(group: LaneProcessGroup) -> None:
+    """The same with calls of two kinds, some of which are over."""
+    for _ in range(3):
+        if group.rank():
+            group.scatter([torch.zeros(3)], [[torch.zeros(3)] * 2], rooted(ScatterOptions(), 1)).wait()
+        else:
+            group.gather([], [torch.zeros(3)], rooted(GatherOptions(), 1)).wait()
+    group.barrier().wait()
+
+
+def rooted(options: Any, rank: int) -> Any:
+    options.rootRank = rank
+    return options
+
+
 WORDS: list[tuple[Call, str, str]] = [
+    (other_root, "broadcast of float32 [3] from rank 0", "broadcast of float32 [3] from rank 1"),
+    (other_direction, "gather of float32 [3] to rank 1", "scatter of float32 [3] from rank 1"),
     (other_length, "all_reduce SUM of float32 [3]", "all_reduce SUM of float32 [4]"),
     (other_shape, "all_reduce SUM of float32 [3, 4]", "all_reduce SUM of float32 [2, 6]"),
     (other_dtype, "all_reduce SUM of float32 [3]", "all_reduce SUM of float64 [3]"),
@@ -73,7 +97,7 @@ WORDS: list[tuple[Call, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 @pytest.mark.parametrize(("call", "one", "other"), WORDS, ids=lambda value: getattr(value, "__name__", ""))
 def test_every_rank_names_both(transport: str, call: Call, one: str, other: str) -> None:
     said = errors(2, transport, call)

@@ -21,7 +21,7 @@ from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.channels import connect
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
-from stratagem.rpc.lane import Pieces, ReceivingLane, SendingLane
+from stratagem.rpc.lane import Pieces, Place, ReceivingLane, SendingLane
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender, tune
 from stratagem.worker.ring import host_signals
@@ -91,7 +91,7 @@ class LateLane:
     def flush(self, deadline: float) -> None:
         self._wait(lambda: not self._frames, deadline)
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
         with self._changed:
             self._wait(lambda: bool(self._frames), deadline)
             kind, number, group, offset, pieces = self._frames.popleft()

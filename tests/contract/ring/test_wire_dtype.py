@@ -11,7 +11,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.rpc.codec import Frame
-from stratagem.rpc.lane import ReceivingLane
+from stratagem.rpc.lane import Place, ReceivingLane
 from stratagem.worker.ring.group import Tag
 from stratagem.worker.ring.ring_group import SMALL_BYTES, RingGroup
 from stratagem.worker.ring.schedule import cut
@@ -28,7 +28,7 @@ class Tap:
         self._lane = lane
         self._seen = seen
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
         frame = self._lane.receive(transfer, deadline, into)
         self._seen.append(frame.tensor.dtype)
         return frame

@@ -8,7 +8,7 @@ import torch
 from stratagem.errors import CollectiveError, FrameError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
-from stratagem.rpc.lane import Pieces
+from stratagem.rpc.lane import Pieces, Place
 from stratagem.worker.ring.group import Tag
 from stratagem.worker.ring.ring_group import RingGroup
 
@@ -37,7 +37,7 @@ class ScriptedLane:
         self._note()
         self._raise()
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
         self._note()
         self._raise()
         assert isinstance(self.outcome, Frame)

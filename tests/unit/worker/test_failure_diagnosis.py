@@ -20,7 +20,7 @@ RANKS = tuple(Member(f"worker:{rank}", "", rank + 1, live=True) for rank in rang
 
 
 def diagnosis_of_rank_0(asked: threading.Event) -> FailureDiagnosis:
-    def position(rank: int, timeout_s: float) -> RankPosition:
+    def position(rank: int, timeout_s: float, ordinal: int) -> RankPosition:
         if rank == 1:
             asked.set()
         return RankPosition("step 7", waiting_on=rank - 1)
@@ -31,7 +31,7 @@ def diagnosis_of_rank_0(asked: threading.Event) -> FailureDiagnosis:
     session: Any = SimpleNamespace(
         task="worker:0", membership=Membership(members=RANKS), wait_membership=lambda *_: False
     )
-    return FailureDiagnosis(session, peers, lambda reason: None)
+    return FailureDiagnosis(session, peers, lambda reason: None, lambda ordinal: "")
 
 
 def test_a_circle_of_waits_is_not_blamed_on_a_third_when_one_of_the_two_that_are_cut_off_says_so() -> None:
@@ -73,8 +73,38 @@ def test_a_loop_that_one_rank_left_early_is_asked_for(ordinal: int, own: str, is
     diagnosis = diagnosis_of_rank_0(threading.Event())
     at = str(Position(30, 11, "all_reduce sum of 32 float32"))
     reply = RankPosition(at, 30, waiting_on=0 if waits else None)
-    diagnosis._peers.position = lambda rank, timeout_s: reply  # type: ignore[method-assign]
+    diagnosis._peers.position = lambda *_: reply  # type: ignore[method-assign]
     error = diagnosis.explain(OutOfStepError("fingerprints", 2), Position(ordinal, 11, own))
     what = "waits for worker:0" if waits else "does not take part"
     assert f"worker:2 is at {at} and {what}: fingerprints" in str(error)
     assert ("leave its loop early, with break or return" in str(error)) == is_told
+
+
+@pytest.mark.parametrize("waiting_on", [None, 0])
+def test_a_rank_that_closed_its_lane_and_answers_is_given_time_to_say_why(waiting_on: int | None) -> None:
+    diagnosis = diagnosis_of_rank_0(threading.Event())
+    peers: Any = diagnosis._peers
+    blamed = threading.Event()
+
+    def worker_2_finds_out() -> None:
+        if not blamed.wait(0.2):
+            diagnosis.told("as collective 3, worker:1 called barrier", True)
+
+    def position(*_: object) -> RankPosition:
+        threading.Thread(target=worker_2_finds_out).start()
+        return RankPosition("step 7", waiting_on=waiting_on)
+
+    peers.position, peers.abort = position, lambda *_: blamed.set()
+    error = diagnosis.explain(CollectiveError("worker:2 closed the lane", 2), Position())
+    assert "as collective 3, worker:1 called barrier" in str(error)
+
+
+def test_who_got_a_message_of_another_collective_names_what_both_called_as_that() -> None:
+    """Though both are elsewhere by then."""
+    diagnosis = diagnosis_of_rank_0(threading.Event())
+    peers: Any = diagnosis._peers
+    diagnosis._called = lambda ordinal: "gather to rank 2" if ordinal == 4 else ""
+    theirs = {0: "", 4: "scatter from rank 2"}
+    peers.position = lambda rank, timeout_s, ordinal: RankPosition("step 7", 6, "", 0, theirs[ordinal])
+    error = diagnosis.explain(OutOfStepError("not the same collective", 2, 4), Position(5, 7, "barrier"))
+    assert "as collective 4, worker:2 called scatter from rank 2, worker:0 gather to rank 2" in str(error)
