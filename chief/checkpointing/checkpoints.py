@@ -117,9 +117,8 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
     automatic one of this step is removed that was taken before another model was prepared or trained, or in the middle
-    of a batch;
-    with ``replaces`` also one of other weights. Beside one that a script has given this number, or asked for before
-    another model was trained, it has more digits.
+    of a batch; with ``replaces`` also one of other weights. Beside one that a script has given this number, or asked
+    for before another model was trained, it has more digits.
     CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
     """
 
