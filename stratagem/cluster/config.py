@@ -172,6 +172,11 @@ class ChiefConfig(ServerConfig):
                 f"ps_replicas {self.ps_replicas} needs as many ps: the copy of a ps is kept on another, and num_ps is "
                 f"{self.num_ps}"
             )
+        if self.max_connections < self.num_workers + self.num_ps + 2:
+            raise ValueError(
+                f"max_connections {self.max_connections} is too few: each of {self.num_workers} workers and "
+                f"{self.num_ps} ps keeps one, and so do the launcher and an evaluator. Give more"
+            )
         if self.standby and not self.state_dir:
             raise ValueError("a standby chief takes over from a journal: give both chiefs the same state_dir")
         return self

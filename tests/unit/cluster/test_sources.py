@@ -211,6 +211,8 @@ def test_fields_that_do_not_go_together() -> None:
         gather("chief", {}, {"num_workers": 1, "heartbeat_interval_s": 30.0})
     with pytest.raises(ConfigurationError, match=r"^ps_replicas 2 needs as many ps"):
         gather("chief", {}, {"num_workers": 1, "num_ps": 1, "ps_replicas": 2})
+    with pytest.raises(ConfigurationError, match=r"^max_connections 4 is too few: each of 2 workers and 1 ps"):
+        gather("chief", {"STRATAGEM_MAX_CONNECTIONS": "4"}, {"num_workers": 2, "num_ps": 1})
     with pytest.raises(ConfigurationError, match=r"^stripes 1000 has to be less than max_lanes_per_peer 128"):
         gather("worker", {}, {"chief": "h:1", "stripes": 1000})
     with pytest.raises(ConfigurationError, match=r"^checkpoint_every_s 5 needs a place for the checkpoints"):
