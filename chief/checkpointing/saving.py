@@ -153,7 +153,7 @@ class Saving(ChiefPart):
         logger.info("Checkpoint of step %d: %s", committed.manifest.step, place)
 
 
-class Content(NamedTuple):
+class CheckpointContent(NamedTuple):
     step: int
     """Largest number of updates applied to any group."""
     num_groups: int
@@ -162,10 +162,10 @@ class Content(NamedTuple):
     """Of all of these together."""
 
 
-def content_of(described: Collection[ServerDescription]) -> Content:
+def content_of(described: Collection[ServerDescription]) -> CheckpointContent:
     """What a checkpoint of these would have."""
     num_groups = sum([len(each.groups) for each in described])
-    return Content(
+    return CheckpointContent(
         max((each.step for each in described), default=0), num_groups, sum([each.num_updates for each in described])
     )
 
