@@ -30,11 +30,11 @@ def slow_data(reading: Reading) -> Iterator[Finding]:
     """Workers that wait for their batches."""
     workers = reading.working
     for worker in workers:
-        share = worker.share(measures.DATA_WAIT)
-        others = [one.share(measures.DATA_WAIT) for one in workers if one is not worker]
+        share = _data_share(worker)
+        others = [_data_share(one) for one in workers if one is not worker]
         if share < WORTH:
             continue
-        cpu = worker.get(measures.DATA_CPU) / max(1e-9, worker.get(measures.DATA_WAIT))
+        cpu = worker.get(measures.DATA_CPU) / max(1e-9, share * worker.total_s)
         loaders = worker.values.get(measures.LOADER_WORKERS)
         where = "" if loaders is None else f": DataLoader(num_workers={loaders:.0f})"
         alike = bool(others) and min(others) >= 0.7 * share
@@ -100,6 +100,12 @@ def slow_worker(reading: Reading) -> Iterator[Finding]:
                 "a suspended process (stratagem status --stacks)"
             )
         yield Finding(cause, worker.task, sentence, advice, lost, how)
+
+
+def _data_share(worker: TaskReading) -> float:
+    """Of its time, without that in which its training thread was ready to read, and had no core."""
+    starved = worker.get(measures.STARVED_MAIN) / max(1e-9, worker.total_s)
+    return worker.share(measures.DATA_WAIT) * (1 - min(1.0, starved))
 
 
 def interpreter(reading: Reading) -> Iterator[Finding]:

@@ -105,6 +105,12 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         "",
         "nothing to gain",
     ),
+    "all read without a core": (
+        [with_values(worker(index, data_wait_s=1.5), starved_main_s=6.0, step_cpu_s=4.0) for index in (0, 1)],
+        Cause.NOTHING,
+        "",
+        "nothing to gain",
+    ),
     "data everywhere": (
         [worker(0, data_wait_s=6.4), worker(1, data_wait_s=6.0), ps(0)],
         Cause.SLOW_DATA,
