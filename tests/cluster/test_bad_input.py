@@ -74,7 +74,9 @@ except sg.CollectiveError as error:
 """
 
 
-@pytest.mark.parametrize(("code", "num_ps"), [(1, 0), (42, 0), pytest.param(42, 1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("code", "num_ps"), [(42, 0), *(pytest.param(*each, marks=pytest.mark.thorough) for each in [(1, 0), (42, 1)])]
+)
 def test_who_failed_first_is_named_and_its_exit_code_is_the_jobs(
     cluster: Start, tmp_path: Path, code: int, num_ps: int
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_second_strategy_in_a_process_is_refused(cluster: Start, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_process_that_reads_data_does_not_join_in_the_place_of_its_worker(cluster: Start, tmp_path: Path) -> None:
     """Its worker was fenced: "a new process joined in its place"."""
     body = (
@@ -195,7 +198,7 @@ def test_a_scaler_that_was_not_prepared_is_refused(cluster: Start, tmp_path: Pat
     check_words(done.stderr, "make it GradScaler(enabled=False)", "script.py:14, in")
 
 
-@pytest.mark.parametrize("by_rank", [True, False])
+@pytest.mark.parametrize("by_rank", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_data_that_a_script_cuts_by_rank_beside_parameter_servers(
     cluster: Start, tmp_path: Path, by_rank: bool
 ) -> None:
@@ -255,6 +258,7 @@ strategy.prepare(torch.nn.Linear(3, 1))
 """
 
 
+@pytest.mark.thorough
 def test_a_worker_that_prepares_more_than_the_lead_says_what_it_waits_for(cluster: Start, tmp_path: Path) -> None:
     job = cluster(2, 1, script(tmp_path, ONE_MORE), tmp_path / "go")
     job.wait_for(lambda: "until worker:0 gives ps:0 its values of 2 variables" in job.stderr, "a word")
@@ -319,6 +323,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_a_module_in_the_place_of_a_script(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "model.py").write_text("def make():\n    return 'made'\n")

@@ -148,6 +148,7 @@ def test_a_chief_that_stands_by_takes_over(start: Start, tmp_path: Path, in_file
     check_counts(tmp_path / "out.pt", 3)
 
 
+@pytest.mark.thorough
 def test_a_chief_that_stands_by_ends_with_the_job(start: Start, tmp_path: Path) -> None:
     (address,) = free_addresses(1)
     state = ("--state-dir", tmp_path, "--num-workers", 1, "--num-ps", 1)

@@ -60,6 +60,7 @@ def test_python_train_py_in_every_task(
     )
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_killed_as_it_ends_finds_that_the_job_is_over(
     tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def torchrun(script: str, *arguments: object, flags: Sequence[str] = ()) -> subp
     return forks.run([*command, str(SCRIPTS / script), *map(str, arguments)], env=environment, timeout=240)
 
 
+@pytest.mark.thorough
 def test_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "ring.pt"
     done = torchrun("train_small.py", "--optimizer", "momentum", "--out", out)
@@ -112,6 +114,7 @@ def test_torchrun_starts_its_ranks_again(tmp_path: Path) -> None:
     assert done.returncode == 0 and "the first start" in done.stderr, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_chief_that_cannot_serve_is_not_waited_for(tasks: list[subprocess.Popen[str]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -271,6 +274,7 @@ def test_a_worker_whose_chief_cannot_be_reached_says_so(tasks: list[subprocess.P
     assert "worker:1: Waiting for the chief: the chief at 127.0.0.1:1 cannot be reached" in line
 
 
+@pytest.mark.thorough
 def test_an_evaluator_that_the_cluster_does_not_name(
     tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

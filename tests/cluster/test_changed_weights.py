@@ -22,6 +22,7 @@ def test_what_is_loaded_once_is_the_jobs(cluster: Start, num_ps: int, flags: lis
     cluster(2, num_ps, "changes_weights.py", "kept", flags=flags).succeed()
 
 
+@pytest.mark.thorough
 def test_who_meets_when_the_lead_has_ended_waits_for_nobody(cluster: Start) -> None:
     cluster(2, 1, "changes_weights.py", "lead ends first").succeed(60)
 
@@ -33,6 +34,7 @@ def test_what_would_be_lost_is_refused(cluster: Start) -> None:
     assert "strategy.load_once(lambda: model.load_state_dict" in done.stderr
 
 
+@pytest.mark.thorough
 def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
     """Each worker trained by itself what it had prepared without an optimizer."""
     done = cluster(2, 1, "changes_weights.py", "by hand").finish()
@@ -44,10 +46,18 @@ def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
     ("mode", "words"),
     [
         ("weighed twice", "set_weight(2) after a backward with 1: an update has one weight on parameter servers"),
-        ("weighed in two batches", "set_weight(2) after a backward with 1"),
-        ("uneven batches", "share differs between its batches (the last batch is smaller, or a worker was lost)"),
-        pytest.param("optimizer later", "weight is already prepared", marks=pytest.mark.thorough),
-        pytest.param("prepared twice", "weight is already prepared, or compiled, with an", marks=pytest.mark.thorough),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in [
+                ("weighed in two batches", "set_weight(2) after a backward with 1"),
+                (
+                    "uneven batches",
+                    "share differs between its batches (the last batch is smaller, or a worker was lost)",
+                ),
+                ("optimizer later", "weight is already prepared"),
+                ("prepared twice", "weight is already prepared, or compiled, with an"),
+            ]
+        ),
     ],
 )
 def test_what_one_update_or_variable_cannot_have_is_refused(cluster: Start, mode: str, words: str) -> None:

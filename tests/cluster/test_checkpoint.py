@@ -85,6 +85,7 @@ def test_from_servers_to_a_process_and_a_ring_and_back(cluster: Start, tmp_path:
     )
 
 
+@pytest.mark.thorough
 def test_what_an_earlier_job_left_under_parameter_servers_is_said(cluster: Start, tmp_path: Path) -> None:
     words = "belongs to an earlier job and is left as it is"
     save = ("--steps", 2, "--save", tmp_path)

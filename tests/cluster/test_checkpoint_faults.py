@@ -150,6 +150,7 @@ print("done")
 """
 
 
+@pytest.mark.thorough
 def test_a_save_that_fails_when_the_script_is_over_has_failed_it(tmp_path: Path, cluster: Callable[..., Any]) -> None:
     """Nobody waits for the last one of a script; the job ended with exit code 0."""
     (tmp_path / "file").write_text("")

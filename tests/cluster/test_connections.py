@@ -47,6 +47,7 @@ def test_a_ps_that_is_cut_off_for_eight_seconds_loses_nothing(cluster: Start, tm
     assert max(each["standstill_s"] for each in done.summary["chaos"]) > 2.0, "it was not cut off"
 
 
+@pytest.mark.thorough
 def test_a_chief_that_is_told_to_leave_comes_back_to_the_same_tasks(cluster: Start, tmp_path: Path) -> None:
     script = ("--examples", 1000, "--epochs", 1, "--pause-s", 0.05, "--out", tmp_path / "out.pt")
     done: Finished = cluster(2, 2, "count_examples.py", *script, flags=["--chaos", "stop chief@1s"]).finish()

@@ -81,7 +81,7 @@ def test_a_plain_script_trains_no_model_in_each_worker(cluster: Callable[..., An
 
 @pytest.mark.parametrize(
     ("num_ps", "says"),
-    [(0, True), (1, False), *(pytest.param(*each, marks=pytest.mark.thorough) for each in [(0, False), (1, True)])],
+    [(0, True), *(pytest.param(*each, marks=pytest.mark.thorough) for each in [(0, False), (1, True), (1, False)])],
 )
 def test_a_loader_that_is_not_distributed_is_warned_of_once(
     cluster: Callable[..., Any], tmp_path: Path, num_ps: int, says: bool

@@ -79,6 +79,7 @@ def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, 
     torch.testing.assert_close(*both, **TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_an_evaluator_that_could_restore_no_checkpoint_fails(cluster: Start, tmp_path: Path) -> None:
     """The training goes on; the evaluator had ended as if it had evaluated."""
     arguments = ["--model-dir", tmp_path, "--max-steps", 9, "--wider-evaluation"]
@@ -87,13 +88,14 @@ def test_an_evaluator_that_could_restore_no_checkpoint_fails(cluster: Start, tmp
     assert "evaluator:0: CheckpointError: the checkpoint is of a different model than net" in done.stderr
 
 
-@pytest.mark.parametrize("num_ps", [0, 1])
+@pytest.mark.parametrize("num_ps", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_two_estimators_of_one_script(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     flags = ["--staleness", "0", "--max-restarts", "0"]
     cluster(2, num_ps, "two_estimators.py", "--model-dir", tmp_path, flags=flags).succeed()
     assert steps_in(tmp_path / "first") == steps_in(tmp_path / "second") == [3]
 
 
+@pytest.mark.thorough
 def test_a_table_and_its_optimizer_continue_on_parameter_servers(cluster: Start, tmp_path: Path) -> None:
     """Creating the model asked for rows that the job did not have yet, and the sums of Adagrad began anew."""
     folder, arguments = tmp_path / "model", ["--table", "--model-dir", tmp_path / "model", "--max-steps"]

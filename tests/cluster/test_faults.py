@@ -16,6 +16,7 @@ from tests.cluster.test_synchronous import check_equal, one_process
 Start = Callable[..., Any]
 
 
+@pytest.mark.thorough
 def test_resent_updates_are_applied_once(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     faults = [{"task": f"worker:{index}", "step": 0, "action": "resend"} for index in (0, 1)]
@@ -25,6 +26,7 @@ def test_resent_updates_are_applied_once(cluster: Start, tmp_path: Path) -> None
     check_counts(out, 2)
 
 
+@pytest.mark.thorough
 def test_a_torn_update_is_completed_by_the_next_worker(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     faults = [{"task": "worker:1", "step": 4, "action": "tear"}, wait("worker:0")]

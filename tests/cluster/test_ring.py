@@ -151,10 +151,8 @@ def test_ranks_that_part_are_both_named(cluster: Start, tmp_path: Path) -> None:
     assert "barrier" in text and "worker:1" in text
 
 
-@pytest.mark.parametrize(
-    "transport",
-    ["shm", pytest.param("tcp", marks=pytest.mark.thorough), pytest.param("grpc", marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_many_all_reduces_leave_nothing_behind(cluster: Start, tmp_path: Path, transport: str) -> None:
     num = int(os.environ.get("TEST_SOAK", "1000"))
     out = tmp_path / "news"

@@ -171,6 +171,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.thorough
 def test_cancel_ends_the_job_and_all_its_processes(desk: Desk) -> None:
     job = start_waiting(desk)
     refused = desk.run(*STRATAGEM, "jobs", "remove", job["id"])

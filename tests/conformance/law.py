@@ -56,7 +56,10 @@ def law(
         room = (module.__doc__ or test.__module__).strip().splitlines()[0].rstrip(".")
         found = Law(room, text, scenario, dict(without or {}))
         LAWS[test.__module__, text] = found
-        parameters = [pytest.param(column, id=column.name) for column in found.columns]
+        parameters = [
+            pytest.param(column, id=column.name, marks=[pytest.mark.thorough] * column.is_thorough)
+            for column in found.columns
+        ]
         decorated: Test = pytest.mark.law(found)(pytest.mark.parametrize("column", parameters)(test))
         return decorated
 

@@ -34,6 +34,8 @@ class Column:
 
     num_xla_devices: int = 0
     """Of torch_xla, on the CPU; one: by its launcher, several: by SPMD. 0: nothing of torch_xla."""
+    is_thorough: bool = False
+    """`make test` leaves it out: two others together show most of it."""
 
     @property
     def is_here(self) -> bool:
@@ -67,6 +69,7 @@ RING_2X2 = Column(
     num_workers=2,
     num_local=2,
     num_replicas=4,
+    is_thorough=True,
 )
 PS_SYNC = Column("ps-sync", "ps, staleness 0", flags=("--staleness", "0"), num_workers=2, num_ps=2, num_replicas=2)
 PS_ASYNC = Column("ps-async", "ps, asynchronous", num_workers=2, num_ps=1)

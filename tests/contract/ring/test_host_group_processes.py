@@ -197,6 +197,7 @@ def test_a_stopped_process_is_named_when_the_time_is_up() -> None:
         assert result_of(stopped) == [str(error), 1]
 
 
+@pytest.mark.thorough
 def test_nothing_grows_and_nothing_stays() -> None:
     before = counts()
     with processes(["long"], timeout_s=DEADLINE_S) as (group, (child,)):

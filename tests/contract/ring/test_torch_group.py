@@ -144,6 +144,7 @@ def test_ranks_that_do_not_find_each_other() -> None:
 
 
 @pytest.mark.usefixtures("preloaded")
+@pytest.mark.thorough
 def test_a_killed_process() -> None:
     address = free_store_address("127.0.0.1")
     command = [sys.executable, "-m", "tests.contract.ring.torch_rank"]

@@ -187,6 +187,7 @@ def test_our_lane_is_measured() -> None:
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.thorough
 def test_our_lane_is_measured_under_tls() -> None:
     samples, _ = to_samples(jobs.run_stratagem(2, [1 << 20], "tcp", "float32", tls=True))
     assert samples[0]["median_s"] is not None

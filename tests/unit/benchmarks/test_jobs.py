@@ -52,6 +52,7 @@ def test_parameter_servers_really_train() -> None:
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.thorough
 def test_a_ring_really_trains() -> None:
     result = run_ring(SMALL, num_workers=2, lane="tcp")
     result.check(8)

@@ -79,6 +79,7 @@ def test_what_cannot_train_is_refused(name: str, words: list[str], expected: str
     assert ended.returncode == 2 and expected in ended.stderr, ended.stderr
 
 
+@pytest.mark.thorough
 def test_a_walk_through_restores_what_it_trained(tmp_path: Path) -> None:
     for num_epochs in (2, 1):
         arguments = ["--no-download", "--batch-size", "1437", "--epochs", str(num_epochs)]

@@ -203,6 +203,7 @@ def test_an_interrupt_that_comes_at_once_ends_a_fork(server: ForkServer, tasks: 
     check_interrupts(server, tasks)
 
 
+@pytest.mark.thorough
 def test_in_a_script_s_background_too_and_nobody_outlives_a_fork_server_that_is_lost(tasks: Tasks) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = loaded()

@@ -37,6 +37,7 @@ def test_a_cluster_that_needs_more_threads_than_this_user_may_have() -> None:
 
 
 @pytest.mark.usefixtures("preloaded")
+@pytest.mark.thorough
 def test_who_keeps_logs_in_a_folder_keeps_them_alone(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     command = [sys.executable, "-m", "stratagem.cli", "run", "--log-dir", str(tmp_path / "logs"), "train.py"]

@@ -94,6 +94,7 @@ model.fit(torch.ones(8, 2), torch.ones(8, 1), batch_size=4, verbose=0, callbacks
 
 
 @pytest.mark.usefixtures("preloaded")
+@pytest.mark.thorough
 def test_a_plain_script_shows_what_it_does() -> None:
     assert lines_of(TRAIN, functools.partial(forks.run, timeout=240)) == [
         "I stratagem: MirroredStrategy on cpu:0, cpu:1",

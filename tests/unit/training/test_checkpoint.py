@@ -304,6 +304,7 @@ def test_a_script_saves_at_its_end(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is not None
 
 
+@pytest.mark.thorough
 def test_what_was_read_is_given_back(tmp_path: Path) -> None:
     """Workers keep freed memory; a table of parameter servers is more than they need to train."""
     script = (

@@ -65,7 +65,9 @@ if threading.active_count() > 1:
 """
 
 
-@pytest.mark.parametrize(("script", "ends_with"), [("has none", 143), ("handles it", 0)])
+@pytest.mark.parametrize(
+    ("script", "ends_with"), [("has none", 143), pytest.param("handles it", 0, marks=pytest.mark.thorough)]
+)
 def test_a_worker_that_takes_part_no_more_ends_in_the_middle_of_a_step(script: str, ends_with: int) -> None:
     done = subprocess.run([sys.executable, "-c", FENCED, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == ends_with, done.stderr
