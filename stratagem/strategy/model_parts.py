@@ -30,6 +30,12 @@ def all_parameters(models: Iterable[nn.Module], groups: Iterable[Iterable[nn.Par
     return [*dict.fromkeys(itertools.chain.from_iterable((*groups, *of_models)))]
 
 
+def saved_buffers_of(model: nn.Module) -> list[torch.Tensor]:
+    """Those in its ``state_dict()``."""
+    saved = model.state_dict(keep_vars=True)
+    return [buffer for name, buffer in model.named_buffers() if name in saved]
+
+
 Kept = tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]
 """A module, and of one of its own buffers the name, itself, and a copy."""
 

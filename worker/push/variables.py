@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.codec import FrameKind
+from stratagem.rpc.codec import Frame, FrameKind
 from stratagem.worker.push import wire
 from stratagem.worker.push.host_tensors import WeightTargets
 from stratagem.worker.push.layout import Layout
@@ -75,7 +76,6 @@ class RemoteVariables:
 
     def rerouted(self) -> None:
         """The layout has changed, and with it whose versions the copies here are."""
-        self.copies.forget()
         self.targets.rerouted()
         self.have = {client.index: {} for client in self.clients}
         self.groups: dict[int, list[int]] = {client.index: [] for client in self.clients}
@@ -106,8 +106,11 @@ class RemoteVariables:
         return pull([self], [client], INITIAL_WAIT_S)
 
     def give(self, client: PsClient, groups: Sequence[int]) -> None:
-        """Sends this process's values of ``groups`` to one ps, which has none yet or none any more."""
+        """Sends this process's values of ``groups`` to one ps, which has none yet or none any more. Raises
+        ConfigurationError: a script has changed them."""
         self.is_given = True
+        if self.optimizer:
+            self.copies.check()
         self.assign(client, groups)
 
     def assign(self, client: PsClient, groups: Sequence[int]) -> None:
@@ -151,9 +154,16 @@ class RemoteVariables:
         self.num_updates = max((each.num_updates for each in versions), default=self.num_updates)
 
 
-def pull(every: Sequence[RemoteVariables], clients: Sequence[PsClient], wait_s: float = 0.0) -> bool:
+def pull(
+    every: Sequence[RemoteVariables],
+    clients: Sequence[PsClient],
+    wait_s: float = 0.0,
+    changed: Mapping[RemoteVariables, str] = MappingProxyType({}),
+) -> bool:
     """Takes weights newer than the copies here, with one request to each ps; unchanged ones cost no payload. False: a
-    ps has no initial values yet."""
+    ps has no initial values yet. ``changed``: whose copies a script has changed, each with the name of one. They stay
+    as they are; ConfigurationError: the ps have made updates that those copies lack."""
+    lacking: set[RemoteVariables] = set()
     calls: list[tuple[PsClient, dict[int, RemoteVariables], PendingCall]] = []
     for client in clients:
         owners = {group: one for one in every for group in one.groups[client.index]}
@@ -162,20 +172,29 @@ def pull(every: Sequence[RemoteVariables], clients: Sequence[PsClient], wait_s: 
             calls.append((client, owners, wire.pull_weights(client, have, wait_s)))
     is_complete = True
     for client, owners, call in calls:
-        versions = _receive(client, call, owners).versions
+        taking = {group: one for group, one in owners.items() if one not in changed}
+        versions = _receive(client, call, taking).versions
         is_complete = is_complete and bool(versions)
         news: dict[RemoteVariables, list[Any]] = {}
         for each in versions:
             news.setdefault(owners[each.group], []).append(each)
         for one, its in news.items():
-            one._note(client.index, its)
+            if one not in changed:
+                one._note(client.index, its)
+            elif max(each.num_updates for each in its) > one.num_updates:
+                lacking.add(one)
     for one in every:
-        one.finish()
+        if one not in changed:
+            one.finish()
+    for one in lacking:
+        one.forget()
+        one.copies.refuse(changed[one])
     return is_complete
 
 
 def _receive(client: PsClient, call: PendingCall, owners: Mapping[int, RemoteVariables]) -> Any:
-    """Waits for a reply, and writes the weights that it brings into the tensors of ``owners``, by group."""
+    """Waits for a reply, and writes the weights that it brings into the tensors of ``owners``, by group; those of other
+    groups are dropped."""
     for one in {*owners.values()}:
         one.copies.forget()  # until all have come: a reply that breaks off leaves some of it
 
@@ -183,7 +202,11 @@ def _receive(client: PsClient, call: PendingCall, owners: Mapping[int, RemoteVar
         owner = owners.get(group) if kind == WEIGHTS else None
         return None if owner is None else owner.targets.place(client.index, group, offset, num)
 
-    return call.result(lambda frame: owners[frame.group].targets.write(client.index, frame), place)
+    def write(frame: Frame) -> None:
+        if (owner := owners.get(frame.group)) is not None:
+            owner.targets.write(client.index, frame)
+
+    return call.result(write, place)
 
 
 class TrainedCopies:
@@ -217,28 +240,39 @@ class TrainedCopies:
         """They may be anything until the next :meth:`note`."""
         self._counters = self._sums = self._sample = None
 
+    def look_closely(self) -> None:
+        """Changes are likely from now on: the next looks are at all values."""
+        self._num_checked = 0
+
     def check(self) -> None:
-        """Looks whether they have stayed so. Where only the counters differ, values that were put back may be the same,
-        so there is but a warning. Raises ConfigurationError: one has other values."""
+        """Raises ConfigurationError, once: one has other values."""
+        if name := self.changed():
+            self.forget()
+            self.refuse(name)
+
+    def changed(self) -> str:
+        """Looks whether they have stayed so: the name of one that has other values, else nothing. Where only the
+        counters differ, values that were put back may be the same, so there is but a warning."""
         if self._counters is None:
-            return
+            return ""
         self._num_checked += 1
         if self._sums is not None:
             for name, tensor, bits in zip(self._names, self._tensors, self._sums, strict=True):
                 if sum_of_bits(tensor.detach().reshape(-1)) != bits:
-                    self._refuse(name)
-            return
+                    return name
+            return ""
         if self._sample is not None and self._heads[self._sample[0]].tobytes() != self._sample[1]:
-            self._refuse(self._names[self._sample[0]])
+            return self._names[self._sample[0]]
         if not self._has_warned:
             for name, tensor, counter in zip(self._names, self._tensors, self._counters, strict=True):
                 if (tensor._version, tensor.data_ptr()) != counter:
                     self._has_warned = True
                     logger.warning("%s was written to since the last update. %s", name, self._way_out)
                     break
+        return ""
 
-    def _refuse(self, name: str) -> NoReturn:
-        self.forget()
+    def refuse(self, name: str) -> NoReturn:
+        """Raises ConfigurationError: ``name`` has other values."""
         raise ConfigurationError(f"{name} was changed here since the last update. {self._way_out}")
 
 

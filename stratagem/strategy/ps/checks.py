@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from stratagem.data.distribute import contents_of
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.rpc.codec import can_travel
-from stratagem.strategy.model_parts import sparse_embeddings
+from stratagem.strategy.model_parts import parameters_of, sparse_embeddings
 from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.replicas.copyable import check_dense, check_layers, check_memory, check_shapes
 from stratagem.worker.push.remote_table import RemoteTable
@@ -151,3 +151,28 @@ def grouped_parameters(
             taken.add(id(parameter))
             found.append((parameter, index))
     return found
+
+
+def refuse_prepared(
+    optimizers: Sequence[torch.optim.Optimizer],
+    held: Mapping[int, tuple[str, torch.Tensor]],
+    trained: Collection[int],
+    tables: Collection[int],
+) -> None:
+    """Of a further ``prepare``, which would train a variable of another name in the same memory. By identity:
+    ``held``: name and tensor of what is prepared; ``trained``: variables with an optimizer; ``tables``."""
+    for parameter in [one for each in optimizers for one in parameters_of(each)]:
+        if id(parameter) not in held:
+            continue
+        name = held[id(parameter)][0]
+        if id(parameter) not in trained:
+            raise ConfigurationError(
+                f"{'table ' if id(parameter) in tables else ''}{name} is already prepared, and its parameter "
+                "servers keep its optimizer, or that it has none: pass the layer and its optimizer to a single "
+                "strategy.prepare, or compile an sg.Model with it first"
+            )
+        raise ConfigurationError(
+            f"{name} is already prepared, or compiled, with an optimizer, and its parameter servers keep that one: "
+            "set the learning rate (optimizer.param_groups, model.learning_rate), or prepare a copy, "
+            "copy.deepcopy(module), which starts with the weights that it has here"
+        )

@@ -10,7 +10,7 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -224,6 +224,10 @@ class Servers:
         """
         return {place_of(tensor): name for name, tensor in self._groups.optimized}
 
+    def check(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Raises ConfigurationError where a script has changed weights of ``modules`` here that the ps hold."""
+        self._groups.check([parameter for module in modules for parameter in module.parameters()])
+
     def has_begun(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the ps have a state of a prepared optimizer: that of updates, or one that they were given."""
         (push,) = (push for push in self._groups.pushes if push.optimizer is optimizer)
@@ -257,7 +261,12 @@ class Servers:
             num_updates: of parameter servers, in what is loaded; None: there were none, or nobody knows.
             resumes: ps that have more updates, before the first one of this job, keep what they have: the chief has
                 counted the examples of these, and they do not come again.
+
+        Raises:
+            ConfigurationError: a script has changed weights here otherwise before.
         """
+        if load is not None:
+            self._groups.check()
         group = self.chief.new_group("barrier, load or restore")
         has_loaded = False
         self.chief.agree(group, 0, 0)  # all are here: none of them has an update under way
@@ -281,9 +290,10 @@ class Servers:
             time.sleep(RETRY_S)
         if not has_loaded:
             if load is not None:
+                self._groups.forget()
                 with self._runtime.assigning(False):
                     load()
-            self._groups.forget()
+                self._groups.forget()
             self._groups.refresh()
         self.place = f"after {group}, "
 
@@ -325,6 +335,7 @@ class Servers:
         """Until a checkpoint has what was loaded, on all ps, where one is kept."""
         while True:
             self._groups.refresh()  # what is not loaded stays as the ps have it
+            self._groups.forget()
             before = self._groups.store_epochs
             saved: list[int] | None = []
             with contextlib.suppress(PeerUnavailableError, StaleStoreError), self._runtime.assigning(True):
@@ -341,5 +352,5 @@ class Servers:
                     "their logs"
                 )
             time.sleep(RETRY_S)
-            self._groups.reconnect()
             self._groups.forget()
+            self._groups.reconnect()

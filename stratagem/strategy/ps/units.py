@@ -202,6 +202,7 @@ class LeasedUnits:
         self._meter.stop_clock()
         self._on_begin(None, None)
         if not self._is_skipped:
+            self._groups.look_closely()
             self._pull()  # evaluation after the epoch sees every update of the epoch
 
     def leave(self) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError, StaleStoreError
+from stratagem.errors import ClusterTimeoutError, PeerUnavailableError, StaleStoreError
 from stratagem.ps.optimizers import check_for_rows
-from stratagem.strategy.model_parts import parameters_of
+from stratagem.strategy.model_parts import saved_buffers_of
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
-from stratagem.strategy.ps.checks import check_optimizer, grouped_parameters
+from stratagem.strategy.ps.checks import check_optimizer, grouped_parameters, refuse_prepared
 from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
@@ -82,7 +82,8 @@ class VariableGroups:
     ) -> list[GradientPush]:
         """Creates or attaches to the variables of ``models``; returns what pushes the gradients of each optimizer.
         ``on_backward`` is called in a backward whenever a gradient was accumulated."""
-        self._refuse_trained(optimizers)
+        known = {id(tensor) for variables in self._all if variables.optimizer for _, tensor in variables.named}
+        refuse_prepared(optimizers, self._held, known, {id(table.handle) for table in every_table(self._tables)})
         names = self._names(models)
         taken = set(self._held)  # of an earlier call: the ps keep them
         found = (getattr(part, "remote_table", None) for model in models for part in model.modules())
@@ -106,7 +107,7 @@ class VariableGroups:
         others = [(table, names[identity], 0) for identity, table in every.items() if identity not in taken]
         self._place_tables(others, "", on_backward)
         taken.update(every)
-        tensors = [tensor for model in models for tensor in (*model.parameters(), *_saved_buffers(model))]
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *saved_buffers_of(model))]
         rest = {id(tensor): (names[id(tensor)], tensor, 0) for tensor in tensors if id(tensor) not in taken}
         if rest:
             kept = self._place([*rest.values()], "")
@@ -127,26 +128,6 @@ class VariableGroups:
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
         self.pushes += pushes
         return pushes
-
-    def _refuse_trained(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Of a second ``prepare``, which would train a variable of another name in the same memory."""
-        trained = {id(tensor) for variables in self._all if variables.optimizer for _, tensor in variables.named}
-        tables = {id(table.handle) for table in every_table(self._tables)}
-        for parameter in [one for each in optimizers for one in parameters_of(each)]:
-            if id(parameter) not in self._held:
-                continue
-            name = self._held[id(parameter)][0]
-            if id(parameter) not in trained:
-                raise ConfigurationError(
-                    f"{'table ' if id(parameter) in tables else ''}{name} is already prepared, and its parameter "
-                    "servers keep its optimizer, or that it has none: pass the layer and its optimizer to a single "
-                    "strategy.prepare, or compile an sg.Model with it first"
-                )
-            raise ConfigurationError(
-                f"{name} is already prepared, or compiled, with an optimizer, and its parameter servers keep that one: "
-                "set the learning rate (optimizer.param_groups, model.learning_rate), or prepare a copy, "
-                "copy.deepcopy(module), which starts with the weights that it has here"
-            )
 
     @property
     def optimized(self) -> list[tuple[str, torch.Tensor]]:
@@ -177,14 +158,30 @@ class VariableGroups:
             variables.assign_all()
 
     def pull(self) -> None:
-        """Takes newer weights of everything an optimizer changes; a ConfigurationError where somebody else changed the
-        copies here meanwhile. Rows of tables that were read and not asked for yet are dropped."""
+        """Takes newer weights of everything an optimizer changes. Copies that a script has changed stay as they are; a
+        ConfigurationError where there are updates of them. Rows of tables that were read and not asked for yet are
+        dropped."""
         with self._turn:
             self.reads.clear()
             trained = [variables for variables in self._all if variables.optimizer]
-            for variables in trained:
-                variables.copies.check()
-            pull(trained, self._runtime.clients)
+            changed = {variables: name for variables in trained if (name := variables.copies.changed())}
+            pull(trained, self._runtime.clients, changed=changed)
+
+    def check(self, used: Sequence[torch.Tensor] | None = None) -> None:
+        """Raises ConfigurationError where a script has changed the copies here of what an optimizer changes together
+        with one of ``used``; None: of anything, and the next pull then takes everything."""
+        wanted = None if used is None else {*map(id, used)}
+        for variables in [one for one in self._all if one.optimizer]:
+            is_used = wanted is None or not wanted.isdisjoint(map(id, variables.targets.tensors))
+            if is_used and (name := variables.copies.changed()):
+                if wanted is None:
+                    self.forget()
+                variables.copies.refuse(name)
+
+    def look_closely(self) -> None:
+        """A script may change the copies here now that an epoch is over; see :class:`TrainedCopies`."""
+        for variables in self._all:
+            variables.copies.look_closely()
 
     def refresh(self, attach: Callable[[], None] | None = None) -> None:
         """As :meth:`pull`, of ps that come back as well; ``attach`` sees to these, else :meth:`reconnect`, and the next
@@ -196,7 +193,7 @@ class VariableGroups:
                 (attach or self.reconnect)()
 
     def forget(self) -> None:
-        """The next pull takes everything that an optimizer changes, whatever this process has."""
+        """The next pull takes everything that an optimizer changes, whatever a script makes of the copies here."""
         for variables in self._all:
             variables.forget()
 
@@ -228,8 +225,6 @@ class VariableGroups:
         with self._turn:
             for client in self._runtime.clients:
                 self._connect(client)
-            for variables in self._all:
-                variables.copies.forget()
             self.refresh()
         for push in self.pushes:
             push.reattached()
@@ -393,8 +388,3 @@ class VariableGroups:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 names.setdefault(id(tensor), prefix + name)
         return names
-
-
-def _saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    saved = model.state_dict(keep_vars=True)
-    return [buffer for name, buffer in model.named_buffers() if name in saved]

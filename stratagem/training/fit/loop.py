@@ -229,6 +229,8 @@ class Evaluation:
         callbacks = self._callbacks.silenced() if is_silent else self._callbacks
         running.reset()
         callbacks.call("on_test_begin", {})
+        if steps.strategy.servers is not None:
+            steps.strategy.servers.check([steps.module])
         with steps.strategy.averaged_buffers(steps.module), in_eval_mode(steps.module), torch.no_grad():
             for number, batch in first_batches(self._dataset, self._num_steps):
                 callbacks.call_batch("on_test_batch_begin", number)

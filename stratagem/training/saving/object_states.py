@@ -69,9 +69,12 @@ def take(
 ) -> dict[str, EncodedState]:
     """The states of objects. Under a synchronous strategy every worker has to call it. ``copy``: later changes must not
     show; ``keep``: this process is the one that writes, the others only do their part. ConfigurationError: a state
-    cannot be written."""
+    cannot be written, or its weights here are not those of the parameter servers."""
     models = [item for item in objects.values() if isinstance(item, torch.nn.Module)]
-    names = servers.names() if servers is not None else {}
+    names: Mapping[Place, str] = {}
+    if servers is not None:
+        servers.check(models)
+        names = servers.names()
     states: dict[str, EncodedState] = {}
     with strategy.averaged_buffers(*models) if models else contextlib.nullcontext():
         # Averaged buffers are there only now: they are copied in any case.

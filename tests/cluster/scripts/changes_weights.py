@@ -91,11 +91,41 @@ def best_of_fit(strategy: sg.Strategy) -> None:
     assert model.evaluate(x, y, verbose=0) == losses[0], "what evaluate takes from the ps"
 
 
+def loaded_by_hand(strategy: sg.Strategy) -> None:
+    """The best weights of a model whose training is over, on each worker for itself; then the next model."""
+    x, y = torch.ones(16, 2), torch.zeros(16, 1)
+
+    def trained() -> sg.Model:
+        with strategy.scope():
+            model = sg.Model(nn.Linear(2, 1))
+            model.compile(lambda parameters: torch.optim.SGD(parameters, 0.01), "mse")
+        model.fit(x, y, batch_size=8, epochs=2, validation_data=(x, y), verbose=0)
+        return model
+
+    first = trained()
+    best = {name: value + 1 for name, value in first.state_dict().items()}
+    first.module.load_state_dict(best)
+    strategy.barrier()
+    trained().evaluate(x, y, verbose=0)
+    assert all(torch.equal(value, best[name]) for name, value in first.state_dict().items()), first.state_dict()
+    checkpoint = sg.Checkpoint(model=first.module, strategy=strategy)
+    for use in (lambda: first.evaluate(x, y, verbose=0), lambda: checkpoint.save("changed/")):
+        if strategy.servers is not None:
+            try:
+                use()
+            except sg.ConfigurationError as error:
+                assert "weight was changed here since the last update" in str(error), error
+            else:
+                raise AssertionError("the ps have other weights, and that was not said")
+
+
 def main() -> None:
     strategy = sg.strategy_from_environment()
     best_of_fit(strategy)
     clamped(strategy)
     loaded(strategy)
+    if sys.argv[1] == "kept":
+        loaded_by_hand(strategy)
 
 
 if __name__ == "__main__":

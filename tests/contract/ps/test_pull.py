@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push.ps_client import PsClient
 from tests.contract.ps.test_tables import Job, start
+from tests.unit.ps.driver import CALL, CHIEF, complete
 
 __all__ = ["start"]
 
@@ -54,3 +57,72 @@ def test_each_ps_is_asked_once_for_all_models(
     for model, copy in zip(trained, copies, strict=True):
         for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def trained_with(job: Job, groups: VariableGroups, model: nn.Linear, number: int) -> None:
+    job.pushes[:] = [groups.pushes[number]]
+    model(torch.ones(1, 3)).sum().backward()
+    job.step()
+
+
+def test_what_a_script_has_changed_stays_while_the_ps_have_no_updates_of_it(start: Callable[..., Job]) -> None:
+    """The best weights of a model whose training is over: the next model's was refused when an epoch of it ended."""
+    job = start("tcp")
+    trained, other = prepare(job.groups, 1), VariableGroups(job.groups._runtime, None)
+    copies = prepare(other, 2)
+    trained_with(job, job.groups, trained[0], 0)
+    nn.init.ones_(trained[0].weight)
+    for _ in range(2):
+        trained_with(job, other, copies[2], 2)
+        job.groups.pull()
+        assert torch.equal(trained[2].weight, copies[2].weight) and bool((trained[0].weight == 1).all())
+    job.groups.check([*trained[1].parameters(), *trained[2].parameters()])
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"^weight was changed here"):
+            job.groups.check([*trained[0].parameters()])
+    other.pull()
+    trained_with(job, other, copies[0], 0)
+    with pytest.raises(ConfigurationError, match=r"^weight was changed here"):
+        job.groups.pull()
+    job.groups.pull()
+    assert torch.equal(trained[0].weight, copies[0].weight)
+
+
+def test_a_ps_that_comes_back_overwrites_nothing_of_a_script_and_is_given_nothing_of_it(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """All values came back, or a checkpoint's, as if the script had loaded nothing."""
+    job = start("tcp")
+    models = prepare(job.groups, 1)
+    (tmp_path / "nonce").write_text("n")
+    for store in job.stores:
+        store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
+        store.checkpoints.save_shards(5, str(tmp_path), "n")
+        store.checkpoints.release_commits(5)
+    complete(tmp_path)
+    trained_with(job, job.groups, models[0], 0)
+    nn.init.ones_(models[0].weight)
+    for store in job.stores:
+        store.checkpoints.restore_shards(str(tmp_path))
+    job.groups.roll_back()
+    trained_with(job, job.groups, models[2], 2)
+    assert bool((models[0].weight == 1).all())
+    for store in job.stores:  # without any
+        store.state.locked_groups.clear()
+        store.state.store_epoch += 1
+    with pytest.raises(ConfigurationError, match=r"^weight was changed here"):
+        job.groups.reconnect()
+
+
+def test_what_was_changed_before_something_is_loaded_is_refused_and_then_as_the_ps_have_it(
+    start: Callable[..., Job],
+) -> None:
+    job = start("tcp")
+    models = prepare(job.groups, 1)
+    before = models[1].bias.clone()
+    nn.init.ones_(models[1].bias)
+    with pytest.raises(ConfigurationError, match=r"model1\.bias was changed here"):
+        job.groups.check()
+    job.groups.check()
+    job.groups.pull()
+    assert torch.equal(models[1].bias, before)

@@ -89,6 +89,24 @@ def test_one_large_variable_that_nobody_changes_is_left_in_peace() -> None:
         copies.check()
 
 
+def test_whoever_puts_one_weight_back_after_an_epoch_is_not_taken_for_a_change(
+    model: torch.nn.Linear, copies: TrainedCopies, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All values are looked at then: that of one tensor alone had but a warning, and only of its counter."""
+    for _ in range(2 * NUM_EXACT):
+        copies.note()
+        copies.check()
+    copies.look_closely()
+    copies.note()
+    for tensor, kept in [(tensor, tensor.clone()) for tensor in model.parameters()]:
+        torch.nn.init.ones_(tensor)
+        assert copies.changed()
+        with torch.no_grad():
+            tensor.copy_(kept)
+        copies.check()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("put", [torch.nn.init.zeros_, lambda bias: setattr(bias, "data", torch.zeros(1))])
 def test_later_a_change_is_said_once(
     model: torch.nn.Linear, copies: TrainedCopies, caplog: pytest.LogCaptureFixture, put: Callable[[Any], object]
