@@ -66,8 +66,7 @@ class Checkpointing:
         state = self._state
         with state.changed:
             origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else (0, 0)
-            num_updates = sum([locked.group.num_updates for locked in state.locked_groups.values()])
-            has = num_updates, state.initialized, state.complete, *origin
+            has = state.num_updates, state.initialized, state.complete, *origin
             groups = {number: one.group for number, one in state.locked_groups.items() if one.group.initialized}
             trained = [group for group in groups.values() if group.spec.optimizer]
             units = state.units.describe(lacks_first=not all(group.num_updates for group in trained))
@@ -109,7 +108,7 @@ class Checkpointing:
             state.gate.check_token(token, time.monotonic())
             groups = [locked.group for _, locked in sorted(state.locked_groups.items())]
             units = copy.deepcopy(state.units)  # a hold keeps nobody from closing some
-            content = snapshot.Content(groups, units, state.store_epoch)
+            content = snapshot.Content(groups, units, state.store_epoch, state.num_moved)
             step = state.step
             if state.origin is not None:
                 state.origin.close()
@@ -147,7 +146,8 @@ class Checkpointing:
         origin = None if is_own else Origin(path)
         elsewhere: Sequence[GroupSpec] = ()
         if origin is not None:
-            content = snapshot.Content([], origin.units, origin.store_epoch)
+            num_moved = 0 if self._index else origin.num_updates
+            content = snapshot.Content([], origin.units, origin.store_epoch, num_moved)
         else:
             content, elsewhere = snapshot.load(path, self._index), snapshot.held_elsewhere(path, self._index)
         specs = [group.spec for group in content.groups]
@@ -177,7 +177,7 @@ class Checkpointing:
         state.changed.notify_all()
         state.changed.wait_for(lambda: state.gate.num_inside == 0)
         state.locked_groups = {group.spec.group: LockedGroup(group) for group in content.groups}
-        state.units = content.units
+        state.units, state.num_moved = content.units, content.num_moved
         state.steps.clear()
         state.staging.clear()
         state.origin, state.is_told, state.elsewhere = None, True, ()

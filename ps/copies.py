@@ -60,7 +60,7 @@ class StoreCopy:
         self.state = state
         self._applying = Applying(state)
         state.locked_groups = {group.spec.group: LockedGroup(group) for group in groups}
-        state.units, state.is_told = image.content.units, True
+        state.units, state.num_moved, state.is_told = image.content.units, image.content.num_moved, True
         state.senders.inherit(image.done)
 
     def commit(self, request: CommitUpdate, gradient: Mapping[int, Parts]) -> None:
@@ -168,7 +168,8 @@ class StoreCopies:
 def send_image(state: StoreState, source: Sender, number: int, lane: ReplyLane, transfer: int, answer: Answer) -> None:
     """With ``changed`` held and nobody inside: sends a copy of everything, without waiting for the reader."""
     groups = [locked.group for _, locked in sorted(state.locked_groups.items())]
-    answer(StoreImage(source, Content(groups, state.units, state.store_epoch), state.senders.done(), number))
+    content = Content(groups, state.units, state.store_epoch, state.num_moved)
+    answer(StoreImage(source, content, state.senders.done(), number))
     for number_of_group, flat in tensors_of(groups):
         for offset, piece in cut_pieces(flat):
             lane.send(transfer, HeldFrame(number_of_group, offset, piece.clone()))

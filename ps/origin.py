@@ -56,6 +56,8 @@ class Origin:
         """Of them on this ps."""
         self.step = 0
         """Largest number of updates applied to any group."""
+        self.num_updates = 0
+        """Of all groups together, as its ps told it."""
         self.store_epoch = 0
         """The largest of those that made it."""
         ledgers = []
@@ -64,6 +66,7 @@ class Origin:
                 data = checked(json.loads(read_file(path)))
                 self.store_epoch = max(self.store_epoch, data["store_epoch"])
                 ledgers.append(UnitLedger.from_json(data["units"]))
+                self.num_updates += int(data.get("num_moved", 0))
                 self._add(path, data["groups"])
                 self._num_ps += 1
         self.units, num_torn = UnitLedger.joined(ledgers)
@@ -111,6 +114,7 @@ class Origin:
         weights, slots = (open_tensors(name) if name.exists() else None for name in names)
         for group in groups:
             self.step = max(self.step, group["num_updates"])
+            self.num_updates += group["num_updates"]
             if not group["initialized"]:
                 continue
             for position, shard in enumerate(spec_from_json(group).shards):

@@ -59,6 +59,8 @@ class Content:
     groups: list[ShardGroup]
     units: UnitLedger
     store_epoch: int
+    num_moved: int = 0
+    """See :attr:`StoreState.num_moved`."""
 
 
 def check_nonce(directory: pathlib.Path, nonce: str, index: int) -> None:
@@ -137,7 +139,7 @@ def without_values(data: Mapping[str, Any]) -> Content:
     """What :func:`describe` told of; the tensors are there, and their elements have to be read. KeyError, TypeError,
     ValueError, StratagemError: it tells of something else."""
     groups = [_group(entry) for entry in checked(data)["groups"]]
-    return Content(groups, UnitLedger.from_json(data["units"]), data["store_epoch"])
+    return Content(groups, UnitLedger.from_json(data["units"]), data["store_epoch"], int(data.get("num_moved", 0)))
 
 
 def checked(data: Any) -> Any:
@@ -191,6 +193,7 @@ def describe(index: int, content: Content) -> dict[str, Any]:
         "format": FORMAT,
         "ps": index,
         "store_epoch": content.store_epoch,
+        "num_moved": content.num_moved,
         "units": content.units.to_json(),
         "groups": [
             {

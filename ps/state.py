@@ -70,6 +70,10 @@ class StoreState:
         """Of how many ps this is one; 0: as many as the job began with."""
         self.origin: Origin | None = None
         """Set where this ps began from a checkpoint that another number of ps made."""
+        self.num_moved = 0
+        """What the checkpoint of another number of ps, which this one or one before it began from, adds to the updates
+        of the groups here: ps:0 has all of that checkpoint, and what a group took from it is nobody's. So the number of
+        all ps together stays, whatever their number."""
         self.elsewhere: Sequence[GroupSpec] = ()
         """What other ps hold of the checkpoint that this one began from."""
         self.backup: Backup | None = None
@@ -82,6 +86,11 @@ class StoreState:
         """Largest number of updates applied to any group."""
         before = self.origin.step if self.origin is not None else 0
         return max((locked.group.num_updates for locked in self.locked_groups.values()), default=before)
+
+    @property
+    def num_updates(self) -> int:
+        """Of all groups together; with :attr:`num_moved`."""
+        return self.num_moved + sum([locked.group.num_updates for locked in self.locked_groups.values()])
 
     @property
     def initialized(self) -> bool:

@@ -171,6 +171,7 @@ class Variables:
                 with state.changed:
                     if taken is not None and state.origin is origin:
                         state.locked_groups[spec.group] = LockedGroup(taken)
+                        state.num_moved -= taken.num_updates
                         state.changed.notify_all()
 
     def _make_tables(self, sender: Sender, locked_groups: Sequence[LockedGroup], call: Call) -> None:

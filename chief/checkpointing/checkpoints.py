@@ -44,8 +44,8 @@ class ServersManifest(Manifest):
     num_groups: int = 0
     """Shard groups in it, counted on each ps. A model that is prepared at the same step adds some."""
     num_updates: int = 0
-    """In it, of all groups together: a model may be trained at the same step too, that of another one before it. 0:
-    it is not known."""
+    """In it, of all groups together: a model may be trained at the same step too, that of another one before it.
+    Another number of ps goes on from this number. 0: it is not known."""
 
     @property
     def done(self) -> Positions:
@@ -58,9 +58,8 @@ class ServersManifest(Manifest):
         return len({file.ps for file in self.files})
 
     def lacks(self, num_groups: int, num_updates: int, num_ps: int) -> bool:
-        """Whether a model was prepared since, or trained, on as many ps; of other numbers of ps nothing can be said."""
-        is_behind = self.num_groups < num_groups or 0 < self.num_updates < num_updates
-        return self.num_ps == num_ps and is_behind
+        """Whether a model was trained since, or prepared; of other numbers of ps the latter cannot be said."""
+        return 0 < self.num_updates < num_updates or (self.num_ps == num_ps and self.num_groups < num_groups)
 
     def content(self) -> dict[str, Any]:
         return super().content() | {

@@ -1092,7 +1092,9 @@ class DescribeUnitsReply(_message.Message):
     accumulates: _builtins.bool
     """An update of several units has come: of one that some ps have, the others cannot get it by another one."""
     num_updates: _builtins.int
-    """Updates applied, of all groups together: that of a model also counts while another one has had more."""
+    """Updates applied, of all groups together: that of a model also counts while another one has had more. The sum of all ps stays the
+    same where another number of ps begins from their checkpoint.
+    """
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units closed."""

@@ -706,6 +706,17 @@ async def test_a_model_that_is_trained_after_another_one_is_in_the_last_checkpoi
     found = checkpoints.newest(str(tmp_path))
     assert found is not None and (found[1].step, found[1].num_updates) == (1, 4)
     assert (found[0] == Path(before.path)) is automatic, "one that was asked for stays"
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1, num_ps=1) as (running, [worker], [server]):
+        server.step, server.num_of_second = 1, 3
+        await worker.open()
+        await worker.next()
+        server.close_unit(Unit(1, 0, 2))
+        server.num_of_second = 4
+        worker.goodbye()
+        await server.session.stopped()
+        assert await running.exit_code() == 0
+    again = checkpoints.newest(str(tmp_path))
+    assert again is not None and (again[1].step, again[1].num_updates, again[1].num_ps) == (1, 5, 1)
 
 
 async def test_no_unit_is_leased_while_a_ps_is_back_from_before_a_model_was_prepared(tmp_path: Path) -> None:

@@ -324,6 +324,8 @@ class Told(FakePs):
         described = super().describe()
         described.origin_elements, described.taken_elements = 8, self.num_taken or 0
         described.complete = self.num_taken is not None
+        if self.index:
+            described.num_updates = max(0, self.step - 1)  # ps:0 tells what was before
         return described
 
 

@@ -146,6 +146,7 @@ def check_equal(store: Store, other: Any) -> None:
     for (_, flat), (_, copied) in zip(tensors_of(mine), tensors_of(theirs), strict=True):
         assert torch.equal(flat, copied)
     assert store.state.units.to_json() == other.units.to_json()
+    assert store.state.num_updates == other.num_updates
 
 
 def take_over(worker: RawClient, server: Ps, holder: Ps, of_incarnation: int) -> str:
@@ -169,6 +170,7 @@ def trained(start: Start, connect: Connect, follow: Follow) -> tuple[Ps, Ps, Fol
     primary, holder = start(), start("ps:1", BACKUP.incarnation)
     worker = connect(primary)
     worker.create(torch.zeros(SIZE), "Adam")
+    primary.store.state.num_moved = 3
     commit(worker, 2, 0)
     follower = follow(primary, holder)
     assert follower.whole.wait(TIMEOUT_S)

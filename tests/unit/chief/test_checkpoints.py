@@ -83,6 +83,14 @@ def test_values_of_zero_are_not_taken_for_none(tmp_path: Path) -> None:
     assert found is not None and found.num_groups == 2
 
 
+def test_another_number_of_ps_has_trained_what_the_checkpoint_lacks() -> None:
+    """Nothing was saved of a model trained after another one, which had more updates, in a job that was resumed with
+    another number of ps."""
+    manifest = dataclasses.replace(manifest_of(100), num_groups=4, num_updates=150)
+    assert manifest.lacks(2, 151, num_ps=3) and not manifest.lacks(6, 150, num_ps=3)
+    assert not manifest_of(100).lacks(4, 151, num_ps=3), "it was written before the number was"
+
+
 def test_a_number_that_a_script_has_given_other_weights_is_told_from_it(tmp_path: Path) -> None:
     """A job whose script saved before its first update, and after each, ended with 1: its last checkpoint failed."""
     of_script = commit(tmp_path, manifest_of(5))

@@ -67,6 +67,11 @@ def step(workers: Sequence[DirectWorker], index: int, is_new: bool = True) -> No
         worker.close(unit(index))
 
 
+def num_of(stores: Sequence[Store]) -> int:
+    """Updates that all tell together."""
+    return sum(store.checkpoints.describe_units().num_updates for store in stores)
+
+
 def whole(stores: Sequence[Store], optimizer: str) -> dict[str, torch.Tensor]:
     values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for store, spec in zip(stores, specs_of(len(stores), optimizer), strict=True):
@@ -103,6 +108,7 @@ def test_training_goes_on_with_another_number_of_ps(
             step(unmoved, index)
             index += 1
         path = checkpoint(tmp_path, moves, index)
+        num_updates = num_of(moves)
         moves = [*moves, *(new_store(at) for at in range(len(moves), num_ps))][:num_ps]
         epochs = [store.checkpoints.restore_shards(str(path), num_ps) for store in moves]
         with pytest.raises(StaleStoreError):
@@ -115,11 +121,16 @@ def test_training_goes_on_with_another_number_of_ps(
         for worker in workers:
             assert not worker.create(torch.zeros(0)), "its values are there"
         step(workers, index - 1, is_new=False)
+        assert num_of(moves) == num_updates, "the same checkpoint has it"
         described = [store.checkpoints.describe_units() for store in moves]
         assert sum(each.taken_elements for each in described) == described[0].origin_elements
         assert epochs == [store.state.store_epoch for store in moves]
     step(workers, index)
     step(unmoved, index)
+    assert num_of(moves) == num_updates + 1
+    again = new_store()
+    again.checkpoints.restore_shards(str(checkpoint(tmp_path, moves, index + 1)))
+    assert num_of([again]) == num_updates + 1, "its own checkpoint tells it"
     expected = whole(stays, optimizer)
     for name, value in whole(moves, optimizer).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
