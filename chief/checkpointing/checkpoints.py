@@ -2,7 +2,7 @@
 
 A checkpoint is ``<directory>/step-00000100/``: per ps ``ps-<i>.safetensors`` (tensors by variable) and ``ps-<i>.json``
 (rows, slots, units), and ``manifest.json``, which makes it complete. Nothing is ever written into a complete one.
-``latest`` is a text file for people; programs take the highest (step, chief epoch, updates) among the manifests.
+``latest`` is a text file for people; programs take the highest (step, chief epoch, updates, time) among the manifests.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
     """Makes a draft a checkpoint by one rename; returns its path.
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
-    automatic one of this step is removed that was taken before another model was prepared or trained, or in the middle
-    of a batch; with ``replaces`` also one of other weights. Beside one that a script has given this number, or asked
-    for before another model was trained, it has more digits.
+    automatic one of this step is replaced that was taken before another model was prepared or trained, or in the middle
+    of a batch; with ``replaces`` also one of other weights. It is removed when the new one is there. Beside one that a
+    script has given this number, or asked for before another model was trained, the new one has more digits.
     CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
     """
 
@@ -144,11 +144,25 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
             target = target.with_name(f"step-{manifest.step:012d}")
             before = ServersManifest.read(target)
         is_over = before is not None and (replaces or before.unfinished or lacks_some(before))
-        if before is not None and before.automatic and is_over and not is_same(target):
-            catalog.remove(target)
         is_of_as_many = before is None or before.num_ps == manifest.num_ps
         what = "other weights" if is_of_as_many else "the files of another number of ps"
-        draft.commit(target, manifest, is_newest=True, is_same=is_same, what=what)
+        with contextlib.ExitStack() as undone:
+            replaced = None
+            if before is not None and before.automatic and is_over and not is_same(target):
+                with contextlib.suppress(OSError):
+                    replaced = target.rename(_longer(target))  # a checkpoint still, until the new one is there
+                    undone.callback(replaced.rename, target)
+            draft.commit(target, manifest, is_newest=True, is_same=is_same, what=what)
+            undone.pop_all()
+        if replaced is not None:
+            catalog.remove(replaced)
+    return target
+
+
+def _longer(target: pathlib.Path) -> pathlib.Path:
+    """A free name of the same step, with more digits."""
+    while target.exists():
+        target = target.with_name(target.name.replace("-", "-0000"))
     return target
 
 
@@ -158,9 +172,9 @@ def scan_all(directory: str) -> list[tuple[pathlib.Path, int, ServersManifest | 
     for path in pathlib.Path(directory).absolute().glob("step-*/"):
         if named := _NAME.fullmatch(path.name):
             manifest = ServersManifest.read(path)
-            key = int(named[1]), 0, 0
+            key = int(named[1]), 0, 0, ""
             if manifest is not None:
-                key = manifest.step, manifest.chief_epoch, manifest.num_updates
+                key = manifest.step, manifest.chief_epoch, manifest.num_updates, manifest.created
             found.append((key, path, manifest))
     return [(path, key[0], manifest) for key, path, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
 

@@ -83,6 +83,34 @@ def test_values_of_zero_are_not_taken_for_none(tmp_path: Path) -> None:
     assert found is not None and found.num_groups == 2
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_there_is_a_checkpoint_of_the_step_while_one_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """The old one was removed before the new one was there: what died between the two left neither."""
+    old, new = (dataclasses.replace(manifest_of(4), num_updates=each) for each in (5, 6))
+    commit(tmp_path, manifest_of(3))
+    path = commit(tmp_path, old)
+    rename = Path.rename
+    found = []
+
+    def watched(self: Path, target: Path) -> Path:
+        if self.name.startswith(".draft-") and is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        for act in (lambda: None, lambda: rename(self, target)):
+            act()
+            newest = checkpoints.newest(str(tmp_path))
+            assert newest is not None
+            found.append(newest[1].num_updates)
+        return Path(target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    with pytest.raises(CheckpointError, match="No space left") if is_full else contextlib.nullcontext():
+        commit(tmp_path, new)
+    assert sorted(found) == found and {*found} == ({5} if is_full else {5, 6})
+    assert [each for each, _ in checkpoints.scan(str(tmp_path))] == [tmp_path / "step-00000003", path]
+
+
 def test_another_number_of_ps_has_trained_what_the_checkpoint_lacks() -> None:
     """Nothing was saved of a model trained after another one, which had more updates, in a job that was resumed with
     another number of ps."""
