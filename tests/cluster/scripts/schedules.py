@@ -13,6 +13,8 @@ with strategy.scope():
     lazy = torch.optim.SparseAdam(table.parameters(), 0.1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    untrained = torch.nn.Linear(2, 1)
+    strategy.prepare(untrained, torch.optim.SGD(untrained.parameters(), 0.1))
     table, model, lazy, optimizer, scheduler = strategy.prepare(table, model, lazy, optimizer, scheduler)
 data = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(37, 3)), batch_size=6))
 
