@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.commit_hold import torn_updates
@@ -104,7 +105,12 @@ class Saving(ChiefPart):
         # all lack these: they hear of that with its worker's next update.
         unfinished = unfinished_units(described.values(), self._lease_book.steps.per_unit)
         accepted = minus(self._lease_book.positions(), unfinished)
-        draft = await asyncio.to_thread(checkpoints.begin, directory)
+        beginning = asyncio.ensure_future(asyncio.to_thread(checkpoints.begin, directory))
+        try:
+            draft = await asyncio.shield(beginning)
+        except asyncio.CancelledError:  # whoever asked has gone, and the thread goes on
+            beginning.add_done_callback(_close_begun)
+            raise
         try:
             saved = await asyncio.gather(
                 *(server.save_shards(token, str(draft.path), draft.nonce) for server in described)
@@ -128,10 +134,10 @@ class Saving(ChiefPart):
                 automatic=automatic,
             )
         except BaseException:
-            await asyncio.to_thread(draft.close)
+            await asyncio.shield(asyncio.to_thread(draft.close))  # else a second cancellation may come before it
             raise
-        # It closes the draft itself: its thread goes on where whoever asked has gone meanwhile.
-        path = await asyncio.to_thread(checkpoints.commit, draft, manifest, replaces)
+        # It closes the draft itself, and goes on where whoever asked has gone meanwhile, before its thread began too.
+        path = await asyncio.shield(asyncio.to_thread(checkpoints.commit, draft, manifest, replaces))
         self.totals.add(measures.CHECKPOINTS, 1)
         committed = CommittedCheckpoint(str(path), manifest, tuple(each.store_epoch for each in described.values()))
         self._note(committed)
@@ -151,6 +157,11 @@ class Saving(ChiefPart):
         shown = f"{place}: {draft.rpartition('/')[2]}" if of_script else place  # the script gives it its own name
         self._journal.write("checkpoint", path=shown)
         logger.info("Checkpoint of step %d: %s", committed.manifest.step, place)
+
+
+def _close_begun(beginning: asyncio.Future[CheckpointDraft]) -> None:
+    if not beginning.cancelled() and beginning.exception() is None:
+        beginning.result().close()
 
 
 class CheckpointContent(NamedTuple):
