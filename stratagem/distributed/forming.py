@@ -24,7 +24,7 @@ from stratagem.cluster.sources import Layer, environment_layer, resolve
 from stratagem.cluster.spec import join_address, split_address
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.nccl import Nccl
-from stratagem.distributed.open_groups import refuse_forked
+from stratagem.distributed.open_groups import elsewhere, refuse_forked
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
 from stratagem.errors import ClusterSpecError, ConfigurationError
@@ -126,6 +126,7 @@ def form(
         communicator = member.form(of_lanes, torch.device("cpu"), timeout_s)
         diagnosis = ring_service.diagnosis
         assert diagnosis is not None  # it has formed
+        ring_service.elsewhere = functools.partial(elsewhere, tasks[rank], communicator)
         undo.pop_all()
     messages = Messages(
         rank,
@@ -149,7 +150,7 @@ def form(
         return form(at, chosen.index(rank), [ranks[each] for each in chosen], seconds, wanted)
 
     nccl = Nccl(communicator, store, tasks, options, security.allows_clear_text)
-    return LaneProcessGroup(communicator, messages, nccl, store, split, close)
+    return LaneProcessGroup(tasks, communicator, messages, nccl, store, split, close)
 
 
 def _lane_between(options: CommunicationOptions, is_same_place: bool) -> PairLane:

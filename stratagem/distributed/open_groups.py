@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.communicator import Communicator
 
 _SPAWN = 'start it by torch.multiprocessing.get_context("spawn"), and make a group there'
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -20,6 +21,16 @@ def refuse_forked() -> None:
     would wait here for ever."""
     if os.getpid() in _forked:
         raise ConfigurationError(f"this process was forked from one that has a process group: {_SPAWN}")
+
+
+def elsewhere(task: str, communicator: Communicator) -> str:
+    """Which collective this process is in, as ``task``, of another group than that of ``communicator``; empty: none.
+    Two ranks may come to two groups in another order."""
+    for group in list(OPEN):
+        other = group.communicator
+        if other is not communicator and other.is_inside and group.tasks[other.rank] == task:
+            return f", while it is in {other.position.what} of the group {', '.join(group.tasks)}"
+    return ""
 
 
 def _close_all() -> None:

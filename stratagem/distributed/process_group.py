@@ -36,6 +36,7 @@ class LaneProcessGroup(dist.ProcessGroup):
     is an error on every rank that says where each rank was. After an error the group cannot be used any more.
 
     Args:
+        tasks: the ranks.
         messages: for send and recv, also of tensors on GPUs.
         nccl: runs collectives of tensors on GPUs, if NCCL is available.
         split: makes a group of some of these ranks, at a store.
@@ -44,6 +45,7 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def __init__(
         self,
+        tasks: Sequence[str],
         communicator: Communicator,
         messages: Messages,
         nccl: Nccl,
@@ -52,6 +54,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         close: Callable[[str], None],
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
+        self.tasks = tasks
         self.communicator = communicator
         self._messages = messages
         self.nccl = nccl

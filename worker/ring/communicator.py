@@ -76,6 +76,8 @@ class Communicator:
         """Step of the job, set by the strategy; ranks at different steps do not mix."""
         self.position = Position()
         self._begun: collections.deque[Position] = collections.deque(maxlen=NUM_KNOWN)
+        self.is_inside = False
+        """Whether this rank is in a collective."""
         self._since = 0.0
         self._explain = explain
         self._error: CollectiveError | None = None
@@ -285,6 +287,7 @@ class Communicator:
             self.position = position = Position(self.position.ordinal + 1, self.step, what)
             self._begun.append(position)
             self._since = time.monotonic()
+            self.is_inside = True
             try:
                 with FLIGHT.happening("", position):
                     return run(position.tag)
@@ -297,6 +300,8 @@ class Communicator:
                 if not isinstance(error, Exception):  # Ctrl-C, say: nobody knows which part of it the others have
                     self._error = CollectiveError(f"this rank left {self.position} by {type(error).__name__}")
                 raise
+            finally:
+                self.is_inside = False
 
     def called(self, ordinal: int) -> str:
         """What this rank called as that collective; empty if it has not come to it, or long ago."""

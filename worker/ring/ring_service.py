@@ -99,6 +99,8 @@ class RingService:
         self._max_lanes_per_peer = max_lanes_per_peer
         self.communicator: Communicator | None = None
         self.diagnosis: FailureDiagnosis | None = None
+        self.elsewhere: Callable[[], str] = str
+        """The collective of another group that this process is in, in words; empty: none."""
         self.given_up = (0, 0)
         """The newest meeting (generation and number) of whose lanes some rank could not open all, or has seen one
         break."""
@@ -230,7 +232,7 @@ class RingService:
         if waiting_on is None and not broken:
             # whoever asks goes on there, while this rank waits for an answer itself
             waits = self.diagnosis.waits
-            waiting_on, told = waits[0] if waits else (self.diagnosis.suspect, told)
+            waiting_on, told = waits[0] if waits else (self.diagnosis.suspect, told + self.elsewhere())
         return RankPosition(told, position.ordinal, broken, waiting_on, self.called(ordinal))
 
     def close(self) -> None:

@@ -56,6 +56,26 @@ def test_a_part_of_a_group_has_the_timeout_it_was_given() -> None:
         on_every_rank(groups, lambda group: parts[group.rank()].shutdown())  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_ranks_that_come_to_two_groups_in_another_order_are_told_of_both(transport: str) -> None:
+    def wait(group: LaneProcessGroup) -> str:
+        part = group.split_group([0, 1], seconds(0.5), group_name="part")
+        assert part is not None
+        group.set_timeout(seconds(0.5))
+        with pytest.raises(CollectiveError) as error:
+            (group.barrier() if group.rank() else part.allreduce([torch.ones(3)])).wait()
+        part.shutdown()
+        return str(error.value)
+
+    with process_groups(2, transport) as groups:
+        said = on_every_rank(groups, wait)
+    words = [
+        "while it is in barrier of the group worker:0, worker:1 and does not take part",
+        "while it is in all_reduce",
+    ]
+    assert any(map(str.__contains__, said, words)), said  # one has left when the other asks, perhaps
+
+
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 def test_a_monitored_barrier_names_who_did_not_come_and_breaks_nothing(wait_all_ranks: bool) -> None:
     def call(group: LaneProcessGroup) -> str:
