@@ -74,7 +74,7 @@ class ServerConfig(RoleConfig):
     cluster the one it listens on."""
     max_message_bytes: int = pydantic.Field(default=64 << 20, ge=1 << 16, le=MAX_COUNT)
     """Largest gRPC message accepted, in bytes. Payload travels in frames (a worker's frame_bytes)."""
-    max_connections: int = pydantic.Field(default=4096, ge=1, le=MAX_COUNT)
+    max_connections: int = pydantic.Field(default=16384, ge=1, le=MAX_COUNT)
     """gRPC connections at once; a further one is closed. A worker has up to three."""
     max_calls: int = pydantic.Field(default=2048, ge=1, le=MAX_COUNT)
     """Calls at once, a stream is one; in a worker and a ps each has a thread. A worker has two or three at a chief or
