@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch.replica import own_environment
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+_READS_ARGUMENTS = re.compile(r"argv|[Aa]rg_?[Pp]arse|parse_|click|typer|fire|hydra|absl|docopt")
 
 
 class Number(click.FloatRange):
@@ -105,6 +107,19 @@ def cluster_option(command: Command) -> Command:
         type=FILE,
         help="YAML file that describes the cluster ('cluster:') and configures roles ('defaults:', 'ps:', …).",
     )(command)
+
+
+def warn_of_late_flags(command: click.Command, script: Path, args: Sequence[str]) -> None:
+    """What follows the script is the script's: of one that seems to read nothing, or is not here, it was perhaps meant
+    for ``command``."""
+    ours = {name for option in command.params for name in option.opts if name.startswith("--")} | {"--help"}
+    late = [word for word in args if word.partition("=")[0] in ours]
+    if late and not (script.is_file() and _READS_ARGUMENTS.search(script.read_text(errors="replace"))):
+        click.echo(
+            f"stratagem: {late[0]} comes after {script}, so it goes to the script: if it is meant for stratagem "
+            f"{command.name}, write it before the script",
+            err=True,
+        )
 
 
 def pairs_of(form: str, texts: Sequence[str]) -> dict[str, str]:

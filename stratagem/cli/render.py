@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from stratagem.cli.options import Number, pairs_of
+from stratagem.cli.options import Number, pairs_of, warn_of_late_flags
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
@@ -79,6 +80,10 @@ def render_command(
     target: str, environment: tuple[str, ...], labels: tuple[str, ...], machines: tuple[str, ...], **options: Any
 ) -> None:
     """Print the YAML that trains SCRIPT (a path in the image) with ARGS; `… | kubectl apply -f -` starts it."""
+    script, args = options["script"], options["args"]
+    if script in RENDERERS:
+        raise ConfigurationError(f"{script} is a kind of objects: write --target {script}, then the script")
+    warn_of_late_flags(render_command, Path(script), args)
     named = pairs_of("--machine NAME=VALUE", machines)
     refuse_unknown("role", named, TASK_MACHINES, " in --machine")
     options |= {role: parse_machine(name) for role, name in named.items()}

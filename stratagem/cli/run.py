@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 import traceback
 import warnings
 from pathlib import Path
@@ -15,7 +14,15 @@ import click
 from click.core import ParameterSource
 
 from stratagem.cli import roles
-from stratagem.cli.options import FILE, FOLDER, field_options, flag, script_arguments, variable_option
+from stratagem.cli.options import (
+    FILE,
+    FOLDER,
+    field_options,
+    flag,
+    script_arguments,
+    variable_option,
+    warn_of_late_flags,
+)
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.sources import ENV_PREFIX, ROLES, gather
@@ -43,7 +50,6 @@ _SAVES = "; the script itself says where it saves (sg.CheckpointManager, sg.call
 _OF_A_CLUSTER = {"tls": "", "token_file": "", "checkpoint_dir": _SAVES, "checkpoint_roots": _SAVES}
 """Options that only a cluster reads, and what more there is to say of them in one process."""
 _WEB = "before the script, write --web=127.0.0.1:0"
-_READS_ARGUMENTS = re.compile(r"argv|[Aa]rg_?[Pp]arse|parse_|click|typer|fire|hydra|absl|docopt")
 
 
 def _check_script(job: LocalJob) -> None:
@@ -55,18 +61,6 @@ def _check_script(job: LocalJob) -> None:
         except (SyntaxError, ValueError) as error:  # ValueError: zeros, in Python 3.11
             click.echo("".join(traceback.format_exception_only(error)) + "stratagem: nothing was started", err=True)
             raise SystemExit(1) from None
-
-
-def _warn_of_late_flags(job: LocalJob) -> None:
-    """What follows the script is the script's: of one that seems to read nothing it was meant for us."""
-    ours = {name for option in run_command.params for name in option.opts if name.startswith("--")}
-    late = [word for word in job.args if word.partition("=")[0] in ours]
-    if late and job.script.is_file() and not _READS_ARGUMENTS.search(job.script.read_text(errors="replace")):
-        click.echo(
-            f"stratagem: {late[0]} comes after {job.script}, so it goes to the script, which seems to read no "
-            "arguments: if it is meant for stratagem run, write it before the script",
-            err=True,
-        )
 
 
 def _refuse_replicas(_: click.Context, __: click.Parameter, count: str | None) -> None:
@@ -216,6 +210,7 @@ def run_command(**options: Any) -> int:
             raise ConfigurationError(words)  # a variable may be for all jobs
     _check_tasks(job)
     _check_script(job)
-    _warn_of_late_flags(job)
+    if job.script.is_file():  # and no module
+        warn_of_late_flags(run_command, job.script, job.args)
     with only_writer(job.log_dir):
         return run_local(job)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from stratagem.cli.options import pairs_of
+from stratagem.cli.options import pairs_of, warn_of_late_flags
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.launch.machines import COMMON_MACHINE_CONFIGS
 from stratagem.launch.manifests.workload import ACCESS_MODES
@@ -65,6 +65,7 @@ def submit_command(
     script: str, args: tuple[str, ...], labels: tuple[str, ...], stream_logs: bool, dry_run: bool, **options: Any
 ) -> int:
     """Submit SCRIPT (or a notebook) with ARGS as a job; prints the job's id on stdout."""
+    warn_of_late_flags(submit_command, Path(script), args)
     if options["distribution_strategy"] == "none":
         options["distribution_strategy"] = None
     job_labels = pairs_of("--label KEY=VALUE", labels)

@@ -61,6 +61,12 @@ def test_images(image: str) -> None:
     assert f"image: {image}\n" in render("--image", image, "t.py").output
 
 
+def test_options_behind_the_script_are_told() -> None:
+    result = render("t.py", "--workers=4", "--lr", "1")
+    assert "--workers=4 comes after t.py, so it goes to the script" in result.stderr
+    assert "--lr" not in render("t.py", "--lr", "1").stderr
+
+
 def test_text_that_other_readers_of_yaml_take_for_numbers_is_quoted() -> None:
     """PyYAML reads these as text with and without quotes, kubectl and compose with quotes alone."""
     result = render("--label", "commit=12e4567", "--env", "DEBUG=y", "t.py", "--lr", "1e-4", "0o17", "512Mi")
@@ -117,6 +123,7 @@ def test_text_that_other_readers_of_yaml_take_for_numbers_is_quoted() -> None:
         ("--machine ps=1:1 --workers 2 t.py", "unknown role 'ps' in this job, for --machine; known: chief, worker"),
         ("--machine chief=1:1 t.py", "unknown role 'chief' in this job, for --machine; known: worker"),
         ("--strategy ring --ps 1 t.py", "without parameter servers"),
+        ("jobset t.py", "write --target jobset, then the script"),
     ],
 )
 def test_refusals(options: str, words: str) -> None:
