@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stratagem.cluster.units import Unit, Update
-from stratagem.errors import ConfigurationError, NonFiniteGradientError, PeerUnavailableError, StaleStoreError
+from stratagem.errors import NonFiniteGradientError, PeerUnavailableError, StaleStoreError
 from stratagem.measuring import measures
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.lane import Lane
@@ -24,6 +24,7 @@ from stratagem.rpc.units import update_to_proto
 from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_finite, total_norm
 from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
+from stratagem.worker.push.hyper_parameters import HyperParameters
 from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
 from stratagem.worker.push.remote_tables import RemoteTables, by_group, every_table
 from stratagem.worker.push.row_reads import RowReads, RowsAhead
@@ -33,8 +34,6 @@ from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
-
-_NOT_SENT = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 class StepSlice(NamedTuple):
@@ -85,12 +84,7 @@ class GradientPush:
         self._tables = [*every_table(self._table_groups)]
         self._clients: Sequence[PsClient] = self._variables.clients
         self._layout = self._variables.layout
-        self._sent = [name for name in self.optimizer.defaults if name not in _NOT_SENT]
-        self._came: list[list[Any]] = []
-        """Hyper-parameters as they stood in the last step."""
-        self._is_plain = False
-        """Whether none of them is a tensor or a list, which may change and be the same object."""
-        self._hyper: tuple[list[dict[str, Any]], Sequence[Any]] = [], ()
+        self._hyper = HyperParameters(self.optimizer)
         self._rows: tuple[RowGradient | None, ...] = ()
         """Of this step: the gradient of each table."""
         self._slice: Any = None
@@ -253,7 +247,7 @@ class GradientPush:
     def _prepare(self, update: Update, scale: float | None) -> float | None:
         """First phase of a synchronous update: every ps has this slice; perhaps facts about the merged gradient."""
         want_facts = self._policy.clip_norm is not None or self._policy.nan == "skip"
-        hyper = self._hyper_parameters()
+        hyper = self._hyper.messages()
 
         def request(ps: int) -> Any:
             gradients, commits = self.staging.reference(ps), self._group_commits(ps, hyper)
@@ -269,7 +263,7 @@ class GradientPush:
 
     def _commit(self, update: Update, given: Sequence[bool], scale: float | None, ahead: RowsAhead | None) -> None:
         num_closes: dict[int, int] = {}
-        hyper, of_update = self._hyper_parameters(), update_to_proto(update)
+        hyper, of_update = self._hyper.messages(), update_to_proto(update)
 
         def request(ps: int) -> Any:
             message, closes, transfer = self._messages[ps], self._closes.for_ps(ps), self._clients[ps].new_transfer()
@@ -374,36 +368,7 @@ class GradientPush:
                 commits.append(wire.group_commit(each.group, present, hyper))
         return commits
 
-    def _hyper_parameters(self) -> Sequence[Any]:
-        """One a param_group; made again only when a value has changed, because that takes a while."""
-        came = [[group[name] for name in self._sent] for group in self.optimizer.param_groups]
-        if came != self._came or not self._is_plain:
-            self._came = came
-            self._is_plain = all(value is None or isinstance(value, int | float | str) for of in came for value in of)
-            values = [_hyper_values(self.optimizer, group, self._sent) for group in self.optimizer.param_groups]
-            if values != self._hyper[0]:
-                self._hyper = values, [wire.to_struct(each) for each in values]
-        return self._hyper[1]
-
     def _waiting_text(self) -> str:
         late = [ps for ps in self._servers if (call := self._calls.get(ps)) is None or not call.done]
         servers = ", ".join(f"ps:{ps}" for ps in late or self._servers)
         return f"{servers} to apply " + (f"step {of.step}" if (of := self._slice) is not None else "its update")
-
-
-def _hyper_values(optimizer: torch.optim.Optimizer, group: dict[str, Any], sent: Sequence[str]) -> dict[str, Any]:
-    """The arguments of the optimizer as they stand in one param_group."""
-    values: dict[str, Any] = {}
-    for name in sent:
-        value = optimizer.defaults[name] if name == "initial_accumulator_value" else group[name]  # as torch's Adagrad
-        if isinstance(value, torch.Tensor):
-            value = value.item()
-        elif isinstance(value, tuple | list):
-            value = [item.item() if isinstance(item, torch.Tensor) else item for item in value]
-        if not isinstance(value, float | int | str | list | type(None)):
-            raise ConfigurationError(
-                f"expected a number, text or list for the hyper-parameter {name} of {type(optimizer).__name__}, "
-                f"got {type(value).__name__}"
-            )
-        values[name] = value
-    return values
