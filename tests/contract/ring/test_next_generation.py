@@ -391,7 +391,7 @@ def test_two_between_whom_the_network_drops_large_packets_are_named() -> None:
         drop_large_packets(ring[2].group._left_lane._sock)  # type: ignore[attr-defined]
         for one in ring:
             one.group.timeout_s = 5.0
-        calls = [pool.submit(one.all_reduce, torch.ones(100_000)) for one in ring]
+        calls = [pool.submit(one.all_reduce, torch.ones(4_000_000)) for one in ring]  # no socket takes a third of it
         until(lambda: ring[1].group.waiting_on() == 2)  # whom it sends to, not who has to send to it
         errors = [str(call.exception(60)) for call in calls]
         assert all("worker:1" in error and "worker:2" in error for error in errors), errors
