@@ -87,9 +87,8 @@ class Saving(ChiefPart):
         servers = self._commit_hold.check_all("a checkpoint")
         described = await asyncio.gather(*(server.describe_units() for server in servers))
         lacking = [s.incarnation.task for s, each in zip(servers, described, strict=True) if not each.complete]
-        if lacking and (
-            complete or not content_of(described).step
-        ):  # initial values, and not all: nothing to go on from
+        is_begun = content_of(described).step > 0  # else these are initial values, and not all: nothing to go on from
+        if lacking and (complete or not is_begun):
             raise PeerUnavailableError(
                 f"a checkpoint needs the values of {', '.join(lacking)}, which no worker has given"
             )
@@ -116,6 +115,7 @@ class Saving(ChiefPart):
                 *(server.save_shards(token, str(draft.path), draft.nonce) for server in described)
             )
             held = {server.incarnation: each for server, each in described.items()}
+            content = content_of(described.values())
             manifest = ServersManifest(
                 step=max(each.step for each in saved),
                 chief_epoch=self._state.epoch,
@@ -129,8 +129,8 @@ class Saving(ChiefPart):
                 applied=applied_units(held, accepted),
                 unfinished=unfinished,
                 next_step=self._lease_book.steps.next_number,
-                num_groups=content_of(described.values()).num_groups,
-                num_updates=content_of(described.values()).num_updates,
+                num_groups=content.num_groups,
+                num_updates=content.num_updates,
                 automatic=automatic,
             )
         except BaseException:

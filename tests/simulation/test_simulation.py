@@ -47,6 +47,7 @@ def test_a_schedule_holds_every_invariant(tmp_path: pathlib.Path) -> None:
 @pytest.mark.thorough
 def test_a_seed_tells_the_same_story_twice() -> None:
     first, second = simulate("--seed", "7"), simulate("--seed", "7")
+    assert first.returncode == 0 and "nothing failed" in first.stdout, first.stdout[-4000:] + first.stderr[-2000:]
     assert first.stdout == second.stdout and " starts" in first.stdout
 
 

@@ -25,10 +25,10 @@ SETTINGS = {
 def render(workload: Workload, num_cores: float | None = None) -> Object:
     """The compose file of a job; ``num_cores``: of the machine, if known, which all tasks share: Docker refuses a limit
     above it."""
-    cluster = cluster_of(workload, _host)
+    cluster, settings = cluster_of(workload, _host), settings_of(workload)
     return {
         "name": workload.name,
-        "services": {_host(task): _service(workload, task, cluster, num_cores) for task in tasks_of(cluster)},
+        "services": {_host(task): _service(workload, task, cluster, settings, num_cores) for task in tasks_of(cluster)},
         "volumes": {VOLUME: {"labels": labels_of(workload)}},
     }
 
@@ -38,8 +38,14 @@ def _host(task: TaskId) -> str:
     return file_stem(str(task))
 
 
-def _service(workload: Workload, task: TaskId, cluster: ClusterSpec | None, num_cores: float | None) -> Object:
-    settings = {**settings_of(workload), **SETTINGS, **workload.environment, "STRATAGEM_TASK": str(task)}
+def _service(
+    workload: Workload,
+    task: TaskId,
+    cluster: ClusterSpec | None,
+    of_all: dict[str, str],
+    num_cores: float | None,
+) -> Object:
+    settings = {**of_all, **SETTINGS, **workload.environment, "STRATAGEM_TASK": str(task)}
     if cluster is not None:
         settings |= {"TF_CONFIG": cluster_variable(cluster), "STRATAGEM_RUN_ID": workload.name}
     page = workload.web if task.type == "chief" else 0

@@ -16,7 +16,7 @@ from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push.ps_client import PsClient
 from tests.contract.ps.test_tables import Job, start
-from tests.unit.ps.driver import CALL, CHIEF, complete
+from tests.unit.ps.driver import save_all
 
 __all__ = ["start"]
 
@@ -94,12 +94,7 @@ def test_a_ps_that_comes_back_overwrites_nothing_of_a_script_and_is_given_nothin
     """All values came back, or a checkpoint's, as if the script had loaded nothing."""
     job = start("tcp")
     models = prepare(job.groups, 1)
-    (tmp_path / "nonce").write_text("n")
-    for store in job.stores:
-        store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
-        store.checkpoints.save_shards(5, str(tmp_path), "n")
-        store.checkpoints.release_commits(5)
-    complete(tmp_path)
+    save_all(job.stores, tmp_path)
     trained_with(job, job.groups, models[0], 0)
     nn.init.ones_(models[0].weight)
     for store in job.stores:

@@ -56,7 +56,7 @@ from stratagem.worker.step_meter import StepMeter
 from tests.contract.ps.serving import serving
 from tests.polling import until
 from tests.unit.nn.test_embedding import Remote
-from tests.unit.ps.driver import CALL, CHIEF, complete
+from tests.unit.ps.driver import save_all
 
 torch.set_num_threads(1)
 
@@ -468,11 +468,7 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
     models = [nn.Linear(5, 4) for _ in range(3)]
     for model in models[:2]:
         job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    (tmp_path / "nonce").write_text("n")
-    store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
-    store.checkpoints.save_shards(5, str(tmp_path), "n")
-    store.checkpoints.release_commits(5)
-    complete(tmp_path)
+    save_all([store], tmp_path)
     job.prepare(models[2], torch.optim.SGD(models[2].parameters(), 0.1))
     table, optimizers = build("SGD", Remote())
     job.prepare(table, *optimizers)
@@ -601,12 +597,7 @@ def test_rows_that_are_given_go_in_parts_to_a_table_that_is_new(
 
     values = job.stores[0].state.locked_groups[0].group.weights  # as if it was trained
     values[0] = 99.0
-    (tmp_path / "nonce").write_text("n")
-    for store in job.stores:
-        store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
-        store.checkpoints.save_shards(5, str(tmp_path), "n")
-        store.checkpoints.release_commits(5)
-    complete(tmp_path)
+    save_all(job.stores, tmp_path)
     again, largest = prepared(VariableGroups(job.groups._runtime, None))
     assert again.whole_weight()[0, 0] == 99.0 and largest == 0
     for store in job.stores:
