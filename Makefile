@@ -46,9 +46,9 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
-# Three processes for two cores: jobs wait now and then.
+# Three processes for two cores: jobs wait now and then. SHARE=3/16: also that share of what is left to test-all.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not thorough"
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(if $(SHARE),--share $(SHARE),-m "not thorough")
 
 # With the clusters that show the same on other lanes, with other optimizers, other ways to die: twice as long.
 test-all: $(STAMP)
@@ -92,7 +92,7 @@ test-oldest: .venv-oldest/.installed
 
 # The scripts of examples/distributed with Accelerate, Lightning and Transformers, in an environment that adds them to .venv.
 test-frameworks: .venv-frameworks/.installed
-	.venv-frameworks/bin/python -m pytest tests/cluster/test_frameworks.py
+	.venv-frameworks/bin/python -m pytest -n 2 tests/cluster/test_frameworks.py
 
 .venv-frameworks/.installed: $(STAMP)
 	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks

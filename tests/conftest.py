@@ -44,16 +44,20 @@ _ENVIRONMENT_OF_OTHERS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", metavar="K/N", help="only this share of the tests, the same ones each time: 0/6 to 5/6")
+    parser.addoption("--share", metavar="K/N", help="of the tests marked thorough only this share: 0/6 to 5/6")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the tests of the share; all shares together are all tests."""
+    """Leaves the tests of the share, the same ones each time; all shares together have all tests."""
     if share := config.getoption("--share"):
         number, count = map(int, share.split("/"))
-        chosen = [zlib.crc32(item.nodeid.encode()) % count == number % count for item in items]
-        others = [item for item, is_ours in zip(items, chosen, strict=True) if not is_ours]
-        items[:] = [item for item, is_ours in zip(items, chosen, strict=True) if is_ours]
+        others = [
+            item
+            for item in items
+            if item.get_closest_marker("thorough") and zlib.crc32(item.nodeid.encode()) % count != number % count
+        ]
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=others)
 
 

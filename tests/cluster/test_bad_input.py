@@ -106,7 +106,7 @@ def test_workers_with_a_strategy_of_one_process_are_told_at_their_first_step(clu
     check_words(done.stderr, "this job has 2 workers, and the strategy", "is of one process", "ended without making")
 
 
-@pytest.mark.parametrize("code", [0, 5])
+@pytest.mark.parametrize("code", [0, pytest.param(5, marks=pytest.mark.thorough)])
 def test_a_script_that_leaves_at_once_says_goodbye(cluster: Start, tmp_path: Path, code: int) -> None:
     body = f"import os\nstrategy.prepare(model, optimizer)\nif not os.fork():\n    os._exit(7)\nos._exit({code})\n"
     done = cluster(1, 1, script(tmp_path, body), flags=("--max-restarts", "0")).finish()

@@ -165,6 +165,7 @@ def test_one_address_in_two_spellings_is_told_from_a_chief(tasks: list[subproces
     assert "something other than chief answers at its address" in error and "check the addresses" in error
 
 
+@pytest.mark.thorough
 def test_the_chief_and_the_ps_of_an_estimator_know_where_it_saves(
     tasks: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:

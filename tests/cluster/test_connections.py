@@ -27,7 +27,7 @@ def run(cluster: Start, chaos: list[str], out: Path, epochs: int) -> Finished:
     return done
 
 
-@pytest.mark.parametrize("num_resets", [1, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_resets", [pytest.param(number, marks=pytest.mark.thorough) for number in (1, 20)])
 def test_connections_to_the_chief_that_are_reset_for_a_second_cost_nothing(
     cluster: Start, tmp_path: Path, num_resets: int
 ) -> None:

@@ -62,6 +62,7 @@ def check_evaluator(folder: Path, stderr: str, last: int) -> None:
     assert list((folder / "eval").glob("events.*"))
 
 
+@pytest.mark.thorough
 def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, alone: Path) -> None:
     folder = tmp_path / "model"
     arguments = ["--strategy-first", "--model-dir", folder, "--max-steps", MAX_STEPS]
@@ -88,7 +89,8 @@ def test_an_evaluator_that_could_restore_no_checkpoint_fails(cluster: Start, tmp
     assert "evaluator:0: CheckpointError: the checkpoint is of a different model than net" in done.stderr
 
 
-@pytest.mark.parametrize("num_ps", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_ps", [0, 1])
 def test_two_estimators_of_one_script(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     flags = ["--staleness", "0", "--max-restarts", "0"]
     cluster(2, num_ps, "two_estimators.py", "--model-dir", tmp_path, flags=flags).succeed()

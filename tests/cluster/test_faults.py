@@ -72,6 +72,7 @@ def test_a_killed_chief_restarts_from_its_journal(cluster: Start, tmp_path: Path
     check_counts(out, 1)
 
 
+@pytest.mark.thorough
 def test_synchronous_worker_killed(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     faults = [{"task": "worker:2", "step": 5, "action": "kill"}]

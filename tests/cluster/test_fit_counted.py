@@ -61,7 +61,8 @@ def test_every_worker_has_the_same_history_and_one_stops_all(cluster: Start, tmp
     assert [one["num_steps"] for one in news] == [3 * NUM_TRAINED // 2] * 2  # a slice of each batch for each
 
 
-@pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.thorough
+@pytest.mark.parametrize("alone", [0, 1])
 def test_an_evaluation_on_one_worker_alone_puts_no_later_one_out_of_order(
     cluster: Start, tmp_path: Path, alone: int
 ) -> None:
@@ -74,6 +75,7 @@ def test_an_evaluation_on_one_worker_alone_puts_no_later_one_out_of_order(
     assert lead[0][0] > lead[1][0]
 
 
+@pytest.mark.thorough
 def test_what_another_worker_than_the_lead_was_given_alone_is_refused(cluster: Start, tmp_path: Path) -> None:
     of_the_lead = cluster(2, 1, "fit_one_sided.py", "--out", tmp_path / "a", "--alone", 0).finish()
     assert of_the_lead.code == 0 and latest_checkpoint(tmp_path / "a"), of_the_lead.stderr
@@ -82,6 +84,7 @@ def test_what_another_worker_than_the_lead_was_given_alone_is_refused(cluster: S
     assert "fit the same, but callbacks is [] on the lead, ['ModelCheckpoint'] on worker:1" in done.stderr
 
 
+@pytest.mark.thorough
 def test_workers_killed_in_training_and_in_evaluation(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     faults = [

@@ -128,7 +128,8 @@ def test_one_of_four_is_killed_and_comes_back(cluster: Start, tmp_path: Path, tr
     assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4]]
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_fit_takes_a_worker_in_again_in_the_middle_of_an_epoch(cluster: Start, tmp_path: Path, transport: str) -> None:
     out = tmp_path / "news"
     flags = ["--strategy", "ring", "--min-workers", "2", "--max-restarts", "1", "--transport", transport]

@@ -29,7 +29,8 @@ def run(cluster: Start, kind: str, script: str, folder: Path) -> str:
     return output
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ring", marks=pytest.mark.thorough), "ps"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["ring", "ps"])
 def test_fit_restore_evaluate_export_reload(cluster: Start, tmp_path: Path, kind: str) -> None:
     output = run(cluster, kind, "mnist.py", tmp_path)
     losses = losses_in(output)

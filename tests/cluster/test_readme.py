@@ -130,6 +130,7 @@ def test_brief_commands_are_in_the_pages() -> None:
     assert set(BRIEF) <= set(TRAINING)
 
 
+@pytest.mark.thorough
 def test_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert len(JOBS) == 4

@@ -21,6 +21,7 @@ def restore(start: Start, folder: Path, staleness: str, restores: int, *argument
     assert "what was restored has 0: they are rolled back to it" in done.stderr
 
 
+@pytest.mark.thorough
 def test_workers_linger_in_turn_after_each_agreement(cluster: Start, tmp_path: Path) -> None:
     restore(cluster, tmp_path, "0", 4)
 

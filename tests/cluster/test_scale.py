@@ -215,7 +215,8 @@ def check_ended(job: Any, ended: Mapping[str, Sequence[int]]) -> int:
     return lost
 
 
-@pytest.mark.parametrize("staleness", ["inf", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("1", "0"))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("staleness", ["inf", "1", "0"])
 def test_a_ps_that_is_told_to_end_loses_nothing(cluster: Start, tmp_path: Path, staleness: str) -> None:
     stop = tmp_path / "stop"
     options = ("--examples", 400, "--pause-s", 0.02, "--until", stop)

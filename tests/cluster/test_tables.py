@@ -93,6 +93,7 @@ def test_every_example_counts_once_whatever_dies(cluster: Start, tmp_path: Path,
         assert torch.equal(state["table.weight"], state["table.weight"].round())
 
 
+@pytest.mark.thorough
 def test_a_worker_that_restores_keeps_no_table_in_its_memory(cluster: Start, tmp_path: Path) -> None:
     """Every worker read all of it, and of its slots; the lead does so a part at a time."""
     num_rows = 300_000

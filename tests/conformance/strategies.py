@@ -53,6 +53,7 @@ MIRRORED_3 = Column(
     lambda: sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"], sg.HierarchicalCopyAllReduce()),
     num_local=3,
     num_replicas=3,
+    is_thorough=True,
 )
 CENTRAL_2 = Column(
     "central-2",

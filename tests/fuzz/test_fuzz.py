@@ -12,7 +12,7 @@ from tests.fuzz.__main__ import fuzz
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
 grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
 
-NUM_FRAMES = 2000
+NUM_FRAMES = 1000
 
 
 @pytest.mark.parametrize("seed", [7])

@@ -171,7 +171,7 @@ def test_two_workers_on_the_host_ask_once_for_the_memory_of_their_gradients(
         assert sum(asked) == 2 * (4 * SIZE + FRAME_BYTES)  # of which the last is for a next frame
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
 def test_memory_of_what_is_on_its_way_is_given_back_with_the_last_lane(
     store: Store, address: str, transport: Transport
 ) -> None:

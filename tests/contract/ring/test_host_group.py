@@ -35,6 +35,7 @@ from stratagem.worker.ring.host_signals import Signals
 from stratagem.worker.ring.schedule import cut
 from tests.contract.ring.groups import Outcome, host_groups, in_threads, outcomes_of
 from tests.polling import until
+from tests.thorough import all_but_each_third
 from tests.unit.reduction.reducing import reducing, weight_of
 from tests.unit.rpc.test_segment import num_mappings
 
@@ -118,7 +119,7 @@ ARENA_BYTES = LENGTHS[-1] * 8 + 640
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", all_but_each_third(PLACES))
 def test_all_reduce_to_the_bit(size: int, place: str) -> None:
     with connected(size) as groups:
 

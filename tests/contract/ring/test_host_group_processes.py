@@ -170,6 +170,7 @@ def assert_ended_in_the_middle(result: torch.Tensor, rank: int, size: int) -> No
     assert stop - start > 2 * written
 
 
+@pytest.mark.thorough  # tests/contract/distributed/test_lost_ranks.py has one
 def test_a_process_killed_in_the_middle_is_named_by_all_others() -> None:
     with processes(["survivor", "killed"], timeout_s=DEADLINE_S) as (group, (survivor, killed)):
         result = reduce_arena(group)

@@ -18,6 +18,7 @@ from stratagem.data.placement import InputPlacement, StepCounter
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
+from tests.thorough import all_but_each_third
 from tests.unit.data.reading import CPU
 from tests.unit.ring.healing_ranks import Fate, run_mortal
 
@@ -48,7 +49,7 @@ NUM_COLLECTIVES = 2 * (2 + 5 * 3)
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("dies_at", range(1, NUM_COLLECTIVES + 1, 2))
+@pytest.mark.parametrize("dies_at", all_but_each_third(range(1, NUM_COLLECTIVES + 1, 2)))
 def test_every_example_counts_once_an_epoch(dies_at: int, late: bool) -> None:
     dies_at += late
     results = run_mortal(4, train, rank2=Fate(dies_at, late), rank3=Fate(misses_at=dies_at * late))
@@ -75,7 +76,7 @@ def train_and_validate(communicator: Communicator) -> tuple[list[list[int]], lis
     return trained, validated
 
 
-@pytest.mark.parametrize("dies_at", range(1, 70))
+@pytest.mark.parametrize("dies_at", all_but_each_third(range(1, 70)))
 def test_a_pass_that_trains_nothing_is_not_made_again(dies_at: int, caplog: pytest.LogCaptureFixture) -> None:
     results = run_mortal(3, train_and_validate, rank1=Fate(dies_at))
     assert results[0] == results[1]

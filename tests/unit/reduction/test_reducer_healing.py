@@ -13,6 +13,7 @@ import torch
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.reduction.same_bits import MAX_PIECES, SameBits
 from stratagem.worker.ring.communicator import Communicator
+from tests.thorough import all_but_each_third
 from tests.unit.reduction.reducing import (
     assert_bit_identical,
     assert_same,
@@ -81,7 +82,7 @@ def test_the_gradient_is_of_the_examples_that_are_left(dies_at: int, late: bool)
     assert kinds == sorted(kinds)
 
 
-@pytest.mark.parametrize("misses_at", range(1, NUM_COLLECTIVES + 2))
+@pytest.mark.parametrize("misses_at", all_but_each_third(range(1, NUM_COLLECTIVES + 2)))
 @pytest.mark.parametrize("breaks_again", [0, 1, 2, 3])
 def test_what_breaks_without_a_loss_is_made_again_with_all(misses_at: int, breaks_again: int) -> None:
     """Each rank looks at its weights once in a backward, however often that is made: here at some after the other."""

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from stratagem.worker.reduction.batch_norm import convert_batch_norm
 from tests.unit.training.exporting import answer_of, exported_reader, reader, run_python, torch_only_python, words
 
@@ -19,6 +21,7 @@ print(json.dumps({"found": found, "answer": program(torch.tensor(rows)).tolist()
 """
 
 
+@pytest.mark.thorough
 def test_torch_alone_runs_it(tmp_path: Path) -> None:
     model = reader()
     # A class of ours inside, as prepare(sync_batchnorm=True) makes.
