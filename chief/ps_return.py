@@ -172,7 +172,8 @@ class PsReturn(ChiefPart):
         servers = [*newcomers, *self._ps_pool.servers]
         # Each has the updates that any had, and what one lacks that was put back alone all will.
         in_doubt = plus(*(self._in_doubt.get(server.incarnation, {}) for server in self._put_back_alone()))
-        self._in_doubt.update((server.incarnation, in_doubt) for server in servers)
+        for server in servers:
+            self._note_in_doubt(server, in_doubt)
         if self.restarted:
             for server in servers:
                 self._note_put_back(server)
@@ -269,7 +270,7 @@ class PsReturn(ChiefPart):
             logger.warning("%s cannot resume from a copy: %s", task, refusal)
         if refusal != "":
             return refusal is None  # it is lost: there is nobody to put back
-        self._in_doubt[server.incarnation] = self._in_doubt.get(last, {})
+        self._note_in_doubt(server, self._in_doubt.get(last, {}))
         # What the last one lacks of what is reported later, this one lacks too; and what it lacks when the books are
         # opened counts then, unless the job starts anew.
         if last in self.restarted or not self._state.is_open:
@@ -292,7 +293,7 @@ class PsReturn(ChiefPart):
         if described is None:
             return 0, 0
         if server.incarnation not in self._in_doubt:
-            self._in_doubt[server.incarnation] = self._lease_book.begun()
+            self._note_in_doubt(server, self._lease_book.begun())
         history, has_begun_anew = self._journal.history, described.origin_elements and not described.complete
         is_untold = (history.is_rerouted or has_begun_anew) and not self._sessions.work_is_done
         if not described.has_part and (described.complete or is_untold):
@@ -305,6 +306,13 @@ class PsReturn(ChiefPart):
         absent = minus(accepted, minus(described.applied(), halves))
         await self.lose(server.incarnation, absent)
         return sum(map(len, absent.values())), described.step
+
+    def _note_in_doubt(self, server: Server, units: Positions) -> None:
+        """Each is all epochs: of processes before the last one that served, whose copy may still be taken over, none
+        is kept."""
+        task, last = server.incarnation.task, self._sessions.tasks[server.incarnation.task].served
+        self._in_doubt = {who: kept for who, kept in self._in_doubt.items() if who.task != task or who.number >= last}
+        self._in_doubt[server.incarnation] = units
 
     async def lose(self, incarnation: Incarnation, units: Positions) -> None:
         """Counts and closes units of which a ps lacks an update."""

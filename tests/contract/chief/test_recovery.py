@@ -560,6 +560,26 @@ async def test_the_copy_of_a_ps_that_was_put_back_lacks_what_that_one_lacked(tmp
             assert running.job.get_status().updates_lost == 2 and copied.closed == {(1, 0): UnitBitmap.of([0, 1])}
 
 
+@pytest.mark.parametrize("num_copies", [1, 2])
+async def test_what_processes_of_a_ps_that_are_gone_may_have_lacked_is_kept_no_longer(
+    tmp_path: Path, num_copies: int
+) -> None:
+    """The chief kept the bitmaps of all epochs for each death of a ps."""
+    async with cluster(checkpoint_dir=str(tmp_path), ps_replicas=num_copies) as (running, [worker, *_], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next(want=2)
+        await lose(running, servers[0])
+        for _ in range(4):
+            reborn = FakePs(0)
+            reborn.initialized = False
+            async with ps(running.address, reborn):
+                await until(lambda: len(running.job.sessions.live("ps")) == 2)
+                assert reborn.taken_from if num_copies == 2 else reborn.restored_from
+                await lose(running, reborn)
+        assert len(running.job.recovery.ps_return._in_doubt) <= 2
+
+
 @pytest.mark.parametrize("refusal", ["", "ps:1 has no complete copy of ps:0"])
 async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path, refusal: str) -> None:
     """Where there was none it was put back, and then took the copy of itself: what it had lost was not counted."""
