@@ -271,7 +271,7 @@ def awaits_strategy() -> bool:
 
 def uses_torch_distributed() -> bool:
     """Whether the script has made a process group, which it may have destroyed again: its ranks train together."""
-    return dist.is_available() and (dist.is_initialized() or c10d._default_pg_init_method is not None)
+    return dist.is_available() and (dist.is_initialized() or c10d._backend is not None)
 
 
 def trains_alone(num_replicas: int, what: str) -> str:

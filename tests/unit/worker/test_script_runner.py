@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d as c10d
 
 from stratagem.errors import CollectiveError
-from stratagem.worker.script_runner import follows, run_script
+from stratagem.worker.script_runner import follows, run_script, uses_torch_distributed
 
 
 @pytest.mark.parametrize(
@@ -59,3 +63,14 @@ def test_errors_that_are_causes_of_one_another_follow_no_task() -> None:
     assert not follows(first)
     second.__cause__ = CollectiveError("worker:1 is gone")
     assert follows(first)
+
+
+def test_a_process_group_at_a_store_of_the_script_counts_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job ended with 2: "its script has made no strategy"."""
+    for name in ("_backend", "_default_pg_init_method"):
+        monkeypatch.setattr(c10d, name, None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own there, for good
+    assert not uses_torch_distributed()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert uses_torch_distributed()
