@@ -284,8 +284,8 @@ class GradientReducer(BackwardReducer["_Backward"]):
             if bucket not in backward.launched and any(merged.present[slot.index] for slot in bucket.slots):
                 backward.is_short = False
                 self._launch(backward, bucket)
-        for future in self._futures:
-            future.result()
+        while self._futures:
+            self._futures.pop(0).result()  # in no variable: see _failed in worker/ring/communicator.py
         sparse = {slot.index: self._gather(slot, merged) for slot in self._slots if isinstance(slot, SparseSlot)}
         backward.is_short = backward.is_short and not sparse
         return merged, sparse

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -326,11 +326,11 @@ class Communicator:
             self._is_own.thread = True
             try:
                 future.set_result(work())
+                return future
             except Exception as error:
-                future.set_exception(error)
+                return _failed(error)
             finally:
                 self._is_own.thread = is_own
-            return future
         with self._counting:
             self._num_queued += 1
         return self._thread.submit(self._run_queued, work)
@@ -354,6 +354,14 @@ class Communicator:
         finally:
             with self._counting:
                 self._num_queued -= 1
+
+
+def _failed(error: Exception) -> Future[Any]:
+    """Not made where the error came by: its traceback has the variables there, and in a circle with it the memory of
+    the group that failed would stay until the garbage is collected."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _kept(parts: Sequence[torch.Tensor]) -> Kept | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +156,35 @@ def test_those_who_are_left_go_on_down_to_one(transport: str, caplog: pytest.Log
         assert sums([ring[2]]) == [4.0]
     assert "last collectives" not in caplog.text  # nothing was lost that the log should tell of
     assert any("CollectiveError in" in line for line in FLIGHT.lines())
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_the_memory_of_a_group_that_failed_goes_before_any_garbage_is_collected(is_awaited: bool) -> None:
+    """Each death left the shared memory of a generation in the processes of the others, until Python looked."""
+
+    def segments() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:stratagem")
+
+    def reduce(one: Communicator) -> float:
+        ones = torch.ones(1 << 20)
+        return float(one.atomic(lambda: one.submit(lambda: one.all_reduce(ones), is_awaited).result())[7])
+
+    gc.collect()
+    before = segments()
+    with ring_of(3, "shm") as (chief, ring), futures.ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(reduce, ring)) == [3.0] * 3
+        assert segments() == before + 3 * 3, "one of each rank, mapped by all in this process"
+        gc.disable()
+        try:
+            left = [pool.submit(reduce, one) for one in ring[:2]]
+            until(lambda: all(one.is_inside for one in ring[:2]))
+            ring[2].group.close("killed")
+            chief.leave("worker:2", generation=2)
+            assert [one.result(60) for one in left] == [2.0] * 2
+            del left
+            until(lambda: segments() == before + 2 * 2, deadline_s=10.0)
+        finally:
+            gc.enable()
 
 
 def test_who_has_not_heard_that_the_ring_formed_goes_on_with_who_has(monkeypatch: pytest.MonkeyPatch) -> None:
