@@ -123,7 +123,7 @@ class WorkerRuntime:
         self.bytes = BytesMeter()
         self._process = ProcessUse()
         FLIGHT.values, FLIGHT.num_steps = self.meter.values, lambda: self.meter.steps
-        self.leases: list[LeaseClient] = []
+        self.leases: dict[int, LeaseClient] = {}
         self.clients: list[PsClient] = []
         """One a ps; others stand in this list after :meth:`reroute`."""
         security = security_of(config)
@@ -281,7 +281,7 @@ class WorkerRuntime:
         return {"values": measures.bounded(values), "notes": {**self.bytes.notes, "host": own_host_id()}}
 
     def _held(self) -> list[Lease]:
-        return [held for lease in self.leases for held in lease.held()]
+        return [held for lease in self.leases.values() for held in lease.held()]
 
     def _spawn_chief(self) -> ChiefProcess | None:
         if self.cluster.chief or self.task != TaskId("worker", 0):

@@ -298,8 +298,7 @@ class ParameterServerStrategy(Strategy):
     def _accept(self, closed: Sequence[Unit]) -> None:
         self._groups.closes.add(closed)
         for unit in closed:
-            for lease in self._runtime.leases:
-                lease.accept(unit)
+            self._runtime.leases[unit.dataset].accept(unit)
 
     def _roll_back(self) -> None:
         """All ps went back to a checkpoint: drop what belongs to the past that is gone, take their weights."""
@@ -309,7 +308,7 @@ class ParameterServerStrategy(Strategy):
         self._is_undone, self._undone = True, [batch for batch, _ in self._batches.values()]
         self._leases.clear()
         self._batches.clear()
-        for lease in self._runtime.leases:
+        for lease in self._runtime.leases.values():
             lease.forget()
         self._groups.closes.clear()
         self._groups.roll_back()
@@ -324,7 +323,7 @@ class ParameterServerStrategy(Strategy):
         check_contents(self._runtime, self._num_datasets, loader.dataset)
         plan = dataclasses.replace(plan, seed=seed)
         client = LeaseClient(self._runtime.chief, plan, 2 if self.staleness == math.inf else 1)
-        self._runtime.leases.append(client)
+        self._runtime.leases[self._num_datasets] = client
         units = LeasedUnits(
             plan,
             self._num_datasets,

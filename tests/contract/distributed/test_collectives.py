@@ -28,7 +28,7 @@ from stratagem.errors import CollectiveError, ConfigurationError
 from tests.contract.distributed.ranks import on_every_rank, process_groups
 
 Groups = Sequence[LaneProcessGroup]
-CASES = [("shm", 1), ("shm", 3), ("tcp", 2), ("grpc", 2)]
+CASES: list[Any] = [("shm", 1), ("shm", 3), ("tcp", 2), ("grpc", 2)]
 CASES += [pytest.param(case, marks=pytest.mark.thorough) for case in (("shm", 2), ("tcp", 3))]
 
 
