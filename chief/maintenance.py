@@ -73,8 +73,8 @@ class Maintenance(ChiefPart):
 
     async def first_checkpoint(self, caller: Incarnation, num_groups: int) -> None:
         """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one. It has
-        all of the shard groups that the caller has prepared: ``num_groups``, counted on each ps. StaleStoreError: a ps
-        has no values, or not all, which the caller may give it."""
+        all of the shard groups that the caller has prepared: ``num_groups``, counted on each ps. For what is prepared
+        later there is another one. StaleStoreError: a ps has no values, or not all, which the caller may give it."""
         while self._config.checkpoint_dir and not (self.newest is not None and self._lease_book.has_leased):
             await self._watch()
             # One that is under way may wait for what a ps without values lacks, and that for the caller.
@@ -85,19 +85,51 @@ class Maintenance(ChiefPart):
             # None between the initial values and the first checkpoint, unless some were before, nor while a ps is away
             # or without values: what it holds may be initial values.
             is_whole = self._has_first and self._num_groups is not None and self._num_groups >= num_groups
-            if is_whole or (self._is_blank and not num_groups) or self._is_trained:
+            if is_whole or (self._is_blank and not num_groups):
                 return
+            if self._is_trained:
+                break
             await asyncio.sleep(RETRY_S)
-            if self._lacking:
-                raise StaleStoreError(f"{', '.join(self._lacking)} restarted without values; attach to it again")
-            if self._num_groups is not None and self._num_groups < num_groups:
-                raise StaleStoreError("a ps restarted from a state before a model was prepared; attach to all again")
+            self._check_attached(num_groups)
+        # A ps that goes back to one without it would take it, with its updates, from a worker, and these come again.
+        while self._lacks_prepared(num_groups):
+            await self._watch()
+            self._check_attached(num_groups)
+            if not await asyncio.shield(self._save_prepared(num_groups)):
+                break
+            await self._admit(caller)
         if self._num_groups is None or self._num_groups < num_groups or self._lacking:
             await self._watch()  # as by heartbeats, and before any update of what was prepared since
             try:
                 check_taken([*await self._described()])
             except PeerUnavailableError as error:  # all may be trained, and then not be saved
                 self._tell_delay("No checkpoint", error, True)
+
+    def _check_attached(self, num_groups: int) -> None:
+        """StaleStoreError: not all ps have values of what a worker has prepared, which it may give."""
+        if self._lacking:
+            raise StaleStoreError(f"{', '.join(self._lacking)} restarted without values; attach to it again")
+        if self._num_groups is not None and self._num_groups < num_groups:
+            raise StaleStoreError("a ps restarted from a state before a model was prepared; attach to all again")
+
+    def _lacks_prepared(self, num_groups: int) -> bool:
+        """The last checkpoint lacks what a worker has prepared since."""
+        newest = (self.newest or self._found()) if self._config.checkpoint_dir else None
+        return newest is not None and newest.manifest.lacks(num_groups, 0, self._ps_pool.num_ps)
+
+    async def _save_prepared(self, num_groups: int) -> bool:
+        """A checkpoint of that too, unless there is one by now. Returns False where none can be written."""
+        async with self._first:
+            try:
+                if self._lacks_prepared(num_groups):
+                    await self.save(replaces=True)  # a worker waits for it
+            except PeerUnavailableError as error:
+                self._tell_delay("The checkpoint of what was prepared has to wait", error, False)
+                await asyncio.sleep(RETRY_S)
+            except StratagemError as error:
+                self._tell_delay("No checkpoint", error, True)
+                return False
+        return True
 
     @property
     def _has_first(self) -> bool:

@@ -302,7 +302,8 @@ class PsReturn(ChiefPart):
             return 0, described.step  # of no update, and what it has closed says nothing
         # What another ps has closed and no worker has reported is being computed again.
         in_doubt = plus(self._in_doubt[server.incarnation], minus(accepted, self._lease_book.positions()))
-        halves = common([in_doubt, described.halves])
+        may_be_half = self._lease_book.steps.per_unit != 1  # else an optimizer without updates is another model's
+        halves = common([in_doubt, described.halves]) if may_be_half else {}
         absent = minus(accepted, minus(described.applied(), halves))
         await self.lose(server.incarnation, absent)
         return sum(map(len, absent.values())), described.step

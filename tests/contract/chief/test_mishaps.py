@@ -733,6 +733,28 @@ async def test_no_unit_is_leased_while_a_ps_is_back_from_before_a_model_was_prep
         assert manifest.num_groups == 4
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_no_unit_of_a_model_that_is_prepared_later_is_leased_before_a_checkpoint_has_it(
+    tmp_path: Path, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At staleness 0 the ps that went back to one without it kept what it had learned, and its examples came again."""
+    async with cluster(checkpoint_dir=str(tmp_path / "there"), num_workers=1) as (_, [worker], servers):
+        for server in servers:
+            server.groups = [0]
+        await worker.open()
+        await worker.next(num_groups=2)
+        applied(servers, 0, close=True)
+        for server in servers:
+            server.groups = [0, 16]
+        if fails:
+            (tmp_path / "there").rename(tmp_path / "away")
+            (tmp_path / "there").write_text("no folder")
+        assert (await worker.next([0], num_groups=4)).leases
+        found = checkpoints.newest(str(tmp_path / ("away" if fails else "there")))
+        assert found is not None and found[1].num_groups == (2 if fails else 4)
+        assert ("No checkpoint: " in caplog.text) is fails
+
+
 async def test_a_checkpoint_in_the_middle_of_a_batch_is_replaced_by_one_of_the_rest(tmp_path: Path) -> None:
     """Two optimizers, with variables on two ps: by the second one's update neither has a step more than the other."""
     async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):

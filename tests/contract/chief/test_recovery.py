@@ -241,8 +241,10 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
         run(scenario)
 
 
-async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path) -> None:
-    """Of two optimizers' updates its checkpoint has one: that was taken for the batch, the other was lost untold."""
+@pytest.mark.parametrize("num_lost", [1, 0])
+async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path, num_lost: int) -> None:
+    """Of two optimizers' updates its checkpoint has one: that was taken for the batch, the other was lost untold. Where
+    a batch has one update, as of two models in turn, that was told to be lost."""
 
     class Half(FakePs):
         async def RestoreShards(self, request: Any, context: Any) -> Any:
@@ -255,22 +257,22 @@ async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path)
     async with cluster(checkpoint_dir=str(tmp_path), num_ps=1) as (running, workers, servers):
         await until(lambda: running.job.journal.history.checkpoint)
         await workers[0].open(num_examples=16)
-        await workers[0].next(want=3)
+        await workers[0].next(want=3, steps_per_unit=1 + num_lost)
         applied(servers, 0, 1)
         await workers[0].next([0, 1], held=[2], wait=False)
         await lose(running, servers[0])
         reborn = Half(0)
         async with ps(running.address, reborn):
             await until(lambda: running.job.sessions.live("ps"))
-            assert reborn.closed == {(1, 0): UnitBitmap.of([0, 1])}
-            assert running.job.get_status().updates_lost == 1
+            assert reborn.closed == {(1, 0): UnitBitmap.of(range(1 + num_lost))}
+            assert running.job.get_status().updates_lost == num_lost
             # One that was leased after that may have fewer updates than another one, and not be closed there yet.
             await workers[1].open(num_examples=16)
             [lease] = (await workers[1].next(want=1)).leases
             reborn.apply(Unit(1, 0, lease.unit.index), 0)
             await workers[1].next([lease.unit.index], wait=False)
             await running.job.recovery.count_lost()
-            assert running.job.get_status().updates_lost == 1
+            assert running.job.get_status().updates_lost == num_lost
 
 
 async def test_half_of_a_batch_that_is_computed_again_and_that_another_ps_has_closed_is_lost(tmp_path: Path) -> None:
