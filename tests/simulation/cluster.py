@@ -52,6 +52,10 @@ class Job:
     """Optimizers keep a sum of squares beside each weight, which changes no update."""
     accumulates: int = 1
     """Batches of an update; what is left at the end of a pass is in none."""
+    num_models: int = 1
+    """Trained in turn, an epoch each; each has its share of the variables and an optimizer."""
+    prepares_late: bool = False
+    """The second of these is prepared when its turn comes."""
     prepares_apart: bool = False
     """Another model, which nothing changes, is prepared first."""
     fits: bool = False

@@ -105,10 +105,10 @@ class Copies:
             checks.check_rows(image.content.groups, f"the copy of {source}")
             for name, weights in variables_of(image.content.groups).items():
                 what = f"{name} in the copy of {source}"
-                units = checks.units_of(checks.cluster.chief_job, weights, checks.cluster.job.epochs, what)
+                units = checks.units_of(checks.cluster.chief_job, name, weights, what)
                 lost = {(epoch, unit) for task, epoch, unit in checks.lost_units if task == source.task}
                 lost |= checks.dropped
-                known = applied_of(ledger)
+                known = checks.of_model(name, applied_of(ledger))
                 if checks.cluster.job.num_optimizers > 1:  # of a batch under way it may have another one's update
                     ordinal = checks.ordinal_of(name)
                     known -= {(one.epoch, one.index) for one, has in ledger._open.items() if ordinal not in has}

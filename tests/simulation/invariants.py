@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -102,8 +103,8 @@ class Invariants:
         self.num_checkpoints = 0
         self.num_starts = 0
         """How often all scripts began, with all there is from a checkpoint."""
-        self.partial = ""
-        """The newest checkpoint, where it lacks what was prepared last."""
+        self.partial: tuple[str, set[int]] = "", set()
+        """The newest checkpoint, and models that it lacks, or has in part."""
         self.saved_complete = True
         """Whether the last checkpoint waited for what was under way: not where nobody is left to send it."""
         self.is_saved = True
@@ -202,8 +203,10 @@ class Invariants:
     def acquired(self, key: tuple[int, int], index: int, incarnation: Any) -> None:
         """No unit is with two workers."""
         unit = (*key, index)
-        if self.partial and self.partial not in self.cluster.disk.flipped:
-            self.world.fail(f"unit {unit} is leased, and {self.partial} lacks what was prepared last")
+        name, lacking = self.partial
+        may_lack = self.cluster.job.prepares_late and (self.cluster.wanted or self.cluster.disk.full_until)
+        if self.model_of_epoch(key[1]) in lacking and not may_lack and name not in self.cluster.disk.flipped:
+            self.world.fail(f"unit {unit} is leased, and {name} lacks what was prepared last")
         before, chief = self.holders.get(unit, (None, None))
         if unit in self.accepted:
             self.world.fail(f"unit {unit} is leased to {incarnation}, and it was accepted")
@@ -237,21 +240,29 @@ class Invariants:
             return
         if not self.is_counted:
             return
-        epochs, seen = self.cluster.job.epochs, []
+        seen = []
         for task in sorted({file.ps for file in manifest.files}):
             content = snapshot.load(path, int(task.removeprefix("ps:")))
             closed = content.units.describe().closed
             self.check_rows(content.groups, f"{path.name}, {task}")
             for variable, weights in variables_of(content.groups).items():
-                units = self.units_of(job, weights, epochs, f"{path.name}, {variable} on {task}")
+                units = self.units_of(job, variable, weights, f"{path.name}, {variable} on {task}")
                 seen.append((task, variable, units))
                 for key, bitmap in manifest.accepted.items():
+                    if self.model_of_epoch(key[1]) != self.model_of(variable):
+                        continue
                     missing = bitmap - closed.get(key, type(bitmap)())
                     applied = {unit for unit in units if unit[0] == key[1]}
                     if any((key[1], unit) not in applied | self.dropped for unit in missing):
                         self.world.fail(f"{path.name} says {missing!r} is accepted, and {task} has not closed it")
-        self.partial = "" if len(seen) == self.cluster.job.num_variables else path.name
-        if self.partial and (manifest.step or not self.cluster.job.prepares_apart):
+        its = self.cluster.job
+        counted = collections.Counter(self.model_of(variable) for _, variable, _ in seen)
+        lacking = {model for model in range(its.num_models) if counted[model] < its.num_variables // its.num_models}
+        self.partial = path.name, lacking
+        may_lack = {*range(1, its.num_models)} if its.prepares_late else set()
+        if manifest.step == 0 and (its.prepares_apart or its.num_models > 1):
+            may_lack = lacking
+        if lacking - may_lack:
             self.world.fail(f"{path.name} has {[variable for _, variable, _ in seen]} only")
         gone = {key for key, ledger in self.recorded.items() if ledger is not self.stores[key[0]].state.units}
         lost = self.lost_units | gone
@@ -261,7 +272,8 @@ class Invariants:
         for task, variable, units in seen:
             for _, other, theirs in seen:
                 torn = {unit for unit in theirs - units if (task, *unit) not in lost}
-                if torn and self.saved_complete and self.ordinal_of(variable) == self.ordinal_of(other):
+                is_of_same = self.model_of(variable) == self.model_of(other)
+                if torn and self.saved_complete and is_of_same and self.ordinal_of(variable) == self.ordinal_of(other):
                     self.world.fail(f"{path.name} is no cut: {other} has {sorted(torn)}, {variable} lacks them")
 
     def ordinal_of(self, variable: str) -> int:
@@ -269,7 +281,20 @@ class Invariants:
         job, number = self.cluster.job, int(variable.rpartition(".")[2])
         return int(job.num_optimizers > 1 and number >= job.num_variables // 2)
 
-    def units_of(self, job: ChiefJob, weights: torch.Tensor, epochs: int, what: str) -> set[tuple[int, int]]:
+    def model_of_epoch(self, epoch: int) -> int:
+        """The one whose turn it is."""
+        return epoch % self.cluster.job.num_models
+
+    def model_of(self, variable: str) -> int:
+        """The one that has it."""
+        prefix = variable.partition(".counts.")[0] if variable.startswith("model") else "model0"
+        return int(prefix.removeprefix("model")) - self.cluster.job.prepares_apart
+
+    def of_model(self, variable: str, units: set[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Those of ``units`` (epoch, unit) that train the model of a variable."""
+        return {unit for unit in units if self.model_of_epoch(unit[0]) == self.model_of(variable)}
+
+    def units_of(self, job: ChiefJob, variable: str, weights: torch.Tensor, what: str) -> set[tuple[int, int]]:
         """(epoch, unit) whose examples are in the weights, all of them or none; of epochs before other values were
         loaded there is nothing, and each unit counts as one."""
         found: set[tuple[int, int]] = set()
@@ -280,6 +305,7 @@ class Invariants:
                 self.world.fail(f"{what}: loaded in part")
             first *= loaded[0]
         plan = job.lease_book.plans.get(1)
+        epochs = self.cluster.job.epochs
         counts = digits(weights, epochs)
         if plan is None:
             if any(map(any, counts)):
@@ -294,6 +320,8 @@ class Invariants:
                     self.world.fail(f"{what} has unit {epoch}/{index}, which is older than what was loaded")
                 if len(values) != 1:
                     self.world.fail(f"{what} has a part of unit {epoch}/{index}")
+                elif values != {0} and self.model_of_epoch(epoch) != self.model_of(variable):
+                    self.world.fail(f"{what} has unit {epoch}/{index} of another model")
                 elif values == {1} or epoch < first:
                     found.add((epoch, index))
         return found
@@ -323,13 +351,14 @@ class Invariants:
             if not is_told:
                 world.fail(f"the job ended with {cluster.finished}: {reason}")
             return
-        epochs = cluster.job.epochs
+        its, epochs = cluster.job, cluster.job.epochs
         lost = job.journal.history.lost.values()
         told = sum(len(units) for each in lost for (_, epoch), units in each.items() if epoch >= cluster.job.reloads)
         variables = self._variables()
         for ps in range(job.sessions.num_ps):
             held = self.stores[f"ps:{ps}"].state.locked_groups.values()
             self.check_rows([locked.group for locked in held], f"ps:{ps} at the end")
+        self._check_last()
         if variables is None or not self.is_counted:
             return
         loaded = [*variables] if cluster.job.loads else []
@@ -338,14 +367,17 @@ class Invariants:
         for name in () if cluster.disk.full_until or cluster.disk.flipped else loaded:
             if not (variables[name].long() // LOADED == 1).all():
                 world.fail(f"{name} has lost what was loaded: {[oct(one) for one in variables[name].long().tolist()]}")
-        found = {name: self.units_of(job, weights, epochs, f"{name} at the end") for name, weights in variables.items()}
-        every = {(epoch, unit) for epoch in range(epochs) for unit in range(job.lease_book.plans[1].num_units)}
-        every, found = every - self.dropped, {name: units - self.dropped for name, units in found.items()}
-        if not job.journal.history.updates_lost and any(units != every for units in found.values()):
+        found = {name: self.units_of(job, name, each, f"{name} at the end") for name, each in variables.items()}
+        pairs = ((epoch, unit) for epoch in range(epochs) for unit in range(job.lease_book.plans[1].num_units))
+        every, found = {*pairs} - self.dropped, {name: units - self.dropped for name, units in found.items()}
+        own = {name: self.of_model(name, every) for name in found}
+        if not job.journal.history.updates_lost and found != own:
             world.fail(f"nothing is told to be lost, and there is {found}")
         every = {(epoch, unit) for epoch, unit in every if epoch >= cluster.job.reloads}
-        missing = {name: every - units for name, units in found.items()}
-        least, most = max(map(len, missing.values())), sum(map(len, missing.values()))
+        missing = {name: own[name] & every - units for name, units in found.items()}
+        of_models = [{name for name in missing if self.model_of(name) == model} for model in range(its.num_models)]
+        least = sum(max((len(missing[name]) for name in names), default=0) for names in of_models)
+        most = sum(map(len, missing.values()))
         if not cluster.wanted:
             placed = self._placed()
             is_known = sum(map(len, placed)) == len(missing)  # else there is one on a ps, or one has just died
@@ -355,6 +387,8 @@ class Invariants:
                 least, most = (num_lost, num_lost) if cluster.job.staleness else (least, least)
         elif cluster.job.has_table or cluster.job.prepares_apart:  # a ps without a variable has rows of something else
             most += len(self.lost_units)
+        if its.num_models > 1:
+            most += len(self.lost_units)  # likewise; and a ps expects an update of each optimizer in its first unit
         most += len(self.dropped) * len(found)  # a ps may be told that it lacks these, too
         if not least <= told <= most:
             counts = {name: len(units) for name, units in missing.items()}
@@ -364,9 +398,26 @@ class Invariants:
         if (
             cluster.job.staleness == 0
             and not is_in_halves
-            and len({frozenset(units & every) for units in found.values()}) > 1
+            and len({(self.model_of(name), frozenset(units & every)) for name, units in found.items()})
+            > cluster.job.num_models
         ):
             world.fail(f"at staleness 0 the ps differ: {[len(units) for units in found.values()]}")
+
+    def _check_last(self) -> None:
+        """The last checkpoint has what the ps had at the end."""
+        job, cluster = self.cluster.chief_job, self.cluster
+        if not self.is_saved or cluster.disk.flipped or job.journal.history.unsaved or not cluster.checkpoint_dir:
+            return
+        path, manifest = checkpoints.newest(cluster.checkpoint_dir) or (None, None)
+        if path is None or manifest is None:
+            self.world.fail("there is no checkpoint at the end")
+            return
+        saved = consolidate(path)
+        for index in range(job.sessions.num_ps):
+            groups = self.stores[f"ps:{index}"].state.locked_groups.values()
+            for name, weights in variables_of([locked.group for locked in groups]).items():
+                if name not in saved or not torch.equal(saved[name], weights):
+                    self.world.fail(f"the last checkpoint, {path.name}, has {name} as {saved.get(name)}: {weights}")
 
     def _placed(self) -> list[list[str]]:
         """Names of the variables that each ps holds."""

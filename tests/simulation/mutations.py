@@ -186,6 +186,17 @@ def _half_a_first_checkpoint() -> Iterator[_Change]:
     yield Maintenance, "_has_first", property(lambda self: self.newest is not None)
 
 
+def _models_by_step() -> Iterator[_Change]:
+    """A checkpoint has all that ps have, once it has the most updates that a model has."""
+    real = saving.content_of
+    yield saving, "content_of", lambda described: real(described)._replace(num_updates=0)
+
+
+def _model_in_no_checkpoint() -> Iterator[_Change]:
+    """A model that is prepared later is trained before any checkpoint has it."""
+    yield Maintenance, "_lacks_prepared", lambda self, num_groups: False
+
+
 def _awaited_orphan() -> Iterator[_Change]:
     """Workers wait for the second update of a batch of one that is gone."""
     yield sync_steps._Closing, "counts", lambda self, unit, ordinal: unit in self.included
@@ -325,6 +336,8 @@ MUTATIONS = {
     "half a first checkpoint": _half_a_first_checkpoint,
     "awaited orphan": _awaited_orphan,
     "half a batch": _half_a_batch,
+    "models: by step": _models_by_step,
+    "models: in no checkpoint": _model_in_no_checkpoint,
 }
 """By name."""
 

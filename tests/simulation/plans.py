@@ -32,7 +32,7 @@ MOMENTS_OF_RING = (
     *("TakeIn", "TakeIn", "GetPosition", "Session", "Agree", "OpenDataset", "Exchange"),
     *6 * ("message Exchange",),
 )
-FORMS = ("", "table", "copies", "fit", "ring", "storm", "ring-storm")
+FORMS = ("", "table", "models", "copies", "fit", "ring", "storm", "ring-storm")
 
 
 def form_of(seed: int) -> str:
@@ -47,8 +47,9 @@ def plan(seed: int, form: str = "") -> Schedule:
     """The schedule of a seed.
 
     Args:
-        form: "table": the job has one for sure; "copies": of what each ps holds another one has a copy; "fit": workers
-            call ``Model.fit``; "ring": it is one of a ring that heals; "storm", "ring-storm": with :func:`_storm`;
+        form: "table": the job has one for sure; "models": it trains two in turn; "copies": of what each ps holds
+            another one has a copy; "fit": workers call ``Model.fit``; "ring": it is one of a ring that heals; "storm",
+            "ring-storm": with :func:`_storm`;
             empty: as the seed says.
     """
     form = form or form_of(seed)
@@ -94,8 +95,13 @@ def plan(seed: int, form: str = "") -> Schedule:
     if form == "table" or (forms.random() < 0.25 and not is_estranged):
         job = dataclasses.replace(job, has_table=True, num_variables=job.num_ps)
     job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
+    models = random.Random(-26 * seed - 1)
+    if form != "fit" and (models.random() < 0.1 or form == "models") and not (job.has_table and form == "table"):
+        job = dataclasses.replace(job, has_table=False, num_models=2, num_variables=2 * job.num_variables)
+        job = dataclasses.replace(job, epochs=max(3, job.epochs), prepares_late=models.random() < 0.5)
     share = 0.5 if job.ps_replicas == 1 else 0.2
-    if forms.random() < share and job.num_variables > 1 and not job.has_table and form != "fit":
+    can_have_two = job.num_variables > 1 and job.num_models == 1 and not job.has_table and form != "fit"
+    if forms.random() < share and can_have_two:
         # Of the variables on a ps, both may have one.
         each = random.Random(-16 * seed - 1).choice((1, 2) if job.staleness else (1, 1, 1, 2))
         job = dataclasses.replace(job, num_optimizers=2, num_variables=each * job.num_variables)
@@ -107,9 +113,9 @@ def plan(seed: int, form: str = "") -> Schedule:
     scripts = random.Random(-15 * seed - 1)
     saves, loads = scripts.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3)), scripts.random() < 0.2
     if form != "fit":
-        can_load = not job.has_table and job.epochs < 8
-        job = dataclasses.replace(job, saves=saves, loads=loads and can_load)
-        if can_load and not loads and scripts.random() < 0.5:
+        can_load = not job.has_table and job.epochs < 8 and not job.prepares_late
+        job = dataclasses.replace(job, saves=0.0 if job.prepares_late else saves, loads=loads and can_load)
+        if can_load and not loads and scripts.random() < 0.5 and job.num_models == 1:
             job = dataclasses.replace(job, reloads=scripts.randrange(job.epochs))
     else:
         num_examples = random.Random(-7 * seed - 1).choice((8, 12, 16))

@@ -95,8 +95,10 @@ def train(cluster: Cluster, process: Process) -> None:
     job, world = cluster.job, cluster.world
     strategy = process.globals["strategy"] = ParameterServerStrategy(staleness=job.staleness, device="cpu")
     with strategy.scope():
-        model: Any = Counters(job.num_variables, job.num_examples, job.has_table)
-    process.globals["model"] = model
+        num_variables = job.num_variables // job.num_models
+        models: Any = [Counters(num_variables, job.num_examples, job.has_table) for _ in range(job.num_models)]
+    process.globals["model"] = torch.nn.ModuleList(models)
+    model = models[0]
     if job.prepares_apart:
         strategy.prepare(torch.nn.ParameterList(torch.zeros(2) for _ in range(job.num_ps)))
         world.block(job.step_s * world.random.random())
@@ -105,17 +107,24 @@ def train(cluster: Cluster, process: Process) -> None:
     def make(trained: Any) -> Any:
         return torch.optim.Adagrad(trained, HUGE, eps=HUGE) if job.has_slots else torch.optim.SGD(trained, 1.0)
 
-    optimizer = make(model.optimized())
+    optimizers = [make(each.optimized()) for each in models]
+    optimizer = optimizers[0]
+
+    def prepare(some: slice) -> None:
+        for each, its in zip(models[some], optimizers[some], strict=True):
+            strategy.prepare(each, its, gradients="sum")
+
     if job.num_optimizers == 1:
-        strategy.prepare(model, optimizer, gradients="sum")
+        prepare(slice(1 if job.prepares_late else None))
     else:
         half = len(parameters) // 2
         others: list[Any] = [make(part) for part in (parameters[:half], parameters[half:])]
         strategy.prepare(model, *others, gradients="sum")
     if job.loads:
         world.block(world.random.random())  # the first checkpoint may be taken before
-        strategy.load_once(lambda: load(parameters))
-    save = saver(cluster, strategy, model, [optimizer] if job.num_optimizers == 1 else others) if job.saves else None
+        strategy.load_once(lambda: load([one for each in models for one in each.counts]))
+    optimizers = optimizers if job.num_optimizers == 1 else others
+    save = saver(cluster, strategy, models, optimizers) if job.saves else None
     data = TensorDataset(torch.arange(job.num_examples))
     batches = strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True))
 
@@ -155,6 +164,10 @@ def train(cluster: Cluster, process: Process) -> None:
                 checks().trained_on(rows, weights)
 
     for epoch in range(job.epochs):
+        if job.prepares_late and epoch == 1:
+            prepare(slice(1, None))
+        model, optimizer = models[epoch % job.num_models], optimizers[epoch % job.num_models]
+        parameters = [*model.counts]
         for batch in batches:
             cluster.compute(0)
             strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
@@ -162,7 +175,7 @@ def train(cluster: Cluster, process: Process) -> None:
                 save()
         num_taken = 0
         if job.reloads == epoch + 1:
-            strategy.load_once(lambda: load(parameters[:1]))
+            strategy.load_once(lambda: load([*models[0].counts[:1]]))
 
 
 def load(parameters: list[torch.nn.Parameter]) -> None:
@@ -172,10 +185,11 @@ def load(parameters: list[torch.nn.Parameter]) -> None:
             parameter.fill_(LOADED)
 
 
-def saver(cluster: Cluster, strategy: ParameterServerStrategy, model: Any, given: Sequence[Any]) -> Callable[[], None]:
+def saver(cluster: Cluster, strategy: ParameterServerStrategy, models: Any, given: Sequence[Any]) -> Callable[[], None]:
     """Begins with the newest checkpoint that scripts have saved, and saves others."""
     optimizers = {f"optimizer{index}": one for index, one in enumerate(given)}
-    checkpoint = Checkpoint(strategy=strategy, model=model, **optimizers)
+    named = {f"model{index}": one for index, one in enumerate(models)}
+    checkpoint = Checkpoint(strategy=strategy, **named, **optimizers)
     manager = CheckpointManager(checkpoint, cluster.own_dir, max_to_keep=2)
     manager.restore_or_initialize()
 

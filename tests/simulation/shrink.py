@@ -53,15 +53,14 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, num_optimizers=1))
     if job.accumulates > 1:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, accumulates=1))
-    if job.prepares_apart:
-        yield dataclasses.replace(schedule, job=dataclasses.replace(job, prepares_apart=False))
-    for name in ("saves", "loads", "reloads"):
+    for name in ("prepares_apart", "prepares_late", "saves", "loads", "reloads"):
         if getattr(job, name):
             yield dataclasses.replace(schedule, job=dataclasses.replace(job, **{name: type(getattr(job, name))()}))
     if job.has_table:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, has_table=False))
     alone = () if job.has_table or job.num_optimizers > 1 else (("num_variables",),)  # each ps has a variable then
-    for names in (("epochs",), ("num_workers",), *alone, ("num_ps", "num_variables")):
+    fewer = (*alone, ("num_ps", "num_variables")) if job.num_models == 1 else ()
+    for names in (("epochs",), ("num_workers",), *fewer):
         if all(getattr(job, name) > (job.ps_replicas if name == "num_ps" else 1) for name in names):
             yield dataclasses.replace(
                 schedule, job=dataclasses.replace(job, **{name: getattr(job, name) - 1 for name in names})

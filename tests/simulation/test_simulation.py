@@ -25,7 +25,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.thorough  # `.ci/run` runs some thousands each day; a process starts in as long as a hundred of them take
-@pytest.mark.parametrize("form", ["table", "fit", "ring"])
+@pytest.mark.parametrize("form", ["table", "models", "fit", "ring"])
 def test_schedules_of_each_form_hold_every_invariant(form: str) -> None:
     done = simulate("--first", "1", "--seeds", "3", "--form", form)
     assert done.returncode == 0 and "3 schedules, none failed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
@@ -55,6 +55,7 @@ def test_a_seed_tells_the_same_story_twice() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_a_broken_protocol_is_found_in_few_schedules(name: str) -> None:
-    form = {"rows": "table", "copy": "copies", "fit:": "fit", "ring:": "ring"}.get(name.partition(" ")[0], "")
+    forms = {"rows": "table", "copy": "copies", "fit:": "fit", "models:": "models", "ring:": "ring"}
+    form = forms.get(name.partition(" ")[0], "")
     found = simulate("--first", "1", "--seeds", str(NUM_SCHEDULES), "--mutation", name, "--form", form)
     assert found.returncode == 1 and "failed:" in found.stdout, found.stdout[-2000:] + found.stderr[-2000:]
