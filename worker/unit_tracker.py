@@ -22,6 +22,9 @@ class UnitTracker:
         """Whether backward has reached the current unit since its last step."""
         self._accumulating: list[Unit] = []
         self._idle: list[Unit] = []
+        self.carried: Unit | None = None
+        """The last complete unit, if backward reached it after its steps: a step that comes before another backward is
+        one with its gradients."""
         self.left_early: set[Unit] = set()
         """Units that were idle when their loop ended, and are closed: what the script still computes has no unit."""
         self.accumulates = False
@@ -78,6 +81,7 @@ class UnitTracker:
             self.steps_per_unit = 1 if self.accumulates else max(self.steps_per_unit, self._num_steps)
             if self._num_steps:
                 closed.append(self.current)
+                self.carried = self.current if self.has_gradients else None
             else:
                 (self._accumulating if self.has_gradients else self._idle).append(self.current)
             if len(self._idle) > MAX_IDLE:
@@ -94,7 +98,7 @@ class UnitTracker:
         return dropped + closed
 
     def backward(self) -> None:
-        self.has_gradients = True
+        self.has_gradients, self.carried = True, None
 
     def step(self) -> Update:
         """The identity of the ``optimizer.step()`` that happens now; without a current unit it is that of those which
@@ -107,12 +111,12 @@ class UnitTracker:
         self.accumulates |= bool(closed)
         self._accumulating = []
         self._num_steps += 1
-        self.has_gradients = False
+        self.has_gradients, self.carried = False, None
         return closed
 
     def abandon(self) -> tuple[Unit, ...]:
         """Forgets every open unit (the job went back to a checkpoint) and returns them."""
         dropped = self.open_units
-        self._accumulating, self._idle = [], []
+        self._accumulating, self._idle, self.carried = [], [], None
         self.current, self._num_steps, self.has_gradients = None, 0, False
         return dropped

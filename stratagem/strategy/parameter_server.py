@@ -251,7 +251,7 @@ class ParameterServerStrategy(Strategy):
         newest = self._leases[-1]
         held = {lease.unit: lease.num_examples for lease in self._leases}
         num_examples = sum(held.get(unit, 0) for unit in self._tracker.open_units)
-        leases = [lease for lease in self._leases if lease.unit in units]
+        leases = [lease for lease in self._leases if lease.unit in (*units, self._tracker.carried)]
         if self._weight is None and len({self._units[one.unit.dataset - 1].share(one) for one in leases}) > 1:
             raise ConfigurationError(
                 "at staleness 0 an update has one weight, but this worker's share differs between its batches (the "
@@ -269,7 +269,7 @@ class ParameterServerStrategy(Strategy):
             self._undone.clear()
         open_units = self._tracker.open_units
         if self._leases:
-            self._leases = [old for old in self._leases if old.unit in open_units]
+            self._leases = [old for old in self._leases if old.unit in (*open_units, self._tracker.carried)]
         if self._batches:
             known = {*open_units, *self._tracker.left_early}
             self._batches = {key: old for key, old in self._batches.items() if old[1] in known}

@@ -54,6 +54,7 @@ def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
                     "uneven batches",
                     "share differs between its batches (the last batch is smaller, or a worker was lost)",
                 ),
+                ("step first", "share differs between its batches"),
                 ("optimizer later", "weight is already prepared"),
                 ("prepared twice", "weight is already prepared, or compiled, with an"),
             ]

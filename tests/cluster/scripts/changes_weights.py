@@ -24,7 +24,7 @@ def loaded(strategy: sg.Strategy) -> None:
         strategy.prepare(alone, torch.optim.SGD(alone.parameters(), 0.1))
     if sys.argv[1] == "prepared twice":
         strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    num_examples = 7 if sys.argv[1] == "uneven batches" else 40
+    num_examples = {"uneven batches": 7, "step first": 11}.get(sys.argv[1], 40)
     data = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(num_examples, 2)), 4))
     num_batches = 0
 
@@ -38,13 +38,16 @@ def loaded(strategy: sg.Strategy) -> None:
             if num_batches == 2:
                 optimizer.step()
             return
+        if sys.argv[1] == "step first":
+            optimizer.step()  # with the gradient of the batch before
         optimizer.zero_grad()
         if sys.argv[1] == "weighed twice":
             strategy.set_weight(1.0)
             model(batch[0]).mean().backward()
             strategy.set_weight(2.0)
         model(batch[0]).sum().backward()
-        optimizer.step()
+        if sys.argv[1] != "step first":
+            optimizer.step()
 
         if sys.argv[1] == "by hand":
             with torch.no_grad():
