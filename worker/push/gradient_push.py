@@ -344,6 +344,7 @@ class GradientPush:
             return None
 
     def _recover(self, ps: int) -> None:
+        self._variables.check_form()  # else the ps would end every connection with what it cannot take
         self._reconnect(self._clients[ps])
         if self._is_rerouted:
             raise Rerouted

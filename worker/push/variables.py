@@ -4,6 +4,7 @@ whether a script has changed its copies of them."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -114,10 +115,21 @@ class RemoteVariables:
         self.assign(client, groups)
 
     def assign(self, client: PsClient, groups: Sequence[int]) -> None:
-        """Sends this process's values of ``groups`` to one ps."""
+        """Sends this process's values of ``groups`` to one ps. Raises ConfigurationError: as :meth:`check_form`."""
+        self.check_form()
         values = send_values(client, self.layout, self.targets, groups)
         self.have[client.index] |= wire.assign_values(client, values, groups)
         self.finish()
+
+    def check_form(self) -> None:
+        """Raises ConfigurationError: a script has given one another dtype or size, and a ps refuses all it is sent."""
+        for variable, tensor in zip(self.layout.variables, self.targets.tensors, strict=True):
+            if (tensor.dtype, tensor.numel()) != (variable.dtype, math.prod(variable.shape)):
+                raise ConfigurationError(
+                    f"{variable.name} is {tensor.dtype} of shape {[*tensor.shape]} here, and {variable.dtype} of shape "
+                    f"{[*variable.shape]} on the parameter servers: give it its dtype and shape (.half(), "
+                    ".to(dtype), .data = …) before strategy.prepare"
+                )
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:

@@ -132,6 +132,18 @@ def test_later_a_change_is_said_once(
         copies.check()
 
 
+def test_values_of_another_dtype_or_size_are_not_sent(model: torch.nn.Linear) -> None:
+    """The ps refused the frame by ending the connection, and the worker sent it again over a new one, for ever."""
+    layout = Layout([VariableSpec("weight", (1, 2), torch.float32, 0)], [[(0, 0, 1)]], 1 << 20)
+    client: Any = SimpleNamespace(index=0)
+    variables = RemoteVariables([client], layout, [model.weight], "")
+    variables.check_form()
+    for other in (model.weight.detach().double(), torch.ones(1, 3)):
+        model.weight.data = other
+        with pytest.raises(ConfigurationError, match=r"here, and torch.float32 of shape \[1, 2\] on the"):
+            variables.assign(client, [0])
+
+
 def test_what_a_reply_that_broke_off_has_left_is_no_change_of_the_script(model: torch.nn.Linear) -> None:
     """A ps died in the middle of it; the next update brings all of it, and was refused."""
     layout = Layout([VariableSpec("weight", (1, 2), torch.float32, 0)], [[(0, 0, 1)]], 1 << 20)
