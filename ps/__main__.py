@@ -56,10 +56,8 @@ def run(config: PsConfig) -> int:
     """Serves until the chief stops the job or a signal comes.
 
     Listens first, then joins; ready means that the chief has registered it and put it back to a checkpoint, if any.
-
-    Returns:
-        The exit code: the job's when the chief stopped it, 1 after a failure, 2 for a configuration that cannot
-        work, 143 after SIGTERM or SIGINT.
+    Returns the exit code: the job's when the chief stopped it, 1 after a failure, 2 for a configuration that cannot
+    work, 143 after SIGTERM or SIGINT.
     """
     try:
         with _signals_raise():
@@ -181,10 +179,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
 
 def _end_of(session: SessionClient, leaving: threading.Event, index: int) -> StratagemError:
     """Why this ps ends. Of a signal the chief hears first: it takes a checkpoint of what is here, and lets it go.
-
-    Raises:
-        _Terminated: the signal is why, and not the job, which may be over; or it is the second one.
-    """
+    Raises _Terminated: the signal is why, and not the job, which may be over; or it is the second one."""
     stopped: StratagemError | None = None
     try:
         while stopped is None:  # a signal that another thread is given wakes nobody: Python looks when this one runs

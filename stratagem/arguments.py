@@ -68,12 +68,8 @@ def check_kind(value: Any, *kinds: type) -> None:
 
 
 def check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """``fn(*args, **kwargs)`` can be meant.
-
-    Raises:
-        ConfigurationError: ``fn`` is nothing that is called, or nothing that a call runs; ``args`` no tuple or list,
-            ``kwargs`` no mapping. A tensor or a string would be taken apart.
-    """
+    """``fn(*args, **kwargs)`` can be meant. Raises ConfigurationError: ``fn`` is nothing that is called, or nothing
+    that a call runs; ``args`` no tuple or list, ``kwargs`` no mapping. A tensor or a string would be taken apart."""
     if not callable(fn):
         raise ConfigurationError(f"expected a function, got {type(fn).__name__}")
     if getattr(getattr(fn, "__code__", None), "co_flags", 0) & _RUNS_LATER:
@@ -111,10 +107,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def known_arguments(function: _Function) -> _Function:
     """``function``, or a class with its constructor, which refuses what it has no argument for, with the way out.
 
-    Arguments of Keras and TensorFlow that ask for what is done anyway are left out.
-
-    Raises:
-        ConfigurationError: in the call: names the argument, and the nearest that there is.
+    Arguments of Keras and TensorFlow that ask for what is done anyway are left out. Raises ConfigurationError: in the
+    call: names the argument, and the nearest that there is.
     """
     if isinstance(function, type):
         function.__init__ = known_arguments(function.__init__)  # type: ignore[misc]
@@ -145,10 +139,8 @@ def checked(function: _Function) -> _Function:
     anything is done with them.
 
     A number may be one of numpy or torch, True is none, and a string is no list. What an annotation says of elements
-    and literals is left to the function. What has no such argument is refused, see :func:`known_arguments`.
-
-    Raises:
-        ConfigurationError: in the call: names the argument, what it takes and what came.
+    and literals is left to the function. What has no such argument is refused, see :func:`known_arguments`. Raises
+    ConfigurationError: in the call: names the argument, what it takes and what came.
     """
     if isinstance(function, type):
         function.__init__ = checked(function.__init__)  # type: ignore[misc]

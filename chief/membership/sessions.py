@@ -39,16 +39,10 @@ AWAITED_TIMEOUTS = 3
 
 
 class Sessions(Roster):
-    """Membership of the cluster.
-
-    Args:
-        config: how many tasks there are to be, and how long one may be silent or away.
-        history: how an earlier chief left them. Those that were live then are awaited; of a ps, what a process holds
-            that is newer than the one that had been brought up to date says nothing.
-
-    Raises:
-        ConfigurationError: ``min_workers`` is for a ring, and at most as many as it has.
-    """
+    """Membership of the cluster. ``config``: how many tasks there are to be, and how long one may be silent or away.
+    ``history``: how an earlier chief left them. Those that were live then are awaited; of a ps, what a process holds
+    that is newer than the one that had been brought up to date says nothing. Raises ConfigurationError: ``min_workers``
+    is for a ring, and at most as many as it has."""
 
     def __init__(self, config: ChiefConfig, history: JobHistory, now: float) -> None:
         super().__init__(config, history)

@@ -74,11 +74,8 @@ def newest_undamaged(
     directory: pathlib.Path, name: str, fits: Callable[[pathlib.Path], bool] = lambda path: True
 ) -> pathlib.Path | None:
     """The newest of :func:`named` that ``fits`` and whose checksums are right; the log names damaged ones that are
-    newer, also those that have lost a file or a part of one.
-
-    Raises:
-        CheckpointError: there are some, and every one is damaged.
-    """
+    newer, also those that have lost a file or a part of one. Raises CheckpointError: there are some, and every one is
+    damaged."""
     cut = [path for path in incomplete(directory) if _is_named(path, name)]
     found = [path for path in (*named(directory, name), *cut) if fits(path)]
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
@@ -105,11 +102,8 @@ def steps(directory: pathlib.Path) -> list[int]:
 
 
 def choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
-    """Path and number of the next checkpoint in a folder; ``step``: its number, if the script says that.
-
-    Raises:
-        CheckpointError: nobody would look for one there, or under that name.
-    """
+    """Path and number of the next checkpoint in a folder; ``step``: its number, if the script says that. Raises
+    CheckpointError: nobody would look for one there, or under that name."""
     if (folder / MANIFEST).exists():
         raise CheckpointError(
             f"{folder} is itself a checkpoint, inside which no other would be found: save in {folder.parent}"
@@ -171,11 +165,8 @@ def find_damage(path: pathlib.Path) -> list[str]:
 
 
 def check(path: pathlib.Path) -> None:
-    """Refuses a checkpoint that is not whole.
-
-    Raises:
-        CheckpointError: names the damaged files, and the newest good checkpoint before it.
-    """
+    """Refuses a checkpoint that is not whole. Raises CheckpointError: names the damaged files, and the newest good
+    checkpoint before it."""
     if damage := find_damage(path):
         raise CheckpointError(f"the checkpoint {path} is damaged: {'; '.join(damage)}. {offer(path)}")
 

@@ -29,11 +29,7 @@ DRAFT = ".draft-"
 
 class Draft:
     """A folder in the making, to be put somewhere in ``parent``, which is made if need be; leaving the ``with`` block
-    removes it, unless it was.
-
-    Raises:
-        OSError: ``parent`` cannot be written.
-    """
+    removes it, unless it was. Raises OSError: ``parent`` cannot be written."""
 
     def __init__(self, parent: pathlib.Path) -> None:
         self.nonce = secrets.token_hex(16)
@@ -71,11 +67,8 @@ class Draft:
 
 
 class CheckpointDraft(Draft):
-    """A checkpoint in the making, to be committed in ``parent``.
-
-    Raises:
-        CheckpointError: the directory cannot be written.
-    """
+    """A checkpoint in the making, to be committed in ``parent``. Raises CheckpointError: the directory cannot be
+    written."""
 
     def __init__(self, parent: pathlib.Path) -> None:
         with self._writing(parent):
@@ -84,20 +77,14 @@ class CheckpointDraft(Draft):
         self._root = self._folder = self.path
 
     def add(self, name: str, write: Callable[[pathlib.Path], tuple[int, str]]) -> None:
-        """Adds a file that ``write`` writes durably; it returns size and SHA-256.
-
-        Raises:
-            CheckpointError: the disk is full, for example.
-        """
+        """Adds a file that ``write`` writes durably; it returns size and SHA-256. Raises CheckpointError: the disk is
+        full, for example."""
         with self._writing(self._folder / name):
             self.files.append(SavedFile(name, *write(self._folder / name)))
 
     def build_on(self, checkpoint: pathlib.Path) -> None:
         """From now on, what is written becomes the ``host/`` of a checkpoint that parameter servers wrote in here.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        Raises CheckpointError: it cannot be written."""
         self._root, self._folder = checkpoint, checkpoint / HOST
         with self._writing(self._folder):
             self._folder.mkdir()

@@ -13,11 +13,8 @@ import stat
 
 
 def write_durably(path: pathlib.Path, *pieces: bytes | memoryview) -> tuple[int, str]:
-    """Writes a file that does not exist yet. Returns its size in bytes and its SHA-256 in hex.
-
-    Raises:
-        OSError: it exists or cannot be written.
-    """
+    """Writes a file that does not exist yet. Returns its size in bytes and its SHA-256 in hex. Raises OSError: it
+    exists or cannot be written."""
     digest = hashlib.sha256()
     with path.open("xb") as file:
         for piece in pieces:
@@ -29,11 +26,8 @@ def write_durably(path: pathlib.Path, *pieces: bytes | memoryview) -> tuple[int,
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file that may exist: whoever reads it finds the old text or the new one.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of the new one.
-    """
+    """Writes a file that may exist: whoever reads it finds the old text or the new one. Raises OSError: it cannot be
+    written; nothing is left of the new one."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text)
@@ -51,11 +45,7 @@ def way_out(error: BaseException | None, otherwise: str) -> str:
 
 
 def sync(path: pathlib.Path) -> None:
-    """Makes a file, or the entries of a directory, durable.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Makes a file, or the entries of a directory, durable. Raises OSError: it cannot be opened."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -64,11 +54,8 @@ def sync(path: pathlib.Path) -> None:
 
 
 def open_file(path: pathlib.Path) -> io.BufferedReader:
-    """Opens a file to read. A pipe or a device, which may never end or never begin, is none.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Opens a file to read. A pipe or a device, which may never end or never begin, is none. Raises OSError: it cannot
+    be read."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -77,31 +64,20 @@ def open_file(path: pathlib.Path) -> io.BufferedReader:
 
 
 def read_file(path: pathlib.Path) -> bytes:
-    """What is in a file, read as :func:`open_file` opens it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """What is in a file, read as :func:`open_file` opens it. Raises OSError: it cannot be read."""
     with open_file(path) as file:
         return file.read()
 
 
 def hash_file(path: pathlib.Path) -> str:
-    """SHA-256 of a file, in hex.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """SHA-256 of a file, in hex. Raises OSError: it cannot be read."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
     """Gives a damaged checkpoint a name under which nobody looks for one; nothing of it is deleted. Returns that.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    Raises OSError: it cannot be renamed."""
     aside = path.with_name(f".damaged-{path.name}-{secrets.token_hex(4)}")
     path.rename(aside)
     return aside

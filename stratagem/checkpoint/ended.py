@@ -22,11 +22,8 @@ MAX_AGE_S = 3600.0
 
 
 def write_end(directory: str, reason: str, missing: Iterable[str]) -> None:
-    """Says that the job has ended well, to these tasks alone; what was said before is removed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Says that the job has ended well, to these tasks alone; what was said before is removed. Raises OSError: it
+    cannot be written."""
     folder = pathlib.Path(directory)
     _remove(folder, "ended-*")
     for task in missing:
@@ -77,11 +74,7 @@ def take_away_at_exit(directory: str, task: str) -> None:
 
 
 def forget_ends(directory: str) -> None:
-    """Another job begins in the folder.
-
-    Raises:
-        OSError: it cannot be changed.
-    """
+    """Another job begins in the folder. Raises OSError: it cannot be changed."""
     for pattern in ("ended-*", "leaves-*"):
         _remove(pathlib.Path(directory), pattern)
 

@@ -53,11 +53,7 @@ class Manifest:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
-        """The inverse of :meth:`content`.
-
-        Raises:
-            KeyError: a field is missing. ValueError, TypeError: it cannot be.
-        """
+        """The inverse of :meth:`content`. Raises KeyError: a field is missing. ValueError, TypeError: it cannot be."""
         files = tuple(
             SavedFile(str(f["name"]), int(f["bytes"]), str(f["sha256"]), str(f["ps"])) for f in content["files"]
         )
@@ -83,11 +79,8 @@ _OWN = ("step", "chief_epoch", "created", "automatic")
 
 
 def read_content(path: pathlib.Path) -> dict[str, Any]:
-    """The fields of the manifest of the checkpoint ``path``.
-
-    Raises:
-        ValueError: it was altered, or is of another format. Any other of :data:`UNREADABLE`: it cannot be read.
-    """
+    """The fields of the manifest of the checkpoint ``path``. Raises ValueError: it was altered, or is of another
+    format. Any other of :data:`UNREADABLE`: it cannot be read."""
     content: dict[str, Any] = json.loads(read_file(path / MANIFEST))
     told = content.pop("checksum", None)
     if content["format"] != FORMAT:

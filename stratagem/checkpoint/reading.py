@@ -61,11 +61,8 @@ class SavedCheckpoint:
 
 
 def find(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The checkpoint that is meant: the path itself, or in a directory of checkpoints the newest complete one.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint that is meant: the path itself, or in a directory of checkpoints the newest complete one. Raises
+    CheckpointError: there is none."""
     folder = pathlib.Path(path)
     if os.path.exists(folder / MANIFEST):
         return folder
@@ -82,11 +79,7 @@ def find(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def describe(path: pathlib.Path) -> SavedCheckpoint:
-    """What a checkpoint holds.
-
-    Raises:
-        CheckpointError: it is not complete, or its description cannot be read.
-    """
+    """What a checkpoint holds. Raises CheckpointError: it is not complete, or its description cannot be read."""
     if Manifest.read(path) is None:
         raise CheckpointError(f"{path} is not complete: {path / MANIFEST} is missing or damaged. {offer(path)}")
     has_servers = has_server_state(path)
@@ -117,11 +110,8 @@ def is_of_variables(path: pathlib.Path) -> bool:
 
 def read_states(saved: SavedCheckpoint, names: list[str], tables: Collection[str] = ()) -> dict[str, EncodedState]:
     """The states of these objects, whole: nothing in them refers to parameter servers any more, but for ``tables``,
-    names of variables, whose rows :func:`kind_and_state` finds.
-
-    Raises:
-        CheckpointError: one is not in the checkpoint, or a file is damaged.
-    """
+    names of variables, whose rows :func:`kind_and_state` finds. Raises CheckpointError: one is not in the checkpoint,
+    or a file is damaged."""
     missing = [name for name in names if name not in saved.objects]
     if missing:
         has = ", ".join(name for name in saved.objects if not name.startswith("_")) or "nothing"
@@ -198,11 +188,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 def summarize(path: pathlib.Path) -> dict[str, Any]:
     """What a checkpoint holds, or the newest complete one in a directory of them, as plain values: step, time, files,
-    objects and tensors.
-
-    Raises:
-        CheckpointError: it is not complete, or a file cannot be read.
-    """
+    objects and tensors. Raises CheckpointError: it is not complete, or a file cannot be read."""
     saved = describe(find(path))
     manifest = Manifest.read(saved.path)
     assert manifest is not None, "describe() read it"

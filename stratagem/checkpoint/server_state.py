@@ -32,16 +32,10 @@ def _reading(what: object) -> Iterator[None]:
 def consolidate(
     directory: str | pathlib.Path, slot: str = "", without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Every variable of a checkpoint under its own name, whole.
-
-    Args:
-        slot: name of an optimizer slot ("exp_avg") to read instead of weights; variables without it are left out. Of
-            one that was never updated (frozen, say) some ps may have it, for what they hold beside it: zeros.
-        without: variables that are not read.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged; names the variable or file.
-    """
+    """Every variable of a checkpoint under its own name, whole. ``slot``: name of an optimizer slot ("exp_avg") to read
+    instead of weights; variables without it are left out. Of one that was never updated (frozen, say) some ps may have
+    it, for what they hold beside it: zeros. ``without``: variables that are not read. Raises CheckpointError: the
+    checkpoint is incomplete or damaged; names the variable or file."""
     path = pathlib.Path(directory)
     parts = sorted(path.glob("ps-*.json"))
     if not parts or not (path / "manifest.json").exists():
@@ -85,19 +79,11 @@ class ServerState:
 
     @property
     def variables(self) -> Mapping[str, torch.Tensor]:
-        """Every variable whole, by name, but for the tables.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Every variable whole, by name, but for the tables. Raises CheckpointError: a file is missing or damaged."""
         return self._slot("")
 
     def variable(self, name: str) -> torch.Tensor | StateOnServers:
-        """One of them.
-
-        Raises:
-            CheckpointError: there is none of that name.
-        """
+        """One of them. Raises CheckpointError: there is none of that name."""
         if name not in self._tables and name not in self.variables:
             raise CheckpointError(f"the checkpoint {self._path} has no variable {name}: it is from a different model")
         return self._value(name)
@@ -137,11 +123,8 @@ class ServerState:
         return self._slots[slot]
 
     def forms(self) -> dict[str, torch.Tensor]:
-        """Every variable by name, without values: a tensor of device "meta". Nothing but descriptions is read.
-
-        Raises:
-            CheckpointError: one is missing or damaged.
-        """
+        """Every variable by name, without values: a tensor of device "meta". Nothing but descriptions is read. Raises
+        CheckpointError: one is missing or damaged."""
         with _reading(self._path):
             return {
                 shard["variable"]: torch.empty(shard["shape"], dtype=getattr(torch, group["dtype"]), device="meta")
@@ -150,15 +133,9 @@ class ServerState:
 
 
 class SavedRows:
-    """A table that parameter servers wrote, or a slot of it: ``rows[first:stop]`` reads these, and no others.
-
-    Args:
-        path: the checkpoint.
-        name: of the variable; of a slot of it ``slot/<slot>/<name>``, which is zero where a ps has none.
-
-    Raises:
-        CheckpointError: a row is on no ps, or a file cannot be read; so does reading rows.
-    """
+    """A table that parameter servers wrote, or a slot of it: ``rows[first:stop]`` reads these, and no others. ``path``:
+    the checkpoint; ``name``: of the variable; of a slot of it ``slot/<slot>/<name>``, which is zero where a ps has
+    none. Raises CheckpointError: a row is on no ps, or a file cannot be read; so does reading rows."""
 
     device, layout = torch.device("cpu"), torch.strided
 
@@ -212,12 +189,9 @@ def add_first_sums(
     value: Callable[[int], torch.Tensor | None],
 ) -> None:
     """Adagrad has sums from the beginning, also of parameters that no update has touched: ``state`` gets what it lacks
-    of these, as torch's constructor makes it; without it ``step()`` of a single process ends in a KeyError.
-
-    Args:
-        state: of a ``state_dict()``, by number of the parameter; ``param_groups`` as there.
-        value: of the parameter with a number; None: it is not known.
-    """
+    of these, as torch's constructor makes it; without it ``step()`` of a single process ends in a KeyError. ``state``:
+    of a ``state_dict()``, by number of the parameter; ``param_groups`` as there; ``value``: of the parameter with a
+    number; None: it is not known."""
     for group in param_groups:
         if "initial_accumulator_value" in group:
             for index in group["params"]:

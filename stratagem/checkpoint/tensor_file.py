@@ -36,20 +36,13 @@ DTYPES = {
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
     """Writes contiguous CPU tensors durably (fsync). In the order given, to a file that does not exist yet. Gives size
-    in bytes, and SHA-256 in hex.
-
-    Raises:
-        OSError: the file exists or cannot be written.
-    """
+    in bytes, and SHA-256 in hex. Raises OSError: the file exists or cannot be written."""
     return write_durably(path, _header(tensors), *_pieces(tensors))
 
 
 def open_tensors(path: pathlib.Path) -> Any:
-    """Opens such a file to read, by the library, which would wait for a pipe's other end.
-
-    Raises:
-        OSError: it cannot be read, or is no file. safetensors.SafetensorError: what it holds is not of this format.
-    """
+    """Opens such a file to read, by the library, which would wait for a pipe's other end. Raises OSError: it cannot be
+    read, or is no file. safetensors.SafetensorError: what it holds is not of this format."""
     open_file(path).close()
     return safetensors.safe_open(path, "pt")
 
@@ -66,10 +59,7 @@ def add_tensors(
     draft: CheckpointDraft, stem: str, tensors: Mapping[str, torch.Tensor], max_file_bytes: int
 ) -> list[str]:
     """Writes tensors into a file of a draft, or several of at most that size (or of one tensor). Returns their names.
-
-    Raises:
-        CheckpointError: the disk is full, for example.
-    """
+    Raises CheckpointError: the disk is full, for example."""
     parts: list[dict[str, torch.Tensor]] = []
     room = 0
     for key, tensor in tensors.items():

@@ -137,11 +137,8 @@ def _no_variable(name: str) -> torch.Tensor:
 
 
 def decode(tree: Json, tensors: Mapping[str, torch.Tensor], variable: Callable[[str], object] = _no_variable) -> Any:
-    """The inverse of :func:`encode`; ``variable`` gives a variable of parameter servers by its name.
-
-    Raises:
-        CheckpointError: a tag that this version does not know, or a tensor that is not there.
-    """
+    """The inverse of :func:`encode`; ``variable`` gives a variable of parameter servers by its name. Raises
+    CheckpointError: a tag that this version does not know, or a tensor that is not there."""
 
     def of(value: Json) -> Any:  # calls no closure of itself, whose circle would keep every tensor
         return decode(value, tensors, variable)

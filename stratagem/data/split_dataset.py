@@ -94,11 +94,7 @@ class SplitDataset(WithWaysOut):
         self._listener.arrive()
 
     def __len__(self) -> int:
-        """Steps in an epoch.
-
-        Raises:
-            TypeError: the source does not say, or the workers read different things.
-        """
+        """Steps in an epoch. Raises TypeError: the source does not say, or the workers read different things."""
         steps, plan = self._reader.num_steps, self._plan
         is_open = self._policy is None and self._placement.num_workers > 1
         if steps is None or is_open or (self._skips_empty and plan is None):
@@ -190,9 +186,7 @@ class SplitDataset(WithWaysOut):
         """The next ``iter()`` goes on where ``state`` was saved; every worker has to load the same.
 
         A DataLoader over a map-style dataset goes there at once; of an iterable, what lies before is read and dropped.
-
-        Raises:
-            ConfigurationError: the state belongs to data that is shared out in another way.
+        Raises ConfigurationError: the state belongs to data that is shared out in another way.
         """
         for name, here in self.state_dict().items():
             if name in ("left", "ordinal"):
@@ -260,14 +254,9 @@ class StepAgreement:
             )
 
     def agree(self, parts: Parts | None, common: str) -> tuple[Parts, Totals] | None:
-        """This worker's parts of the next step, and the whole of it; None: nobody has one.
-
-        Args:
-            common: what has to be equal on all workers that have read something; see ``IndexReader.common``.
-
-        Raises:
-            ConfigurationError: it is not, or one has a global batch to share that another has not.
-        """
+        """This worker's parts of the next step, and the whole of it; None: nobody has one. ``common``: what has to be
+        equal on all workers that have read something; see ``IndexReader.common``. Raises ConfigurationError: it is not,
+        or one has a global batch to share that another has not."""
         if self._communicator is None or not self._asks:
             return None if parts is None else (parts, parts.totals or _local(parts))
         if not self._has_met:

@@ -47,12 +47,8 @@ class Rendezvous:
         self._prefix = self._answer(name) if rank else f"{name}/"
 
     def exchange(self, what: str, word: str) -> list[str]:
-        """Every rank's word, in rank order.
-
-        Raises:
-            ClusterTimeoutError: a rank does not come; names those missing.
-            ConfigurationError: a rank wants a group of other ranks.
-        """
+        """Every rank's word, in rank order. Raises ClusterTimeoutError: a rank does not come; names those missing;
+        ConfigurationError: a rank wants a group of other ranks."""
         self._store.set(f"{self._prefix}{what}/{self._rank}", "\n".join([word, *self._tasks]))
         words = [self._word(rank, f"{self._prefix}{what}/{rank}", what) for rank in range(len(self._tasks))]
         self._is_calling = False

@@ -35,15 +35,9 @@ class LaneWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
-        """Returns True when the outputs are complete.
-
-        Args:
-            timeout: how long to wait at most; 0: as long as the group's own timeout allows.
-
-        Raises:
-            CollectiveError: the operation failed on this or another rank.
-            ClusterTimeoutError: it goes on after ``timeout``.
-        """
+        """Returns True when the outputs are complete. ``timeout``: how long to wait at most; 0: as long as the group's
+        own timeout allows. Raises CollectiveError: the operation failed on this or another rank; ClusterTimeoutError:
+        it goes on after ``timeout``."""
         if self._done is DONE:
             return True
         seconds = timeout.total_seconds()

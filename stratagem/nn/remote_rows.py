@@ -99,12 +99,9 @@ class RemoteRows(nn.Module):
         scale_grad_by_freq: bool,
         freeze: bool = False,
     ) -> None:
-        """In the place of the constructor of the class in ``torch.nn``, whose arguments these are.
-
-        Args:
-            initial: how the rows begin, or all of them, which are read in ``prepare``.
-            dtype: None: that of the rows, or torch's default dtype.
-        """
+        """In the place of the constructor of the class in ``torch.nn``, whose arguments these are. ``initial``: how the
+        rows begin, or all of them, which are read in ``prepare``; ``dtype``: None: that of the rows, or torch's default
+        dtype."""
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.padding_idx = sizes
         self.max_norm, self.norm_type = max_norm, norm_type  # prepare refuses it

@@ -105,16 +105,10 @@ class ReceivingLane(Protocol):
     name: str
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
-        """The next frame of a transfer; waits for it until ``deadline`` (``time.monotonic()`` seconds).
-
-        Args:
-            into: flat, contiguous CPU memory for the payload, or what gives it. A lane that can, receives straight into
-                it; any other gives a view on its own memory. ``frame.tensor`` is where the payload is.
-
-        Raises:
-            PeerUnavailableError: the lane broke, or the deadline passed.
-            FrameError: the frame does not fit into ``into``, or is none.
-        """
+        """The next frame of a transfer; waits for it until ``deadline`` (``time.monotonic()`` seconds). ``into``: flat,
+        contiguous CPU memory for the payload, or what gives it. A lane that can, receives straight into it; any other
+        gives a view on its own memory. ``frame.tensor`` is where the payload is. Raises PeerUnavailableError: the lane
+        broke, or the deadline passed; FrameError: the frame does not fit into ``into``, or is none."""
 
     def forget(self, transfer: int) -> None:
         """Drops what has come and may still come for this and earlier transfers (their ids only grow)."""

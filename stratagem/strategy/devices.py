@@ -32,10 +32,8 @@ def parse_device(device: str | torch.device) -> torch.device:
 def parse_devices(devices: str | torch.device | Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
     """The devices of the replicas of this process. None: its part of the GPUs that torch sees, else one CPU.
 
-    Workers of one host (LOCAL_WORLD_SIZE, LOCAL_RANK) share out the GPUs.
-
-    Raises:
-        ConfigurationError: no such device, none at all, or one that comes twice.
+    Workers of one host (LOCAL_WORLD_SIZE, LOCAL_RANK) share out the GPUs. Raises ConfigurationError: no such device,
+    none at all, or one that comes twice.
     """
     if devices is None:
         return _own_part_of_gpus()

@@ -68,13 +68,8 @@ def place(
 
     Without a partitioner a variable lies whole on one ps. The largest are placed first, each on the ps that holds the
     fewest bytes (the first of several); the shards of a cut variable go to the ps in turn, from the emptiest on.
-
-    Args:
-        partitioner: cuts variables of rank 1 and more; never a scalar.
-        load_bytes: bytes that each ps holds; changed in place.
-
-    Raises:
-        ConfigurationError: the partitioner cuts another axis than 0, or into no shards at all.
+    ``partitioner``: cuts variables of rank 1 and more; never a scalar; ``load_bytes``: bytes that each ps holds;
+    changed in place. Raises ConfigurationError: the partitioner cuts another axis than 0, or into no shards at all.
     """
     placed: list[list[tuple[int, int, int]]] = [[] for _ in variables]
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in variables]

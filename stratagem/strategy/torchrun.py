@@ -16,16 +16,14 @@ from stratagem.rpc.binding import free_port
 
 
 def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[str, str]) -> ClusterSpec:
-    """The cluster that these variables say, with addresses at which its workers reach each other; ``config`` is
-    this worker's, by the cluster as they say it.
+    """The cluster that these variables say, with addresses at which its workers reach each other; ``config`` is this
+    worker's, by the cluster as they say it.
 
     The variables say one address, MASTER_ADDR:MASTER_PORT. Where a torchrun keeps a store there
     (TORCHELASTIC_USE_AGENT_STORE), worker 0 chooses another port for the chief, and all learn it from that store.
-    Elsewhere the chief serves at that address; each worker listens where it reaches it from.
-
-    Raises:
-        PeerUnavailableError: nobody answers at the store.
-        ClusterTimeoutError: a rank does not come within ``start_timeout_s``.
+    Elsewhere the chief serves at that address; each worker listens where it reaches it from. Raises
+    PeerUnavailableError: nobody answers at the store; ClusterTimeoutError: a rank does not come within
+    ``start_timeout_s``.
     """
     rank, host = int(environ["RANK"]), own_host(config, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

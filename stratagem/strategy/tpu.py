@@ -105,12 +105,9 @@ class XlaReducer(BackwardReducer[Backward]):
     """When ``backward()`` returns, ``p.grad`` is the global gradient, still lazy.
 
     As :mod:`stratagem.worker.reduction.reducer` (docs/protocol.md 15), but without buckets: XLA compiles the whole step
-    and overlaps by itself. All that crosses to the host is one small vector at the end of a backward.
-
-    Args:
-        parameters: the same on every replica, in the same order; dense gradients.
-        communicator: over the same group, for what replicas tell each other first.
-        weight: how much this replica counts; asked once in each backward.
+    and overlaps by itself. All that crosses to the host is one small vector at the end of a backward. ``parameters``:
+    the same on every replica, in the same order; dense gradients; ``communicator``: over the same group, for what
+    replicas tell each other first; ``weight``: how much this replica counts; asked once in each backward.
     """
 
     def __init__(

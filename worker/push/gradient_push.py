@@ -129,13 +129,9 @@ class GradientPush:
 
     def push(self, update: Update, step_slice: StepSlice | None, *, reads_ahead: bool = False) -> bool:
         """Commits the gradients as ``update`` and takes the new weights; with ``reads_ahead`` also the rows of the
-        batch to come, in the same round trip. False: there was no gradient at all, and nothing happened.
-
-        Raises:
-            NonFiniteGradientError: NaN or Inf under the policy "error".
-            RolledBack: the job went back to a checkpoint.
-            PeerUnavailableError: a ps did not come back in time.
-        """
+        batch to come, in the same round trip. False: there was no gradient at all, and nothing happened. Raises
+        NonFiniteGradientError: NaN or Inf under the policy "error"; RolledBack: the job went back to a checkpoint;
+        PeerUnavailableError: a ps did not come back in time."""
         self._variables.copies.check()
         self._rows = tuple([table.pending.total() for table in self._tables])
         gradients = [parameter.grad for parameter in self.parameters]

@@ -68,12 +68,8 @@ class PendingCall:
     def result(self, write: Write | None = None, place: Place | None = None) -> Any:
         """The reply, waited for as long as there is a ps. ``write`` takes the frames of weights that the reply brings,
         as they come (None: they are kept for whoever asks for the result again); ``place``: where a lane may receive
-        them before.
-
-        Raises:
-            PeerUnavailableError: the ps is gone; see :meth:`PsClient.connect`.
-            StratagemError: what the ps raised.
-        """
+        them before. Raises PeerUnavailableError: the ps is gone; see :meth:`PsClient.connect`; StratagemError: what the
+        ps raised."""
         if write is None:
             write = self._kept.append
         else:

@@ -140,13 +140,10 @@ def attach(every: Sequence[Placed], client: PsClient, can_initialize: bool) -> t
 def create_or_attach(
     every: Sequence[Placed], clients: Sequence[PsClient], is_lead: Callable[[], bool], timeout_s: float
 ) -> None:
-    """Creates it all with this process's values if this worker is the lead, else waits until it has the job's.
-
-    Raises:
-        VariableError: the job has it with another shape, dtype or optimizer.
-        UnsupportedOptimizerError: a ps cannot run the optimizer, or not on single rows.
-        ClusterTimeoutError: no lead supplied initial values within ``timeout_s`` seconds.
-    """
+    """Creates it all with this process's values if this worker is the lead, else waits until it has the job's. Raises
+    VariableError: the job has it with another shape, dtype or optimizer; UnsupportedOptimizerError: a ps cannot run the
+    optimizer, or not on single rows; ClusterTimeoutError: no lead supplied initial values within ``timeout_s``
+    seconds."""
     deadline, silent_until = time.monotonic() + timeout_s, time.monotonic() + SILENCE_S
     waiting = [(client, one) for client in clients for one in every]
     while waiting:

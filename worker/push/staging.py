@@ -36,12 +36,9 @@ class GradientStaging:
     """Cuts the gradients of one optimizer's parameters into frames and sends each as soon as it is complete.
 
     A frame whose gradient changed after it was sent (other storage, version counter or bits) is sent again at
-    :meth:`complete`; the ps keeps the newest.
-
-    Args:
-        variables: where the rows live; parameter i is variable i.
-        on_backward: called in each backward that reaches a parameter.
-        tables: those that the optimizer changes; their rows leave at :meth:`complete`.
+    :meth:`complete`; the ps keeps the newest. ``variables``: where the rows live; parameter i is variable i;
+    ``on_backward``: called in each backward that reaches a parameter; ``tables``: those that the optimizer changes;
+    their rows leave at :meth:`complete`.
     """
 
     def __init__(

@@ -113,15 +113,10 @@ def convert_batch_norm(
     is_apart: Callable[[], bool] = lambda: False,
 ) -> None:
     """Makes every BatchNorm in ``module`` take its statistics from all ranks; the layers stay the same objects.
-
-    Args:
-        weight: how much this rank's gradient counts, as the reducer is told; asked in each backward.
-        is_apart: whether a forward without gradient is of a batch that is no step's (``update_bn``); asked in each.
-            It takes the statistics of what it is given, as one process does.
-
-    Raises:
-        ConfigurationError: a BatchNorm of a class of its own, whose forward cannot be known.
-    """
+    ``weight``: how much this rank's gradient counts, as the reducer is told; asked in each backward. ``is_apart``:
+    whether a forward without gradient is of a batch that is no step's (``update_bn``); asked in each. It takes the
+    statistics of what it is given, as one process does. Raises ConfigurationError: a BatchNorm of a class of its own,
+    whose forward cannot be known."""
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
     for name, layer in layers:
         if not isinstance(layer, SyncBatchNorm) and type(layer) not in _CONVERTED:
@@ -137,12 +132,9 @@ def convert_batch_norm(
 
 def average_by_examples(models: Sequence[nn.Module], seen: Sequence[int], communicator: Communicator) -> None:
     """Makes the buffers of all ranks equal: floats become averages, integers the maximum. For saving and evaluating.
-
-    Args:
-        models: the same on every rank.
-        seen: examples that each model has seen on this rank, by which its floats are weighted; without any they do not
-            count, whatever they are. Before the first batch nobody has seen any, and all have the same.
-    """
+    ``models``: the same on every rank. ``seen``: examples that each model has seen on this rank, by which its floats
+    are weighted; without any they do not count, whatever they are. Before the first batch nobody has seen any, and all
+    have the same."""
     everybody = communicator.all_reduce(torch.tensor(seen))
     for model, count, total in zip(models, seen, everybody.tolist(), strict=True):
         _average_buffers(model, float(count) if total else 1.0, communicator)

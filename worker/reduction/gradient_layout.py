@@ -282,11 +282,8 @@ def cut_buckets(
     """Cuts parameters into buckets, in the order in which backward is expected to complete them.
 
     Backward reaches the parameters that were registered last first, so the buckets go through them in reverse.
-
-    Args:
-        parameters: in registration order.
-        first_bytes: limit of the first bucket of each dtype and device, at most ``bucket_bytes``.
-        bucket_bytes: limit of the others. A parameter above the limit has a bucket of its own.
+    ``parameters``: in registration order. ``first_bytes``: limit of the first bucket of each dtype and device, at most
+    ``bucket_bytes``. ``bucket_bytes``: limit of the others. A parameter above the limit has a bucket of its own.
     """
     opened: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     limits: dict[tuple[torch.dtype, torch.device], int] = {}

@@ -259,12 +259,8 @@ def failed_lanes(said: Sequence[RankInfo]) -> dict[str, str]:
 
 
 def check_reached(said: Sequence[RankInfo], me: RankInfo, min_workers: int) -> None:
-    """Where a ring that heals would go on without one rank, and two do not reach each other, one of them leaves.
-
-    Raises:
-        CollectiveError: it is this one.
-        PeerUnavailableError: it is another one.
-    """
+    """Where a ring that heals would go on without one rank, and two do not reach each other, one of them leaves. Raises
+    CollectiveError: it is this one; PeerUnavailableError: it is another one."""
     if me.has_formed and 0 < min_workers < len(said) and (cut := who_leaves(said)):
         leaver, other = cut
         words = f"{leaver} and {other} do not reach each other: {leaver} leaves the ring, and the others continue"

@@ -54,12 +54,9 @@ class Communicator:
     """Runs collectives over a group, one after the other, in the order of the calls.
 
     All ranks must make the same calls in the same order. Tensors may have any shape and strides and be on any device;
-    this class makes what the group needs (flat, contiguous, on its device or the CPU).
-
-    Args:
-        group: who takes part, and how bytes move.
-        explain: turns an error of the group into the one that is raised: which rank is to blame, where all ranks were.
-        healing: how the ring continues after a loss; None: it does not.
+    this class makes what the group needs (flat, contiguous, on its device or the CPU). ``group``: who takes part, and
+    how bytes move; ``explain``: turns an error of the group into the one that is raised: which rank is to blame, where
+    all ranks were; ``healing``: how the ring continues after a loss; None: it does not.
     """
 
     def __init__(

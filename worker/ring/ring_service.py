@@ -76,13 +76,9 @@ class MeetingRoom(Generic[T]):
 
 
 class RingService:
-    """The ring side of a worker's server; it exists before the ring does and after it broke.
-
-    Args:
-        membership: the chief's current one.
-        max_lanes_per_peer: see ``WorkerConfig``.
-        max_inbox_bytes: of a lane, see ``WorkerConfig``.
-    """
+    """The ring side of a worker's server; it exists before the ring does and after it broke. ``membership``: the
+    chief's current one; ``max_lanes_per_peer``: see ``WorkerConfig``; ``max_inbox_bytes``: of a lane, see
+    ``WorkerConfig``."""
 
     def __init__(
         self,

@@ -85,11 +85,9 @@ def keep_up(
     it in place.
 
     A small last batch has no slice for some workers; all must have the same settings in the next step. ``is_in_loop``:
-    see :func:`follow`; ``dataset``: number of the one whose batch this worker had last.
-
-    Returns:
-        what to call with a number of steps of the job that were made without this worker, after its last one. They are
-        of the same dataset; a scheduler that was stepped over another one has no part in them.
+    see :func:`follow`; ``dataset``: number of the one whose batch this worker had last. Returns what to call with a
+    number of steps of the job that were made without this worker, after its last one. They are of the same dataset; a
+    scheduler that was stepped over another one has no part in them.
     """
     push.is_paced = True
     kind: Any = type(scheduler)

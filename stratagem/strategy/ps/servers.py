@@ -162,11 +162,8 @@ class Servers:
         """Evaluation data of which every example is evaluated by one worker, whatever dies, and all with one version of
         the weights: while a pass goes on, the chief holds training. Every worker has to call it, and to go through it,
         in the same order. Batches of the loader are the units, in the order of the examples, ``num_batches`` at most.
-        Gives the batches of this worker, and whom to tell what was counted on them.
-
-        Raises:
-            ConfigurationError: the loader's batches have no numbers.
-        """
+        Gives the batches of this worker, and whom to tell what was counted on them. Raises ConfigurationError: the
+        loader's batches have no numbers."""
         whole = plan_of(loader, 1, math.inf)
         wanted = whole.num_examples if num_batches is None else num_batches * whole.batch_size
         plan = dataclasses.replace(whole, num_examples=min(whole.num_examples, wanted), shuffle=False)

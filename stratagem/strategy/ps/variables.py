@@ -201,11 +201,9 @@ class VariableGroups:
     def recover(self, client: PsClient) -> None:
         """Connects to a ps that was lost, waits for it if it is away, and attaches everything to it if it restarted.
 
-        What it has no values of (its checkpoint is older, or there is none) it takes from whoever comes first.
-
-        Raises:
-            PeerUnavailableError: it does not come back in time.
-            ClusterTimeoutError: another worker is to give it values, and does not.
+        What it has no values of (its checkpoint is older, or there is none) it takes from whoever comes first. Raises
+        PeerUnavailableError: it does not come back in time; ClusterTimeoutError: another worker is to give it values,
+        and does not.
         """
         with self._turn:
             logger.info("Connecting to %s again", client.task)  # which warns where that takes long

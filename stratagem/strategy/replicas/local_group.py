@@ -44,15 +44,9 @@ class LocalGroup(Group):
     def make(
         cls, replica_threads: ReplicaThreads, ops: CrossDeviceOps, workers: Communicator | None = None
     ) -> list[LocalGroup]:
-        """The groups of all replicas of this process, in their order. Collective among workers.
-
-        Args:
-            replica_threads: whose ``first_replica`` is this worker's rank times its size.
-            workers: collectives between workers; None: there is one.
-
-        Raises:
-            ConfigurationError: workers with different numbers of replicas.
-        """
+        """The groups of all replicas of this process, in their order. Collective among workers. ``replica_threads``:
+        whose ``first_replica`` is this worker's rank times its size; ``workers``: collectives between workers; None:
+        there is one. Raises ConfigurationError: workers with different numbers of replicas."""
         if workers is not None:
             counts = [int(count) for count in workers.all_gather(torch.tensor([replica_threads.size]))]
             if any(count != replica_threads.size for count in counts):

@@ -42,12 +42,9 @@ class Mirrors:
     after. Around what runs outside of replicas while they wait for it (a merge call) it is the other way round.
 
     Inside, each replica has its own. The settings of optimizers are those of replica 0 in every step, so that all
-    replicas have to make the same steps.
-
-    Args:
-        which: the local replica that asks; None: the code outside of replicas.
-        keep: puts into a memo of ``copy.deepcopy`` what is not to be copied, and what stands for it on a replica.
-        is_pending: whether ``no_sync`` has left a gradient of a replica's parameter that is its own.
+    replicas have to make the same steps. ``which``: the local replica that asks; None: the code outside of replicas;
+    ``keep``: puts into a memo of ``copy.deepcopy`` what is not to be copied, and what stands for it on a replica;
+    ``is_pending``: whether ``no_sync`` has left a gradient of a replica's parameter that is its own.
     """
 
     def __init__(
@@ -83,13 +80,9 @@ class Mirrors:
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """Mirrors more objects, which may share parameters with those that were given before.
 
-        Call :meth:`record` when everything that belongs to one replica alone has been attached to its objects.
-
-        Returns:
-            the proxies of ``objects``, in their order. One that was given before, or is a proxy, is not copied again.
-
-        Raises:
-            ConfigurationError: something cannot be copied, or one of ``objects`` needs another that is not prepared.
+        Call :meth:`record` when everything that belongs to one replica alone has been attached to its objects. Returns
+        the proxies of ``objects``, in their order. One that was given before, or is a proxy, is not copied again.
+        Raises ConfigurationError: something cannot be copied, or one of ``objects`` needs another that is not prepared.
         """
         self.synchronize()
         wanted = [original(item) for item in objects]

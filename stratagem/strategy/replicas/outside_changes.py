@@ -25,11 +25,8 @@ _END = object()
 class Seen:
     """The values of dictionaries as they were; tells which have been replaced.
 
-    Quick, because everything is looked at in every run: 25 ns a value.
-
-    Args:
-        dictionaries: gives them, as many each time: ``del`` of an ``nn.Sequential`` puts another one in the place of
-            that of its modules.
+    Quick, because everything is looked at in every run: 25 ns a value. ``dictionaries``: gives them, as many each time:
+    ``del`` of an ``nn.Sequential`` puts another one in the place of that of its modules.
     """
 
     def __init__(self, dictionaries: Callable[[], Sequence[Mapping[str, Any]]]) -> None:

@@ -139,11 +139,8 @@ class ReplicaThreads:
 
         The error that a replica raises ends the others as soon as they wait for anything, and is raised here, with a
         note that says which replica it was. The replica_threads can be used again; see
-        :func:`~stratagem.strategy.replicas.local_replicas.reopen`.
-
-        Raises:
-            ConfigurationError: inside a run, or after :meth:`close`.
-            CollectiveError: the replicas do not meet: one has ended or is somewhere else; both are named.
+        :func:`~stratagem.strategy.replicas.local_replicas.reopen`. Raises ConfigurationError: inside a run, or after
+        :meth:`close`; CollectiveError: the replicas do not meet: one has ended or is somewhere else; both are named.
         """
         if len(work) != self.size:
             raise ConfigurationError(f"expected {self.size} callables, one for each replica, got {len(work)}")
@@ -235,10 +232,8 @@ class ReplicaThreads:
     def waiting(self) -> Iterator[None]:
         """Around whatever waits for other replicas: the calling replica lets go of the turn, and takes it again.
 
-        Does nothing in a thread that is no replica of these, and inside another one.
-
-        Raises:
-            CollectiveError: at the end, when another replica has failed meanwhile.
+        Does nothing in a thread that is no replica of these, and inside another one. Raises CollectiveError: at the
+        end, when another replica has failed meanwhile.
         """
         thread_replica = self._own_thread_replica()
         if thread_replica is None or thread_replica.run.doing[thread_replica.replica] is not Doing.RUNNING:
@@ -255,15 +250,10 @@ class ReplicaThreads:
         self._end_if_failed(thread_replica.run)
 
     def meet(self, what: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """All replicas come here; ``decide`` runs once, in the caller's thread, while they wait.
-
-        Args:
-            what: for messages; replicas that come with different ones do not meet.
-            decide: from all replicas' values to one result each. That of the first replica is used.
-
-        Raises:
-            CollectiveError: another replica is somewhere else, or has failed.
-        """
+        """All replicas come here; ``decide`` runs once, in the caller's thread, while they wait. ``what``: for
+        messages; replicas that come with different ones do not meet. ``decide``: from all replicas' values to one
+        result each. That of the first replica is used. Raises CollectiveError: another replica is somewhere else, or
+        has failed."""
         if (thread_replica := self._own_thread_replica()) is None:
             raise ConfigurationError(f"{what} outside strategy.run: only replicas can synchronize")
         run, replica = thread_replica.run, thread_replica.replica

@@ -52,14 +52,9 @@ class InStepFeed:
             logger.warning("The input starts from its beginning, because it has changed: %s", error)
 
     def aim(self, step: int, target: int | None) -> int | None:
-        """Says how far to go, before the batches are asked for.
-
-        Args:
-            target: updates after which to stop: the data is gone through again and again. None: one pass.
-
-        Returns:
-            updates that will have been made at the end; None: that remains to be seen.
-        """
+        """Says how far to go, before the batches are asked for. ``target``: updates after which to stop: the data is
+        gone through again and again. None: one pass. Returns updates that will have been made at the end; None: that
+        remains to be seen."""
         self._step, self._left = step, None if target is None else target - step
         return None if self._is_once else target
 

@@ -161,11 +161,8 @@ class FitOnServers(FitAgreement):
 
 
 def check_alike(workers: Communicator, called: str, given: Mapping[str, Any]) -> None:
-    """Refuses, on all workers that run in step, what one of them has given otherwise to what is ``called``.
-
-    Raises:
-        ConfigurationError: names it, and both values.
-    """
+    """Refuses, on all workers that run in step, what one of them has given otherwise to what is ``called``. Raises
+    ConfigurationError: names it, and both values."""
     first, *others = gather_json(workers, given)
     for rank, its in enumerate(others, start=1):
         for name, value in first.items():
@@ -180,11 +177,7 @@ def check_alike(workers: Communicator, called: str, given: Mapping[str, Any]) ->
 def check_alike_on_servers(servers: Servers, called: str, place: str, given: Mapping[str, Any]) -> None:
     """As :func:`check_alike`, under parameter servers, at a ``place`` of the script, of the lead and each other worker:
     whoever comes later sees it. A worker that goes on after a loss may begin at another epoch, and what the lead alone
-    saves or evaluates is saved and evaluated.
-
-    Raises:
-        ConfigurationError: names it, and both values.
-    """
+    saves or evaluates is saved and evaluated. Raises ConfigurationError: names it, and both values."""
     for task, first, its in servers.beside(f"{place}, given", given):
         for name, value in first.items():
             match name:
