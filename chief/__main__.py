@@ -42,18 +42,9 @@ logger = logging.getLogger("stratagem.chief")  # not __name__: that is "__main__
 
 
 def run(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = False) -> int:
-    """Serves until the job ends.
-
-    Args:
-        print_address: print the host:port really bound on stdout, one line.
-        until_eof: stop when standard input ends: it is a pipe from the process that started this one.
-
-    Returns:
-        Exit code of the job.
-
-    Raises:
-        ConfigurationError: the port is taken, or the journal cannot be read or is that of a chief that runs.
-    """
+    """Serves until the job ends; returns its exit code. ``print_address``: print the host:port really bound on stdout,
+    one line; ``until_eof``: stop when standard input ends: it is a pipe from the process that started this one. Raises
+    ConfigurationError: the port is taken, or the journal cannot be read or is that of a chief that runs."""
     return asyncio.run(serve(config, print_address=print_address, until_eof=until_eof, owns_process=True))
 
 

@@ -19,6 +19,11 @@ SMALL_ELEMENTS = 4096
 """Of a gradient that is looked at together with others."""
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Those of all its groups, in the order by which its ``state_dict()`` numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 @dataclasses.dataclass(frozen=True)
 class GradientPolicy:
     """How gradients are treated before they are applied. Raises ConfigurationError: an argument is out of its range."""
@@ -114,7 +119,7 @@ def guard(
         return (args, {**kwargs, "closure": judged}) if "closure" in kwargs else ((args[0], judged), kwargs)
 
     def judge() -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm: torch.Tensor | None = None
         if policy.clip_norm is None:

@@ -32,14 +32,7 @@ def _state_of(session: Session, sessions: Roster) -> str:
 
 
 def report(state: ChiefState, streams: SessionStreams, address: str, scaling: str, standby: str) -> JobStatus:
-    """The status page.
-
-    Args:
-        streams: have what tasks said and measured.
-        address: where the chief serves.
-        scaling: why there are not as many ps as wanted.
-        standby: which chief stands by.
-    """
+    """The status page. ``scaling``: why there are not as many ps as wanted; ``standby``: which chief stands by."""
     sessions, lease_book, history, now = state.sessions, state.lease_book, state.journal.history, state.clock()
     # The chief's own row; its epoch stands in the place of an incarnation.
     tasks = [TaskState("chief:0", SessionState.LIVE.value, address, history.chief_epoch, os.getpid())]

@@ -43,16 +43,9 @@ class EncodedState:
 
 
 def encode(value: Any, name: str, *, copy: bool) -> EncodedState:
-    """Takes a state apart.
-
-    Args:
-        value: dicts, lists, tuples, sets, tensors, arrays, numbers, strings, bytes, dtypes and devices.
-        name: of the object, for messages.
-        copy: whether later changes of its tensors must not show.
-
-    Raises:
-        ConfigurationError: something that cannot be written without pickle; says where.
-    """
+    """Takes a state apart. ``value``: dicts, lists, tuples, sets, tensors, arrays, numbers, strings, bytes, dtypes and
+    devices; ``name``: of the object, for messages; ``copy``: whether later changes of its tensors must not show. Raises
+    ConfigurationError: something that cannot be written without pickle; says where."""
     encoder = _Encoder(name, copy)
     return EncodedState(encoder.encode(value, ()), encoder.tensors)
 

@@ -6,12 +6,12 @@ The order of sources is flag > environment > YAML > default; :mod:`stratagem.clu
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
 from stratagem.cluster.choice import StrategyOrAuto
-from stratagem.cluster.communication import Compression, Transport, WireDType
+from stratagem.cluster.communication import CommunicationOptions, Compression, Transport, WireDType
 from stratagem.cluster.spec import is_port, split_address
 
 MAX_COUNT = 1 << 30
@@ -236,6 +236,11 @@ class WorkerConfig(LaneConfig):
                 "lane to the next worker"
             )
         return self
+
+    def communication_options(self, **others: Any) -> CommunicationOptions:
+        """Options of collectives as they are configured here, and ``others``."""
+        names = ("transport", "wire_dtype", "chunk_bytes", "stripes")
+        return CommunicationOptions(**{name: getattr(self, name) for name in names}, **others)
 
 
 class EvaluatorConfig(MemberConfig):

@@ -83,12 +83,7 @@ def form(
         )
     if options is None:
         _warn_of_idle(config)
-    options = options or CommunicationOptions(
-        transport=config.transport,
-        wire_dtype=config.wire_dtype,
-        chunk_bytes=config.chunk_bytes,
-        stripes=config.stripes,
-    )
+    options = options or config.communication_options()
     options = dataclasses.replace(options, timeout_seconds=options.timeout_seconds or timeout_s)
     of_lanes = dataclasses.replace(options, transport="auto") if options.transport == "nccl" else options
     if wants_nccl(of_lanes):

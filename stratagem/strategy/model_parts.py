@@ -19,11 +19,6 @@ def sparse_embeddings(models: Iterable[nn.Module]) -> list[tuple[str, nn.Embeddi
     ]
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Those of all its groups, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def all_parameters(models: Iterable[nn.Module], groups: Iterable[Iterable[nn.Parameter]]) -> list[nn.Parameter]:
     """Of the groups, then of the models, each once."""
     of_models = (model.parameters() for model in models)

@@ -80,13 +80,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "ps; use ParameterServerStrategy (--strategy ps) or leave the ps out"
             )
         own = parse_devices(devices or named_devices(config.devices))
-        self.options = communication_options or CommunicationOptions(
-            bytes_per_pack=config.bucket_bytes,
-            timeout_seconds=config.collective_timeout_s,
-            transport=config.transport,
-            wire_dtype=config.wire_dtype,
-            chunk_bytes=config.chunk_bytes,
-            stripes=config.stripes,
+        self.options = communication_options or config.communication_options(
+            bytes_per_pack=config.bucket_bytes, timeout_seconds=config.collective_timeout_s
         )
         if communication is not None:
             self.options = dataclasses.replace(self.options, implementation=CommunicationImplementation(communication))

@@ -29,7 +29,6 @@ from stratagem.strategy import roles
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.devices import default_device, parse_device
 from stratagem.strategy.loss_scaling import refuse_divided
-from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.prepared import Preparation, Prepared
@@ -40,6 +39,7 @@ from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.strategy.replicas.context import run_alone, watch_torch
 from stratagem.strategy.replicas.copies import move_original
+from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.push.gradient_push import GradientPush, RolledBack, StepSlice
 from stratagem.worker.reduction.backward import BackwardWatch

@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.model_parts import parameters_of
-from stratagem.worker.gradient_guard import GradientPolicy
+from stratagem.worker.gradient_guard import GradientPolicy, parameters_of
 
 logger = logging.getLogger(__name__)
 

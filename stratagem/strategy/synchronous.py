@@ -22,7 +22,6 @@ from stratagem.strategy.loss_scaling import refuse_divided, share_loss
 from stratagem.strategy.model_parts import (
     all_parameters,
     copies_of_buffers,
-    parameters_of,
     restore_buffers,
     sparse_embeddings,
 )
@@ -35,7 +34,7 @@ from stratagem.strategy.replicas.local_replicas import LocalReplicas, SeveralRep
 from stratagem.strategy.replicas.mirrored import drop_checks, foreign, original
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.synchronous_input import SynchronousInput
-from stratagem.worker.gradient_guard import guard
+from stratagem.worker.gradient_guard import guard, parameters_of
 from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch, follow
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
 from stratagem.worker.reduction.compression import GradientCompression

@@ -9,7 +9,7 @@ from torch import nn
 
 from stratagem.arguments import nearest
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.model_parts import parameters_of
+from stratagem.worker.gradient_guard import parameters_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

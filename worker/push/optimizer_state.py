@@ -12,6 +12,7 @@ import torch
 
 from stratagem.checkpoint.server_state import SavedRows, add_first_sums
 from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
+from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.push.host_tensors import WeightTargets
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.push.variables import RemoteVariables, send_values
@@ -108,7 +109,7 @@ class OptimizerState:
 
     def _finish(self, state: dict[str, Any]) -> None:
         self._empty()
-        add_first_sums(state["state"], state["param_groups"], _parameters_of(self._optimizer).__getitem__)
+        add_first_sums(state["state"], state["param_groups"], parameters_of(self._optimizer).__getitem__)
 
     def _empty(self) -> None:
         for parameter in self._parameters:
@@ -181,7 +182,7 @@ class TableState:
 
     def _take_out(self, state: dict[str, Any]) -> dict[str, Any]:
         """torch would convert the tables' state to the kind of their parameters, which have no memory."""
-        parameters = _parameters_of(self._optimizer)
+        parameters = parameters_of(self._optimizer)
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         kept = dict(state["state"])
@@ -201,8 +202,3 @@ class TableState:
             for name, value in state.items():
                 if name != "step" and isinstance(value, torch.Tensor | SavedRows):
                     table.assign(value, name, num_updates)
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """All of them, in the order by which its ``state_dict()`` numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -95,14 +95,8 @@ def gather_json(communicator: Communicator, value: Any) -> list[Any]:
 def broadcast_tensors(
     communicator: Communicator, tensors: Mapping[str, torch.Tensor], root: int = 0, wants: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The tensors of ``root`` on every rank that wants them; every rank has to call it.
-
-    Args:
-        communicator: of the ranks.
-        tensors: of ``root``: contiguous, on the CPU; of others nothing is read.
-        root: whose they are.
-        wants: whether this rank is to have them; else the result is empty.
-    """
+    """The tensors of ``root`` (contiguous, on the CPU; of other ranks nothing is read) on every rank that ``wants``
+    them; on others the result is empty. Every rank has to call it."""
     is_root = communicator.rank == root
     shapes = [[key, name_of(each.dtype), list(each.shape)] for key, each in tensors.items()]
     entries = broadcast_json(communicator, shapes if is_root else None, root)

@@ -112,14 +112,8 @@ who they are; raises what cannot be healed."""
 
 
 class Healing:
-    """The books of one rank.
-
-    Args:
-        me: this rank's name.
-        members: of all ranks.
-        heal: forms the next group.
-        is_new: this rank is a newcomer: alone for now, without the state of the training.
-    """
+    """The books of one rank, ``me``. ``heal``: forms the next group; ``is_new``: this rank is a newcomer: alone for
+    now, without the state of the training."""
 
     def __init__(self, me: str, members: tuple[str, ...], heal: Heal, is_new: bool = False) -> None:
         self.me = me

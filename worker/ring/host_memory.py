@@ -104,15 +104,9 @@ class HostArenas:
         owners: tuple[int, Sequence[int]],
         private: torch.Tensor | None,
     ) -> list[ArenaStep]:
-        """A rank's slice in chunks, as views of all ranks' segments.
-
-        Args:
-            starts: where it begins in bytes, as source and as result.
-            num_bytes: its length.
-            chunk: elements.
-            owners: whose result is reduced into, and who gets one.
-            private: is reduced into instead.
-        """
+        """A rank's slice in chunks, as views of all ranks' segments. ``starts``: where it begins in bytes, as source
+        and as result; ``num_bytes``: its length; ``chunk``: elements; ``owners``: whose result is reduced into, and who
+        gets one; ``private``: is reduced into instead."""
 
         def chunks(segment: torch.Tensor, start: int) -> Sequence[torch.Tensor]:
             with torch.inference_mode(False):

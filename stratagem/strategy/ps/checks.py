@@ -11,9 +11,10 @@ import torch
 from stratagem.data.distribute import contents_of
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.rpc.codec import can_travel
-from stratagem.strategy.model_parts import parameters_of, sparse_embeddings
+from stratagem.strategy.model_parts import sparse_embeddings
 from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.replicas.copyable import check_dense, check_layers, check_memory, check_shapes
+from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.reduction.gradient_layout import AS_REAL
 from stratagem.worker.ring.agreement import without_addresses

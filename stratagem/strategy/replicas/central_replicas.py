@@ -13,13 +13,13 @@ from torch import nn
 from stratagem.data.nested import CopiedAsDict
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_replicas import SeveralReplicas
 from stratagem.strategy.replicas.mirrored import Mirrored, MirroredOptimizer, current, foreign, mirrored, original
 from stratagem.strategy.replicas.mirrors import Mirrors, otherwise, snapshot
 from stratagem.strategy.replicas.replica_threads import current_replica
+from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.reduction.same_bits import checksums
 from stratagem.worker.step_meter import StepMeter
 

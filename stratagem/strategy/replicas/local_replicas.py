@@ -14,7 +14,6 @@ import torch
 from stratagem.errors import CollectiveError
 from stratagem.measuring import measures
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.replicas.context import ReplicaContext
 from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
@@ -22,6 +21,7 @@ from stratagem.strategy.replicas.local_group import LocalGroup
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 from stratagem.strategy.replicas.variable import keep_variables
+from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.reduction.same_bits import have_same_gradients
 from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.ring.group import Tag

@@ -24,9 +24,9 @@ from stratagem.checkpoint.tree import EncodedState, StateOnServers, encode
 from stratagem.data.distributed import DistributedDataset
 from stratagem.errors import CheckpointError, ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.ps.servers import Place, Servers, place_of
 from stratagem.strategy.replicas.variable import Variable
+from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.push.optimizer_state import HAS_MORE
 from stratagem.worker.push.table_handle import TableHandle
 
