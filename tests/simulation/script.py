@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem.errors import CheckpointError, FencedError, JobStoppedError, StratagemError
+from stratagem.errors import CheckpointError, FencedError, JobStoppedError, StratagemError, VariableError
 from stratagem.nn import Constant, Embedding
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training.saving.checkpoint import Checkpoint
@@ -78,7 +78,10 @@ def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], 
             cluster.world.fail(message)  # all run the same script
         chief, is_wanted = cluster.chief_job, "is not wanted" not in message
         is_over = cluster.finished is not None or (chief is not None and chief.sessions.stopping is not None)
-        if is_wanted and not (cluster.job.min_workers or is_over or is_told or isinstance(error, CheckpointError)):
+        # Or it gave ps, of which the first checkpoint with another model was damaged, what was counted since.
+        is_damaged = isinstance(error, VariableError) and bool(cluster.disk.flipped)
+        is_told = bool(is_told) or is_damaged or isinstance(error, CheckpointError)
+        if is_wanted and not (cluster.job.min_workers or is_over or is_told):
             cluster.world.fail(f"{process.name} gives up: {message}")  # a script that fails before a step ends its job
     else:
         code, message = 0, ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from stratagem.errors import ClusterTimeoutError, PeerUnavailableError, StaleStoreError
+from stratagem.errors import ClusterTimeoutError, PeerUnavailableError, StaleStoreError, VariableError
 from stratagem.ps.optimizers import check_for_rows
 from stratagem.strategy.model_parts import saved_buffers_of
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
@@ -290,6 +290,12 @@ class VariableGroups:
     def _attach(self, client: PsClient) -> None:
         deadline = time.monotonic() + self._runtime.config.start_timeout_s
         created: list[Placed] = [*self._all, *self._tables]
+        trained = [one for one in self._all if one.num_updates and self._runtime.meter.in_step]
+        if trained and attach(trained, client, False)[1]:
+            raise VariableError(
+                f"{client.task} went back to a checkpoint without variables that were trained since, on examples that "
+                "come again: a worker that starts again gives it the first values"
+            )
         while created:  # within the first ``prepare`` there is nothing, and that goes on by itself
             given, lacking = attach(created, client, True)
             if given:

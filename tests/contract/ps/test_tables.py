@@ -493,6 +493,10 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
     job.step()
     assert store.state.locked_groups.keys() == held
     assert "ps:0 restarted without " in caplog.text and "its checkpoint is too old to have" in caplog.text
+    store.checkpoints.restore_shards(str(tmp_path))
+    job.groups._runtime.meter.in_step = True  # where what the third model was trained on comes again
+    with pytest.raises(VariableError, match="ps:0 went back to a checkpoint without variables that were trained since"):
+        job.groups.roll_back()
 
 
 def test_a_ps_that_refuses_is_not_asked_for_ever(start: Callable[..., Job]) -> None:
