@@ -27,6 +27,7 @@ def test_who_meets_when_the_lead_has_ended_waits_for_nobody(cluster: Start) -> N
     cluster(2, 1, "changes_weights.py", "lead ends first").succeed(60)
 
 
+@pytest.mark.thorough
 def test_what_would_be_lost_is_refused(cluster: Start) -> None:
     done = cluster(2, 1, "changes_weights.py", "refused").finish()
     assert done.code == 2, done.stderr

@@ -48,6 +48,7 @@ def test_what_is_not_loaded_stays_as_other_workers_have_trained_it(cluster: Star
     cluster(2, 2, "loads_a_part.py").succeed()
 
 
+@pytest.mark.thorough
 def test_a_script_whose_last_save_is_older_than_the_chief_s_goes_on_with_the_chief_s(
     cluster: Start, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def check(job: Any, num_restarts: int = 0) -> None:
     check_counts(state, epochs)
 
 
+@pytest.mark.thorough
 def test_workers_come_and_go(cluster: Start, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     job = cluster(1, 1, "count_examples.py", "--examples", 200, "--pause-s", 0.02, "--until", stop)

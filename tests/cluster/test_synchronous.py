@@ -85,6 +85,7 @@ def test_one_worker_equals_one_process_asynchronously(cluster: Start, tmp_path: 
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_two_optimizers_several_steps_a_batch_and_their_state(cluster: Start, tmp_path: Path) -> None:
     # The critic's gradient also stays in the graph of the generator's loss: zero_grad() must unstage it.
     out = tmp_path / "ps.pt"

@@ -35,6 +35,7 @@ def test_the_cause_is_named_of_every_kind(name: str, tmp_path: Path) -> None:
     assert said.is_right(case), json.dumps(said.verdict, indent=2)
 
 
+@pytest.mark.thorough
 def test_a_run_is_traced_and_judged_by_its_summary_after_its_end(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:

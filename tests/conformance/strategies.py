@@ -35,7 +35,7 @@ class Column:
     num_xla_devices: int = 0
     """Of torch_xla, on the CPU; one: by its launcher, several: by SPMD. 0: nothing of torch_xla."""
     is_thorough: bool = False
-    """`make test` leaves it out: two others together show most of it."""
+    """`make test` leaves it out: others together show most of it."""
 
     @property
     def is_here(self) -> bool:
@@ -61,6 +61,7 @@ CENTRAL_2 = Column(
     lambda: sg.CentralStorageStrategy(["cpu:0", "cpu:1"]),
     num_local=2,
     num_replicas=2,
+    is_thorough=True,
 )
 RING_2 = Column("ring-2", "ring, 2", flags=("--strategy", "ring"), num_workers=2, num_replicas=2)
 RING_2X2 = Column(

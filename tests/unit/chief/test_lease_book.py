@@ -407,7 +407,7 @@ def test_what_a_step_a_loss_and_a_look_cost_does_not_grow_with_the_epochs_that_a
         lambda book: book.ask(B, 1, book.current[1], (), 1, [A, B]),
     ):
         few, many = (calls(functools.partial(do, after_epochs(num))) for num in (3, 300))
-        assert many == few
+        assert many <= few  # the first call of all may fill caches
     lease_book = after_epochs(300)
     assert lease_book.current == (1, 299)
     assert [unit.epoch for unit in lease_book.held(A)] == [299]

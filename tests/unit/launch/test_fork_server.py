@@ -251,6 +251,7 @@ def test_the_end_of_a_task_is_not_that_of_another_one_with_its_id(server: ForkSe
     assert server.code_of(task.pid) is None, "the next process with this id would be over before it began"
 
 
+@pytest.mark.thorough
 def test_tasks_that_need_another_start_get_their_own_python(server: ForkServer, tasks: Tasks) -> None:
     """The current folder is no place of modules, for either."""
     assert Path("queue.py").exists()

@@ -458,6 +458,7 @@ def test_streams_of_other_replicas_are_left_out() -> None:
     assert all(map(torch.equal, drawn(streams), drawn(None)))
 
 
+@pytest.mark.thorough
 def test_nobody_wakes_replicas_when_the_interpreter_ends() -> None:
     """Where one ends beside it, with tasks of a failed backward, torch ends the process (SIGABRT)."""
     program = (
