@@ -111,7 +111,9 @@ class ModelState(WithWaysOut):
                 raise ConfigurationError(
                     f"optimizer.{name} was set, which torch's optimizers ignore: set model.learning_rate"
                 )
-        if "trainable" in vars(self) or "trainable" in vars(self._original):
+        frozen = (layer for layer in self._original.modules() if vars(layer).get("trainable") is False)
+        trained = any(parameter.requires_grad for layer in frozen for parameter in layer.parameters())
+        if trained or "trainable" in vars(self) or "trainable" in vars(self._original):
             raise ConfigurationError(
                 "trainable was set, which has no effect: call requires_grad_(False) on the module before compile"
             )

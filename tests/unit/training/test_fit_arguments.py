@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -242,6 +243,18 @@ def test_an_attribute_that_only_keras_would_look_at_is_refused(strategy: sg.Stra
         model = compiled()
         model.trainable = False  # type: ignore[attr-defined]
         with pytest.raises(ConfigurationError, match=r"requires_grad_\(False\) on the module before compile"):
+            model.fit(X, Y, verbose=0)
+
+
+def test_a_layer_that_only_keras_would_not_train_is_refused() -> None:
+    layer = torch.nn.Linear(3, 2)
+    layer.trainable = False  # type: ignore[assignment]
+    for is_as_said in (False, True):
+        layer.requires_grad_(not is_as_said)
+        model = sg.Model(torch.nn.Sequential(layer, torch.nn.Linear(2, 2)))
+        model.compile("sgd", "cross_entropy")
+        refused = pytest.raises(ConfigurationError, match=r"requires_grad_\(False\) on the module before compile")
+        with contextlib.nullcontext() if is_as_said else refused:
             model.fit(X, Y, verbose=0)
 
 
