@@ -150,7 +150,7 @@ class PsReturn(ChiefPart):
             # Nobody has a memory, and those that the job had beyond these need not come: whoever does is taken in.
             self._journal.write("routed", num_ps=told)
             self._sessions.route(told)  # what follows for each is under way: it is being prepared
-        origin = await self._restoring.newest(servers)
+        origin = await self._restoring.newest(servers, is_new=not self._journal.history.initialized)
         if self._ps_pool.servers != servers:
             return False  # one of them died: it has not said whether its part is whole
         self.origin = origin

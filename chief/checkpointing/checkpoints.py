@@ -189,6 +189,13 @@ def newest(directory: str) -> tuple[pathlib.Path, ServersManifest] | None:
     return next(reversed(scan(directory)), None)
 
 
+def other_strategy(path: pathlib.Path) -> str:
+    """The strategy under which a script saved it without parameter servers; empty: it is none of these."""
+    manifest = Manifest.read(path)
+    strategy = "" if manifest is None or any(file.ps for file in manifest.files) else manifest.facts.get("strategy", "")
+    return "" if strategy == "ParameterServerStrategy" else str(strategy)
+
+
 def prune(directory: str, keep: int) -> list[pathlib.Path]:
     """Removes automatic checkpoints beyond the newest ``keep`` complete ones; returns what was removed."""
     removed = [path for path, manifest in scan(directory)[:-keep] if manifest.automatic]

@@ -40,15 +40,21 @@ class Restoring:
         """Whether there is anything to go back to, whole or not."""
         return bool(self.directory and checkpoints.scan_all(self.directory))
 
-    async def newest(self, servers: Sequence[Server]) -> RestoredServers | None:
+    async def newest(self, servers: Sequence[Server], is_new: bool = False) -> RestoredServers | None:
         """Puts these ps back to the newest checkpoint that is whole on each of them; None when there is none at all.
 
         Those that are not whole are set aside, so that nobody takes them for checkpoints again. CheckpointError: none
-        is whole. ForbiddenError: a ps was not started for this directory.
+        is whole; or the job ``is_new``, and a newer one is of another strategy. ForbiddenError: a ps was not started
+        for this directory.
         """
         found = await asyncio.to_thread(checkpoints.scan_all, self.directory) if self.directory else []
         left_out: list[tuple[pathlib.Path, int, str]] = []
         for path, step, manifest in found:
+            if is_new and manifest is None and (strategy := checkpoints.other_strategy(path)):
+                raise CheckpointError(
+                    f"{path} was saved under {strategy}, so parameter servers cannot go back to it, and would set it "
+                    "aside: give another --checkpoint-dir, and let the script restore from this one, or move it away"
+                )
             why = await self._refusals(servers, path, manifest)
             if manifest is None or why:
                 logger.warning("Leaving out the checkpoint %s: %s", path, why)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import stratagem as sg
 from stratagem.cluster.units import Unit
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
@@ -191,6 +192,23 @@ def test_checkpoints_without_their_manifest_are_no_reason_to_begin_anew(
         path.unlink()
     code, reason = refused(directory)
     assert code == 2 and "none of the 3 checkpoints" in reason and "its manifest.json is missing" in reason
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_a_newer_checkpoint_of_another_strategy_is_not_taken_for_a_damaged_one(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, has_own: bool
+) -> None:
+    """It was set aside, and an older one taken, or was said to have no manifest."""
+    directory = tmp_path / "c"
+    if has_own:
+        shutil.copytree(saved[0], directory)
+    path = Path(sg.CheckpointManager(sg.Checkpoint(model=torch.nn.Linear(1, 1)), directory).save())
+    code, reason = refused(directory)
+    assert code == 2 and f"{path} was saved under DefaultStrategy" in reason and "another --checkpoint-dir" in reason
+    assert path.exists(), "nothing is moved"
+    if has_own:
+        path.rename(directory / "step-00000002")  # an older one
+        assert start(directory, saved[1])[::2] == ([3, 3], 0)
 
 
 @pytest.mark.parametrize("num_ps", [1, 3])
