@@ -80,7 +80,7 @@ def _nothing(reading: Reading) -> JobVerdict:
     if not working:
         waiting = [f"{task.task} waits for {task.waiting_on}" for task in reading.tasks if task.waiting_on]
         missing = [task.task for task in reading.tasks if task.state == "waiting"]
-        why = f": {', '.join(missing)} have not joined" if missing else ""
+        why = f": waiting for {', '.join(missing)} to join" if missing else ""
         window_s = max((worker.window_s for worker in reading.of("worker")), default=0.0)
         is_long = window_s >= stalls.STUCK_S and not missing  # before that they may have finished some
         return JobVerdict(

@@ -337,7 +337,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         "worker:1",
         "worker:1 has not finished a step for 10 s, and waits for no other task",
     ),
-    "nobody has begun": ([TaskReading("worker:0", state="waiting")], Cause.UNKNOWN, "", "worker:0 have not joined"),
+    "nobody has begun": ([TaskReading("worker:0", state="waiting")], Cause.UNKNOWN, "", "waiting for worker:0 to join"),
 }
 
 
