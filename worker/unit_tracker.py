@@ -22,9 +22,6 @@ class UnitTracker:
         """Whether backward has reached the current unit since its last step."""
         self._accumulating: list[Unit] = []
         self._idle: list[Unit] = []
-        self.carried: Unit | None = None
-        """The last complete unit, if backward reached it after its steps: a step that comes before another backward is
-        one with its gradients."""
         self.left_early: set[Unit] = set()
         """Units that were idle when their loop ended, and are closed: what the script still computes has no unit."""
         self.accumulates = False
@@ -81,7 +78,6 @@ class UnitTracker:
             self.steps_per_unit = 1 if self.accumulates else max(self.steps_per_unit, self._num_steps)
             if self._num_steps:
                 closed.append(self.current)
-                self.carried = self.current if self.has_gradients else None
             else:
                 (self._accumulating if self.has_gradients else self._idle).append(self.current)
             if len(self._idle) > MAX_IDLE:
@@ -98,7 +94,7 @@ class UnitTracker:
         return dropped + closed
 
     def backward(self) -> None:
-        self.has_gradients, self.carried = True, None
+        self.has_gradients = True
 
     def step(self) -> Update:
         """The identity of the ``optimizer.step()`` that happens now; without a current unit it is that of those which
@@ -111,12 +107,12 @@ class UnitTracker:
         self.accumulates |= bool(closed)
         self._accumulating = []
         self._num_steps += 1
-        self.has_gradients, self.carried = False, None
+        self.has_gradients = False
         return closed
 
     def abandon(self) -> tuple[Unit, ...]:
         """Forgets every open unit (the job went back to a checkpoint) and returns them."""
         dropped = self.open_units
-        self._accumulating, self._idle, self.carried = [], [], None
+        self._accumulating, self._idle = [], []
         self.current, self._num_steps, self.has_gradients = None, 0, False
         return dropped

@@ -112,7 +112,8 @@ class ParameterServerStrategy(Strategy):
         """The script may have forgotten to distribute its dataset, and nobody has said so."""
         self._units: list[LeasedUnits] = []
         self._metrics: list[UnitListener] = []
-        self._leases: list[Lease] = []
+        self._lease: Lease | None = None
+        """Of the newest unit."""
         self._newest = 0, 0
         """Staleness 0: dataset and number of the newest step that this worker has a slice of."""
         self._missed: list[Callable[[int], None]] = []
@@ -227,7 +228,7 @@ class ParameterServerStrategy(Strategy):
         try:
             update = self._tracker.step()
             is_last = update.ordinal + 1 >= self._tracker.steps_per_unit  # of its batch, as those before had them
-            pushed = push.push(update, self._step_slice(update.units), reads_ahead=is_last)
+            pushed = push.push(update, self._step_slice(push, update.units), reads_ahead=is_last)
         except RolledBack:
             self._roll_back()
             return
@@ -240,7 +241,7 @@ class ParameterServerStrategy(Strategy):
                 warn_of_own_batches(self._runtime.cluster.num_workers)
             self._may_forget = False
 
-    def _step_slice(self, units: Sequence[Unit]) -> StepSlice | None:
+    def _step_slice(self, push: GradientPush, units: Sequence[Unit]) -> StepSlice | None:
         if self.staleness > 0 and (self._num_datasets or self.staleness == math.inf):
             return None
         if not units:
@@ -248,18 +249,17 @@ class ParameterServerStrategy(Strategy):
                 f"staleness {self.staleness:g} needs to know which batch a step belongs to: iterate over "
                 "strategy.distribute_dataset(loader)"
             )
-        newest = self._leases[-1]
-        held = {lease.unit: lease.num_examples for lease in self._leases}
-        num_examples = sum(held.get(unit, 0) for unit in self._tracker.open_units)
-        leases = [lease for lease in self._leases if lease.unit in (*units, self._tracker.carried)]
-        if self._weight is None and len({self._units[one.unit.dataset - 1].share(one) for one in leases}) > 1:
+        assert self._lease is not None, "a unit has a lease"
+        if self._weight is None and push.mixes_shares():
             raise ConfigurationError(
                 "at staleness 0 an update has one weight, but this worker's share differs between its batches (the "
-                "last batch is smaller, or a worker was lost): make an update of each, or use drop_last=True; a job "
-                "that lost a worker resumes from its last checkpoint when it is restarted"
+                "last batch is smaller, or a worker was lost), and .grad has the gradients of several: make an update "
+                "of each, with zero_grad() before its backward(), also where an epoch ends before an update is "
+                "complete, or use drop_last=True; a job that lost a worker resumes from its last checkpoint when it is "
+                "restarted"
             )
-        weight = float(num_examples) if self._weight is None else self._weight
-        return StepSlice(newest.step, newest.slices, weight, self._weight is not None)
+        weight = float(self._lease.num_examples) if self._weight is None else self._weight
+        return StepSlice(self._lease.step, self._lease.slices, weight, self._weight is not None)
 
     def _begin(self, lease: Lease | None, batch: Any) -> None:
         if self.staleness > 0 or not self._tracker.has_waiting:
@@ -268,8 +268,6 @@ class ParameterServerStrategy(Strategy):
         if lease is None:
             self._undone.clear()
         open_units = self._tracker.open_units
-        if self._leases:
-            self._leases = [old for old in self._leases if old.unit in (*open_units, self._tracker.carried)]
         if self._batches:
             known = {*open_units, *self._tracker.left_early}
             self._batches = {key: old for key, old in self._batches.items() if old[1] in known}
@@ -277,7 +275,9 @@ class ParameterServerStrategy(Strategy):
             for missed in self._missed if self._newest[1] else ():
                 missed(max(0, lease.step - self._newest[1] - 1))
             self._newest = lease.unit.dataset, lease.step
-            self._leases.append(lease)
+            self._lease = lease
+            for push in self._groups.pushes if self.staleness == 0 else ():
+                push.weigh(self._units[lease.unit.dataset - 1].share(lease))
             self._batches[id(batch)] = batch, lease.unit
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -306,7 +306,6 @@ class ParameterServerStrategy(Strategy):
             push.optimizer.zero_grad()  # the batches that are in it come again
         self._tracker.abandon()
         self._is_undone, self._undone = True, [batch for batch, _ in self._batches.values()]
-        self._leases.clear()
         self._batches.clear()
         for lease in self._runtime.leases.values():
             lease.forget()

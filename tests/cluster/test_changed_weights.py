@@ -56,6 +56,7 @@ def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
                     "share differs between its batches (the last batch is smaller, or a worker was lost)",
                 ),
                 ("step first", "share differs between its batches"),
+                ("left over", "where an epoch ends before an update is complete"),
                 ("optimizer later", "weight is already prepared"),
                 ("prepared twice", "weight is already prepared, or compiled, with an"),
             ]
@@ -67,3 +68,8 @@ def test_what_one_update_or_variable_cannot_have_is_refused(cluster: Start, mode
     done = cluster(2, 1, "changes_weights.py", mode, flags=["--staleness", "0"]).finish()
     assert done.code == 2, done.stderr
     assert words in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_sum_over_batches_of_unequal_shares_has_no_weight(cluster: Start) -> None:
+    cluster(2, 1, "changes_weights.py", "uneven sums", flags=["--staleness", "0"]).succeed()

@@ -127,6 +127,19 @@ class GradientPush:
         self._is_rerouted = True
         self.reattached()
 
+    def weigh(self, share: float) -> None:
+        """Staleness 0: a batch begins. ``share``: the part of the global batch that this worker has.
+        A gradient is noted with that of the batch that backward brings it of."""
+        self.staging.weigh(share)
+        for table in self._tables:
+            table.pending.share = share
+
+    def mixes_shares(self) -> bool:
+        """Whether there is a gradient of a batch of which this worker had another share than it has of this one."""
+        if self._policy.gradients == "sum":
+            return False  # its updates have no weight
+        return self.staging.mixes_shares() or any(table.pending.mixes_shares() for table in self._tables)
+
     def push(self, update: Update, step_slice: StepSlice | None, *, reads_ahead: bool = False) -> bool:
         """Commits the gradients as ``update`` and takes the new weights; with ``reads_ahead`` also the rows of the
         batch to come, in the same round trip. False: there was no gradient at all, and nothing happened. Raises

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -63,6 +65,11 @@ class GradientStaging:
         self._num_steps = 0
         self._brought: dict[int, _Signature] | None = {}
         """Gradients as the newest backward has brought them, by parameter; None: nobody asks any more."""
+        self._share: float | None = None
+        self._shares: dict[int, float] = {}
+        """Of the batches whose gradients each parameter was given; NaN: of batches that differ."""
+        self._keeps: dict[int, bool] | None = None
+        """Whether the newest backward found a gradient of another share there; None: there is no other so far."""
         self._layout = variables.layout
         self._any_fired = False
         self._backward = -1
@@ -163,6 +170,27 @@ class GradientStaging:
         if self._brought is not None:  # who clips does it from the beginning
             self._brought = {} if self._num_steps <= NUM_EXACT else None
 
+    def weigh(self, share: float) -> None:
+        """See :meth:`GradientPush.weigh`."""
+        if self._share not in (None, share) and self._keeps is None:
+            self._keeps = {}
+            for index, parameter in enumerate(self._parameters):
+                if parameter.requires_grad:
+                    parameter.register_hook(functools.partial(self._before_gradient, index))
+        self._share = share
+
+    def _before_gradient(self, index: int, _: torch.Tensor) -> None:
+        assert self._keeps is not None and self._share is not None
+        self._keeps[index] = self._shares.get(index, self._share) != self._share and self._has_values(index)
+
+    def _has_values(self, index: int) -> bool:
+        gradient = self._parameters[index].grad
+        return gradient is not None and bool(gradient.any())
+
+    def mixes_shares(self) -> bool:
+        """See :meth:`GradientPush.mixes_shares`."""
+        return any(share != self._share and self._has_values(index) for index, share in self._shares.items())
+
     def _has_changed(self, brought: Mapping[int, _Signature]) -> bool:
         return any(
             (gradient := self._parameters[index].grad) is not None and self._signature(gradient) != signature
@@ -173,6 +201,8 @@ class GradientStaging:
         def on_gradient(parameter: torch.Tensor) -> None:
             if self._brought is not None:
                 self._brought[index] = self._signature(parameter.grad)
+            if self._share is not None:
+                self._shares[index] = math.nan if self._keeps and self._keeps.pop(index, False) else self._share
             backward = current_backward()
             if backward != self._backward:
                 self._backward = backward

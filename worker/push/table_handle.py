@@ -172,14 +172,24 @@ class PendingRows:
         self._mark = torch.empty_like(handle).as_subclass(TableGradient)
         """What the handle has for a gradient while there is one."""
         self._version = -1
+        self.share = 1.0
+        """Staleness 0: the part of its global batch that the batch in hand is."""
+        self._shares: set[float] = set()
+        """Of the batches whose rows are here."""
 
     def add(self, numbers: Numbers, values: torch.Tensor) -> None:
         """A backward has reached the table. Takes ``values`` over."""
         if not self._is_current():
             self._parts.clear()
+            self._shares.clear()
             self._handle.grad = self._mark
             self._version = self._mark._version
         self._parts.append(RowGradient(numbers, values.to("cpu", self._dtype).contiguous()))
+        self._shares.add(self.share)
+
+    def mixes_shares(self) -> bool:
+        """Whether there are rows of a batch with another share."""
+        return self._is_current() and bool(self._shares - {self.share})
 
     def total(self) -> RowGradient | None:
         """The sum of what came; None without any."""

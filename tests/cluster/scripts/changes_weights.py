@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
@@ -15,7 +16,7 @@ def loaded(strategy: sg.Strategy) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD([model.weight], 0.0)  # the bias gets gradients, and stays
-    model, optimizer = strategy.prepare(model, optimizer)
+    model, optimizer = strategy.prepare(model, optimizer, gradients="sum" if sys.argv[1] == "uneven sums" else "mean")
     again = (*strategy.prepare(model, optimizer), strategy.prepare(model))
     assert all(one is other for one, other in zip(again, (model, optimizer, model), strict=True)), again
     strategy.load_once(lambda: nn.init.constant_(model.weight, 7.0))
@@ -24,19 +25,25 @@ def loaded(strategy: sg.Strategy) -> None:
         strategy.prepare(alone, torch.optim.SGD(alone.parameters(), 0.1))
     if sys.argv[1] == "prepared twice":
         strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    num_examples = {"uneven batches": 7, "step first": 11}.get(sys.argv[1], 40)
+    num_examples = {"uneven batches": 7, "uneven sums": 7, "step first": 11, "left over": 11}.get(sys.argv[1], 40)
     data = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(num_examples, 2)), 4))
     num_batches = 0
 
     def step(batch: list[torch.Tensor]) -> None:
         nonlocal num_batches
         num_batches += 1
-        if sys.argv[1] in ("weighed in two batches", "uneven batches"):
-            if sys.argv[1] != "uneven batches":
+        if sys.argv[1] in ("weighed in two batches", "uneven batches", "uneven sums"):
+            if sys.argv[1] == "weighed in two batches":
                 strategy.set_weight(float(num_batches))
             model(batch[0]).mean().backward()
             if num_batches == 2:
                 optimizer.step()
+            return
+        if sys.argv[1] == "left over":
+            model(batch[0]).mean().backward()
+            if num_batches in (2, 4):
+                optimizer.step()
+                optimizer.zero_grad()
             return
         if sys.argv[1] == "step first":
             optimizer.step()  # with the gradient of the batch before
@@ -55,7 +62,7 @@ def loaded(strategy: sg.Strategy) -> None:
 
     if sys.argv[1] == "refused":
         model.load_state_dict({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
-    for batch in data:
+    for batch in itertools.chain(data, data if sys.argv[1] == "left over" else ()):
         strategy.run(step, (batch,))
         assert model.weight.tolist() == [[7.0, 7.0]], model.weight
     if sys.argv[1] == "lead ends first" and not sg.is_lead():

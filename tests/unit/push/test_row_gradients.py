@@ -35,6 +35,24 @@ def test_several_backwards_are_summed_by_row() -> None:
     assert pending.total() is total and handle.grad is not None and handle.grad.device.type == "meta"
 
 
+def test_rows_of_a_batch_with_another_share_are_known() -> None:
+    handle = handle_of()
+    optimizer = torch.optim.SGD([handle], 0.1)
+    pending = PendingRows(handle)
+    pending.share = 0.5
+    pending.add(numbers_of(1), torch.ones(1, WIDTH))
+    pending.add(numbers_of(2), torch.ones(1, WIDTH))
+    assert not pending.mixes_shares()
+    pending.share = 0.6
+    assert pending.mixes_shares()
+    pending.add(numbers_of(2), torch.ones(1, WIDTH))
+    assert pending.mixes_shares()
+    optimizer.zero_grad()
+    assert not pending.mixes_shares()
+    pending.add(numbers_of(2), torch.ones(1, WIDTH))
+    assert not pending.mixes_shares()
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_drops_it(set_to_none: bool) -> None:
     handle = handle_of()

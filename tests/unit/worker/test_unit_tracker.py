@@ -40,22 +40,6 @@ def test_two_optimizers_a_batch() -> None:
     assert tracker.leave() == [A]
 
 
-def test_a_step_before_the_backward_of_its_batch_carries_gradients_over() -> None:
-    tracker = UnitTracker()
-    for unit, carried in ((A, None), (B, None), (C, B)):  # A had no step: it accumulates
-        tracker.take(unit)
-        assert tracker.carried == carried
-        tracker.step()
-        if unit != A:
-            tracker.stepped()
-        tracker.backward()
-        tracker.leave()
-    assert tracker.carried == C
-    tracker.take(A)
-    tracker.backward()
-    assert tracker.carried is None
-
-
 def test_accumulation_spans_units() -> None:
     tracker = UnitTracker()
     for unit in (A, B):
