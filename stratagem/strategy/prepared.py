@@ -85,8 +85,8 @@ class Prepared:
     """Knows what ``prepare`` was given, as it is on every local replica, and refuses steps of anything else.
 
     Of steps of optimizers, and of parameters that modules of the open scope are given, :func:`.watch_torch` tells it.
-    With ``has_nested`` an optimizer that was not prepared may step with parameters of one that was: it is a part of
-    that one.
+    With ``has_nested`` an optimizer that was not prepared may step with parameters that one that was has on the same
+    replica: it is a part of that one.
     """
 
     def __init__(self, has_nested: bool = True) -> None:
@@ -97,7 +97,8 @@ class Prepared:
         """Of all of them."""
         self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], Container[int]]] = {}
         """By identity, and the parameters that it may change."""
-        self._optimized: set[int] = set()
+        self._optimized: dict[int, int] = {}
+        """Parameters of optimizers, by identity: the local replica that each is on."""
         self._looked_at: set[int] = set()
         """Parameters that were not prepared and have had a gradient, by identity."""
         self._created: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -125,18 +126,22 @@ class Prepared:
         for _, owned in self._owned:
             self._parameters.update(owned)
         self._optimizers = {key: known for key, known in self._optimizers.items() if known[0]() is not None}
-        self._optimized.intersection_update(self._parameters)
+        self._optimized = {key: replica for key, replica in self._optimized.items() if key in self._parameters}
         self._looked_at.clear()
 
     def add_optimizer(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], fixed: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[nn.Parameter],
+        fixed: bool = False,
+        replica: int = 0,
     ) -> None:
-        """An optimizer, as it is on a replica, that steps in this process, or in its stead on parameter servers.
+        """An optimizer, as it is on a local replica, that steps in this process, or in its stead on parameter servers.
         ``fixed``: it may never change other parameters; else all that were prepared."""
         parameters = list(parameters)
         self._add(optimizer, parameters)
         numbers = frozenset(map(id, parameters))
-        self._optimized |= numbers
+        self._optimized.update(dict.fromkeys(numbers, replica))
         self._optimizers[id(optimizer)] = weakref.ref(optimizer), numbers if fixed else self._parameters
 
     def __enter__(self) -> None:
@@ -175,13 +180,13 @@ class Prepared:
         """A parameter was given to a module in the scope."""
         self._created.append((weakref.ref(module), name))
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step in a replica; a ConfigurationError where it, or a parameter, is unprepared."""
+    def check_step(self, optimizer: torch.optim.Optimizer, replica: int = 0) -> None:
+        """An optimizer is about to step in a local replica. Raises ConfigurationError: something is unprepared."""
         parameters = parameters_of(optimizer)
         kind = type(optimizer).__name__
         reference, own = self._optimizers.get(id(optimizer), (None, ()))
         if reference is None or reference() is not optimizer:
-            if self._has_nested and all(id(parameter) in self._optimized for parameter in parameters):
+            if self._has_nested and all(self._optimized.get(id(each)) == replica for each in parameters):
                 return
             raise ConfigurationError(
                 f"{kind}.step() inside strategy.run, but the optimizer was not prepared: each replica would train on "

@@ -136,7 +136,7 @@ class SynchronousStrategy(SynchronousInput):
                 check_dense(model, (*model.named_parameters(), *model.named_buffers()))
             agree(self.communicator, models, optimizers, preparation.alike)
         prepared = self._local.add(objects)
-        self._remember(models, optimizers, [parameters_of(optimizer) for optimizer in optimizers])
+        self._remember(models, [(optimizer, parameters_of(optimizer)) for optimizer in optimizers])
         self._known.update((id(item), item) for item in fresh)
         self._seen_before.update((id(model), self._shares.num_seen) for model in models if self._local.communicators)
         attach = functools.partial(self._attach, models, optimizers, preparation)
@@ -146,13 +146,13 @@ class SynchronousStrategy(SynchronousInput):
     def _remember(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        groups: Sequence[Sequence[nn.Parameter]],
+        optimizers: Iterable[tuple[torch.optim.Optimizer, Sequence[nn.Parameter]]],
+        replica: int = 0,
     ) -> None:
         for model in models:
             self.prepared.add_model(model)
-        for optimizer, group in zip(optimizers, groups, strict=True):
-            self.prepared.add_optimizer(optimizer, group)
+        for optimizer, group in optimizers:
+            self.prepared.add_optimizer(optimizer, group, replica=replica)
 
     def _prepare_metric(self, metric: Any) -> None:
         from stratagem.strategy.prepared_metric import prepare_metric  # loads torchmetrics
@@ -171,7 +171,8 @@ class SynchronousStrategy(SynchronousInput):
     ) -> None:
         models = [self._local.on_replica(model, replica) for model in models]
         groups = [self._local.parameters_of(optimizer, replica) for optimizer in optimizers]
-        self._remember(models, [self._local.on_replica(optimizer, replica) for optimizer in optimizers], groups)
+        copies = [self._local.on_replica(optimizer, replica) for optimizer in optimizers]
+        self._remember(models, zip(copies, groups, strict=True), replica)
         reducer: BackwardReducer[Any] | None = None
         if self._local.communicators:
             weight = functools.partial(self._weight, replica, preparation)

@@ -82,7 +82,7 @@ def watch_torch() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     here = _here.get()
     if isinstance(here, ReplicaContext) and here.strategy.prepared is not None:
-        here.strategy.prepared.check_step(optimizer)
+        here.strategy.prepared.check_step(optimizer, here._replica)
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:

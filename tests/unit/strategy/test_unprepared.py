@@ -54,6 +54,22 @@ def test_a_loss_with_weights_is_warned_of_once_or_refused(
         assert caplog.text.count(SAYS) == 1
 
 
+def test_another_optimizer_of_what_one_trains_is_refused(strategy: sg.Strategy) -> None:
+    """Every replica stepped the weights of the first, and a last step like that was not noticed."""
+    net = torch.nn.Linear(2, 3)
+    model, _ = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    another = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(torch.ones(4, 2)).square().mean().backward()
+        another.step()
+
+    with pytest.raises(
+        ConfigurationError, match=r"SGD\.step\(\) inside strategy\.run, but the optimizer was not prepared"
+    ):
+        strategy.run(step)
+
+
 CASES = ["prepared", "frozen", "of another strategy", "outside of run", "one device", "one replica"]
 
 
