@@ -247,7 +247,8 @@ class ParameterServerStrategy(Strategy):
         if not units:
             raise ConfigurationError(
                 f"staleness {self.staleness:g} needs to know which batch a step belongs to: iterate over "
-                "strategy.distribute_dataset(loader)"
+                "strategy.distribute_dataset(loader), and make the last update inside of the loop (what is left "
+                "after it has no batch): enumerate() and len() of the dataset tell which batch is the last"
             )
         assert self._lease is not None, "a unit has a lease"
         if self._weight is None and push.mixes_shares():

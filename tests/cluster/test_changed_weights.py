@@ -56,6 +56,7 @@ def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
                     "share differs between its batches (the last batch is smaller, or a worker was lost)",
                 ),
                 ("step first", "share differs between its batches"),
+                ("after the loop", "make the last update inside of the loop"),
                 ("left over", "where an epoch ends before an update is complete"),
                 ("optimizer later", "weight is already prepared"),
                 ("prepared twice", "weight is already prepared, or compiled, with an"),

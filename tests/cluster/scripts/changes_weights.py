@@ -65,6 +65,8 @@ def loaded(strategy: sg.Strategy) -> None:
     for batch in itertools.chain(data, data if sys.argv[1] == "left over" else ()):
         strategy.run(step, (batch,))
         assert model.weight.tolist() == [[7.0, 7.0]], model.weight
+    if sys.argv[1] == "after the loop":
+        strategy.run(optimizer.step)
     if sys.argv[1] == "lead ends first" and not sg.is_lead():
         strategy.barrier()
 
