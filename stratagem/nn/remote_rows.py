@@ -293,6 +293,8 @@ def _gives_gradient(table: RemoteTable, numbers: Any, padding: int | None) -> Ca
     def on_gradient(rows: torch.Tensor) -> None:
         gradient, rows.grad = rows.grad, None
         assert gradient is not None
+        if not table.handle.requires_grad:  # as of the weight of a layer that is frozen between forward and backward
+            return
         if gradient.is_sparse:
             found = Occurrences.of(gradient._indices()[0].numpy(), len(gradient))
             gradient = summed_by_row(found, gradient._values())

@@ -418,6 +418,12 @@ def test_zero_grad_eval_and_frozen_tables_send_nothing(start: Callable[..., Job]
     backward(model, 1)
     job.step()
     assert torch.equal(model.table.whole_weight(), before)
+    model.table.requires_grad_(True)
+    found = model.table(torch.tensor([1, 3])).sum()
+    model.table.requires_grad_(False)  # which torch heeds at the end of backward
+    found.backward()
+    job.step()
+    assert torch.equal(model.table.whole_weight(), before)
     assert not torch.equal(model.bags.whole_weight(), build("SGD")[0].bags.weight)
 
 
