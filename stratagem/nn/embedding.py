@@ -87,6 +87,8 @@ class Embedding(TableLayer, nn.Embedding):
         """Rows of ids of any shape: ``(*input.shape, embedding_dim)``; nested (``torch.jagged``) ones of nested ids."""
         if isinstance(input, torch.Tensor) and input.is_nested:  # torch has no sparse gradient of nested ids
             return nested_as(input, self.forward(input.values()))
+        if isinstance(input, torch.Tensor) and not input.dim():  # torch fails on its sparse gradient beside a padding
+            return super().forward(input.view(1)).squeeze(0)
         return super().forward(input)  # also of what torch.fx traces with
 
 

@@ -62,6 +62,14 @@ def test_a_plain_sparse_layer_without_parameter_servers(build: Callable[..., Lay
     assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
 
 
+def test_one_id_trains_beside_a_padding() -> None:
+    layer = sg.nn.Embedding(5, 3, padding_idx=0)
+    for number in (2, 0):
+        layer(torch.tensor(number)).sum().backward()
+    assert layer(torch.tensor(2)).shape == (3,) and layer.weight.grad is not None
+    assert layer.weight.grad.to_dense()[:, 0].tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("build", BUILDERS)
 def test_fx_traces_a_layer_without_parameter_servers(build: Callable[..., Layer]) -> None:
     ids = torch.tensor([[1, 2]])
