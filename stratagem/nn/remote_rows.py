@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -137,6 +138,12 @@ class RemoteRows(nn.Module):
         """As torch fills a weight: the padding row too."""
         init = {"normal": Normal, "uniform": Uniform}.get(distribution, lambda value, _: Constant(value))(first, second)
         self.remote_table.begin_with(initial_rows(init, None, None, generator))
+
+    def _fill_padding_idx_with_zero(self) -> None:
+        """What ``reset_parameters()`` does after it has filled the weight."""
+        initial = self.remote_table.initial
+        if self.padding_idx is not None:
+            self.remote_table.begin_with(dataclasses.replace(initial, zero_row=self.padding_idx))
 
     def batch_rows(self, ids: torch.Tensor) -> BatchRows:
         """The rows that a batch uses, each once; ids are int32 or int64, of any shape, or nested (``torch.jagged``). In

@@ -249,6 +249,16 @@ def test_functions_of_torch_choose_initial_values(
     assert made == (expected[0], *map(pytest.approx, expected[1:]))
 
 
+@pytest.mark.parametrize("build", BUILDERS)
+def test_reset_parameters_keeps_the_padding_at_zero(build: Callable[..., Layer], remote: Strategy) -> None:
+    for padding in (None, 3):
+        layer: Any = build(10, 4, padding_idx=padding, init=sg.nn.Constant(1.0))
+        layer.reset_parameters()
+        initial = layer.remote_table.initial
+        assert (initial.distribution, initial.first, initial.second) == ("normal", 0.0, 1.0)
+        assert initial.zero_row == padding
+
+
 @pytest.mark.parametrize("function", [nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.kaiming_uniform_])
 def test_initial_values_that_a_ps_cannot_make_are_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"init=sg.nn.Normal\(std=0.02\)"):
