@@ -160,6 +160,11 @@ class RemoteRows(nn.Module):
                 f"{table.title} under torch.vmap or another of torch.func's, where ids have no values to ask the "
                 "parameter servers for: call the layer with all ids outside, and give the function the rows"
             )
+        if torch._C._is_tracing():
+            raise ConfigurationError(
+                f"{table.title} under torch.jit.trace, which would keep the rows of these ids for all others: trace a "
+                "model whose tables are layer.export_form(), or write a program with sg.Model.save"
+            )
         flat = ids.values() if ids.is_nested else ids
         array = array_of(flat)
         if not are_within(array, self.num_embeddings):

@@ -364,11 +364,14 @@ def test_an_id_that_the_table_does_not_have_is_refused(remote: Strategy, wrong: 
         layer(torch.tensor([[3, wrong]]))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 def test_a_lookup_under_a_transform_is_refused(remote: Strategy) -> None:
     layer, ids = sg.nn.Embedding(10, 4), torch.tensor([[1], [2]])
     for transform in (torch.vmap, torch.func.grad):
         with pytest.raises(ConfigurationError, match="outside, and give the function the rows"):
             transform(lambda scale: (scale * layer(ids)).sum())(torch.ones(2))
+    with torch.no_grad(), pytest.raises(ConfigurationError, match=r"under torch\.jit\.trace.*export_form\(\)"):
+        torch.jit.trace(layer, ids)
 
 
 def test_a_gradient_of_the_scripts_own_is_refused_for_a_table(remote: Strategy) -> None:
