@@ -9,7 +9,7 @@ import threading
 
 import torch
 
-from stratagem.distributed.tensors import told
+from stratagem.distributed.tensors import movable, told
 from stratagem.errors import CollectiveError
 
 UNREAD_BYTES = 64 << 20
@@ -24,7 +24,7 @@ class PostedReceive:
     """None: any rank."""
     tag: int
     into: torch.Tensor
-    """Flat, and of a dtype that travels."""
+    """Flat."""
     done: concurrent.futures.Future[int] = dataclasses.field(default_factory=concurrent.futures.Future)
     """Ends with the rank that sent."""
 
@@ -118,5 +118,5 @@ class Mailbox:
             text = f"rank {source} sent {told(values)} with tag {receive.tag}, rank {self._rank} expects "
             receive.done.set_exception(CollectiveError(text + told(receive.into)))  # nobody is gone
             return
-        receive.into.copy_(values)
+        movable(receive.into).copy_(movable(values))
         receive.done.set_result(source)

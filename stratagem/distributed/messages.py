@@ -14,8 +14,15 @@ from collections.abc import Callable
 import torch
 
 from stratagem.distributed.mailbox import Mailbox, PostedReceive
-from stratagem.distributed.tensors import writable_anywhere
-from stratagem.errors import CollectiveError, ConfigurationError, PeerUnavailableError, SegmentError, StratagemError
+from stratagem.distributed.tensors import BYTES_OF, dtype_number, movable, writable_anywhere
+from stratagem.errors import (
+    CollectiveError,
+    ConfigurationError,
+    FrameError,
+    PeerUnavailableError,
+    SegmentError,
+    StratagemError,
+)
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane import ReceivingLane, SendingLane
 from stratagem.worker.ring.building import Opener
@@ -179,12 +186,13 @@ class Messages:
 
     def _send(self, values: torch.Tensor, rank: int, tag: int, flush: bool = False) -> None:
         try:
-            lane = self._sender(rank)
+            lane, number = self._sender(rank), dtype_number(values.dtype)
+            values = movable(values)
             num_elements = values.numel()
             parts = chunks(0, num_elements, max(1, _FRAME_BYTES // values.itemsize)) or ((0, 0),)
             for start, stop in parts:
                 part = values[start:stop]
-                lane.send(frame_pb2.COLLECTIVE, tag + 1, 0, num_elements, lambda part=part: (part,), stop - start)  # type: ignore[misc]
+                lane.send(frame_pb2.COLLECTIVE, tag + 1, number, num_elements, lambda part=part: (part,), stop - start)  # type: ignore[misc]
             if flush:
                 lane.flush(time.monotonic() + self.timeout_s)
         except StratagemError as error:
@@ -242,11 +250,16 @@ class Messages:
     def _read_message(self, lane: ReceivingLane, rank: int) -> None:
         frame = lane.receive(0, _NO_DEADLINE)
         total, tag, dtype = frame.offset, frame.transfer - 1, frame.tensor.dtype
-        if frame.tensor.numel() == total:
+        if frame.tensor.numel() == total and not frame.group:
             self.mailbox.put(rank, tag, frame.tensor)
             return
-        receive = self.mailbox.expected(rank, tag, total, dtype)
-        values = receive.into if receive is not None else torch.empty(total, dtype=dtype)
+        if frame.group:
+            if frame.group not in BYTES_OF:
+                raise FrameError(f"rank {rank} sends a dtype that torch {torch.__version__} here lacks: use its torch")
+            dtype = BYTES_OF[frame.group]
+        receive = self.mailbox.expected(rank, tag, total // dtype.itemsize, dtype)
+        whole = receive.into if receive is not None else torch.empty(total // dtype.itemsize, dtype=dtype)
+        values = movable(whole)
         try:
             filled = frame.tensor.numel()
             values[:filled].copy_(frame.tensor)
@@ -265,4 +278,4 @@ class Messages:
         if receive is not None:
             receive.done.set_result(rank)
         else:
-            self.mailbox.put(rank, tag, values)
+            self.mailbox.put(rank, tag, whole)

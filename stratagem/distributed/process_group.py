@@ -20,7 +20,7 @@ from stratagem.distributed.messages import Messages
 from stratagem.distributed.nccl import Nccl, or_nccl
 from stratagem.distributed.operations import Operation, Operations
 from stratagem.distributed.reductions import AllReducePlan, all_reduce_plan, op_of
-from stratagem.distributed.tensors import check_writable, flat, listed, movable, plain, put, room_for, told
+from stratagem.distributed.tensors import check_writable, flat, listed, plain, put, room_for, told
 from stratagem.distributed.work import DONE, NO_TIMEOUT, LaneWork, ReceiveWork, recorded
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
@@ -274,7 +274,7 @@ class LaneProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> LaneWork:
         """Sends a tensor to one rank; completes when the tensor may be changed."""
         self.check_open("send")
-        send = functools.partial(self._messages.send, movable(flat(tensors[0])), self._other(dstRank), _tag(tag))
+        send = functools.partial(self._messages.send, flat(tensors[0]), self._other(dstRank), _tag(tag))
         return recorded("send", lambda: LaneWork(f"send to rank {dstRank}", [], send()))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> LaneWork:
@@ -300,7 +300,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         check_writable(tensor)
         room, messages = room_for(tensor), self._messages
         what = f"recv of {told(tensor)} from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
-        receive = functools.partial(messages.receive, movable(room), source, tag)
+        receive = functools.partial(messages.receive, room, source, tag)
         finish = functools.partial(put, [tensor], [room])
         return recorded("recv", lambda: ReceiveWork(what, tensor, receive(), finish, messages))
 

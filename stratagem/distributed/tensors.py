@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -80,6 +81,15 @@ def writable_anywhere(values: torch.Tensor) -> torch.Tensor:
 def movable(values: torch.Tensor) -> torch.Tensor:
     """Flat values that are only moved, never added: those of a dtype unknown to the wire travel as their bytes."""
     return values if can_travel(values.dtype) else values.view(torch.uint8)
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """What goes with bytes to say of which dtype they are: a checksum of its name; 0: the wire says it."""
+    return 0 if can_travel(dtype) else zlib.crc32(name_of(dtype).encode())
+
+
+BYTES_OF = {dtype_number(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+"""The dtypes that travel as bytes, by their number."""
 
 
 def told(tensor: torch.Tensor, before: str = "", after: str = "") -> str:

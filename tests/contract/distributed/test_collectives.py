@@ -26,6 +26,7 @@ from stratagem.distributed import work as handles
 from stratagem.distributed.comm_memory import MIN_BYTES, CommMemory
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.worker.ring.communicator import name_of
 from tests.contract.distributed.ranks import on_every_rank, process_groups
 
 Groups = Sequence[LaneProcessGroup]
@@ -537,6 +538,25 @@ def test_a_message_of_another_length_names_both(groups: Groups) -> None:
     groups[0].send([torch.zeros(3)], 1, 9).wait()
     with pytest.raises(CollectiveError, match=r"^rank 0 sent float32 .3. with tag 9, rank 1 expects float32 .5."):
         groups[1].recv([torch.zeros(5)], 0, 9).wait()
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_message_of_another_dtype_of_as_many_bytes_is_refused(groups: Groups, is_early: bool) -> None:
+    """Also of dtypes that travel as their bytes."""
+    if len(groups) == 1:
+        pytest.skip("nobody to send to")
+    sent, into = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    for of, wanted in ((torch.float8_e5m2, torch.float8_e4m3fn), (torch.float8_e5m2, torch.uint8)):
+        receive = None if is_early else groups[1].recv([into.to(wanted)], 0, 8)
+        groups[0].send([sent.to(of)], 1, 8).wait()
+        groups[0].send([sent.to(of)], 1, 9).wait()
+        same = into.to(of)
+        groups[1].recv([same], 0, 9).wait()
+        assert torch.equal(same.float(), sent)  # and the one before has arrived
+        with pytest.raises(
+            CollectiveError, match=f"sent float8_e5m2 .2. with tag 8, rank 1 expects {name_of(wanted)} "
+        ):
+            (receive or groups[1].recv([into.to(wanted)], 0, 8)).wait()
 
 
 def test_memory_of_the_group(groups: Groups) -> None:
