@@ -124,6 +124,13 @@ class Backup:
             self._silent_since = time.monotonic()
             self._changed.notify_all()
 
+    def has_dropped(self, asker: Sender, number: int) -> None:
+        """A process has no copy any more that it made in followings up to ``number``."""
+        with self._changed:
+            if self._whole == asker.key and self._whole_number <= number:
+                self._go_on_alone()
+        self._close_ended()
+
     def settle(self) -> None:
         """Waits until everything told so far may be acknowledged; ``PeerUnavailableError`` where this ps ends."""
         with self._changed:

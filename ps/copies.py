@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from stratagem.errors import CheckpointError, PeerUnavailableError, ProtocolError
+from stratagem.errors import CheckpointError, PeerUnavailableError, ProtocolError, StaleStoreError
 from stratagem.ps.applying import Applying
 from stratagem.ps.checkpointing import Checkpointing
 from stratagem.ps.locked_group import LockedGroup
@@ -126,14 +126,16 @@ class StoreCopies:
         whose: str,
         incarnation: int,
         number: int,
+        dropped: int,
         lane: ReplyLane,
         transfer: int,
         answer: Answer,
     ) -> None:
-        """Sends a store; of the own one also everything that changes from then on. ``number``: of the following.
-        CheckpointError: there is no whole copy of that process here. ProtocolError: the job keeps no copies."""
+        """Sends a store; of the own one also everything that changes from then on. ``number``: of the following;
+        ``dropped``: copies made in those up to this one are gone. CheckpointError: there is no whole copy of that
+        process here. ProtocolError: the job keeps no copies. StaleStoreError: values of something are still to come."""
         if whose == self._task:
-            self._begin(asker, number, lane, transfer, answer)
+            self._begin(asker, number, dropped, lane, transfer, answer)
             return
         copy = self.kept.get(whose)
         if copy is None or not copy.is_whole or copy.source != Sender(whose, incarnation):
@@ -147,13 +149,15 @@ class StoreCopies:
             self._checkpoints.become(image.content, image.content.store_epoch)
             state.senders.inherit(image.done)
 
-    def _begin(self, asker: Sender, number: int, lane: ReplyLane, transfer: int, answer: Answer) -> None:
+    def _begin(self, asker: Sender, number: int, dropped: int, lane: ReplyLane, transfer: int, answer: Answer) -> None:
         state, backup = self._state, self._state.backup
         if backup is None:
             raise ProtocolError("expected nobody to follow: this job keeps no copies of what a ps holds")
         source = Sender(self._task, self._incarnation())
+        backup.has_dropped(asker, dropped)
         with state.changed:
-            wait(state, lambda: state.initialized, asker, lane, None)
+            if not state.initialized:
+                raise StaleStoreError(f"{self._task} has no values of all its variables yet")
             state.gate.is_paused = True
             try:
                 wait(state, lambda: state.gate.num_inside == 0, asker, lane, None)

@@ -7,7 +7,7 @@ import threading
 
 from stratagem.cluster.communication import Transport
 from stratagem.cluster.membership import Member, Membership, kept_by
-from stratagem.errors import PeerUnavailableError, StratagemError
+from stratagem.errors import PeerUnavailableError, StaleStoreError, StratagemError
 from stratagem.ps.peer_client import PeerStore
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
@@ -96,13 +96,23 @@ class Following:
             if peer.incarnation != member.incarnation:
                 raise PeerUnavailableError(f"{member.task} at {member.address} is not the process that the chief knows")
 
-            def begun() -> None:
+            def let_go() -> None:
                 with self._lock:
                     self._store.copies.kept.pop(member.task, None)
                     self.dropped = max(self.dropped, number - 1)
+
+            def begun() -> None:
+                let_go()
                 peer.confirm(0)
 
-            image = peer.follow(member.task, number=number, begun=begun)
+            while True:
+                try:
+                    image = peer.follow(member.task, number=number, dropped=self.dropped, begun=begun)
+                    break
+                except StaleStoreError:  # its worker waits until nobody takes over what lacks the new variables
+                    let_go()
+                if self._closed.wait(RETRY_S) or not goes_on():
+                    return
             with self._lock:
                 if self.dropped >= number:
                     return

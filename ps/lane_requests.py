@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from stratagem.errors import ForbiddenError, IdentityError, LimitError, ProtocolError, StratagemError
+from stratagem.errors import ForbiddenError, IdentityError, LimitError, ProtocolError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
 from stratagem.ps import wire
 from stratagem.ps.copies import StoreImage
@@ -107,10 +107,18 @@ class LaneRequests:
 
         try:
             self._store.copies.follow(
-                self._sender, request.store, request.incarnation, request.number, self._lane, frame.transfer, answer
+                self._sender,
+                request.store,
+                request.incarnation,
+                request.number,
+                request.dropped,
+                self._lane,
+                frame.transfer,
+                answer,
             )
         except StratagemError as error:
-            log_refusal("Follow", error)
+            if not isinstance(error, StaleStoreError):  # it asks until there are values
+                log_refusal("Follow", error)
             self._refuse(frame, status_message(error))
 
     def _refuse(self, frame: Frame, status: Any) -> None:

@@ -73,12 +73,15 @@ class PeerStore:
         self._channel.close()
 
     def follow(
-        self, whose: str, incarnation: int = 0, number: int = 0, begun: Callable[[], object] = bool
+        self, whose: str, incarnation: int = 0, number: int = 0, dropped: int = 0, begun: Callable[[], object] = bool
     ) -> StoreImage:
         """Asks for a store, and reads all that it holds. ``incarnation``: of a copy, the process that it must be of;
-        ``number``: the how manieth following this is, 0: whoever asks takes over; ``begun`` is called when the answer
-        begins to come. CheckpointError: there is no such copy. StratagemError: the other ps is gone, or refuses."""
-        request = ps_pb2.FollowRequest(sender=self._sender, store=whose, incarnation=incarnation, number=number)
+        ``number``: the how manieth following this is, 0: whoever asks takes over; ``dropped``: copies made in those up
+        to this one are gone; ``begun`` is called when the answer begins to come. CheckpointError: there is no such
+        copy. StaleStoreError: it has no values of something yet. StratagemError: the other ps is gone, or refuses."""
+        request = ps_pb2.FollowRequest(
+            sender=self._sender, store=whose, incarnation=incarnation, number=number, dropped=dropped
+        )
         message = request.SerializeToString()
         self._lane.send(FOLLOW, _TRANSFER, 0, 0, lambda: (message,), len(message))
         image = wire.image_from(ps_pb2.FollowReply.FromString(message_of(self._next(FOLLOW))))

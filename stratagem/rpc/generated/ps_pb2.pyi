@@ -1449,7 +1449,8 @@ class FollowRequest(_message.Message):
     """Over a lane, from a backup, or from a ps that takes over: asks for all that a store holds, and, of the store of the ps
     that is asked, for everything that changes it from then on. The answer: a FollowReply, then frames of WEIGHTS, group by
     group: the weights, then each slot in the order of the names. Each CommitUpdateRequest and CloseUnitsRequest that
-    follows is as it came from the worker, behind the frames of its gradient.
+    follows is as it came from the worker, behind the frames of its gradient. STALE_STORE: it has no values of something
+    yet; a backup lets go of what it had of it, and asks again, saying so.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1458,12 +1459,15 @@ class FollowRequest(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     store: _builtins.str
     """Whose store: the ps's own, or the copy that it has of another ps's."""
     incarnation: _builtins.int
     """Of a copy: the process that it must be of. One that served later had more."""
     number: _builtins.int
     """The how manieth following this is of that backup; 0 from one that takes over."""
+    dropped: _builtins.int
+    """Copies that the backup made in followings up to this one are gone."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     def __init__(
@@ -1473,10 +1477,11 @@ class FollowRequest(_message.Message):
         store: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         number: _builtins.int = ...,
+        dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "number", b"number", "sender", b"sender", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "incarnation", b"incarnation", "number", b"number", "sender", b"sender", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,12 +47,14 @@ class RawClient:
             sequence = self.sequence
         return common_pb2.Sender(task=self.task, incarnation=self.incarnation, sequence=sequence)
 
-    def stage(self, transfer: int, flat: torch.Tensor, kind: int = frame_pb2.GRADIENT, pieces: int = 3) -> Any:
+    def stage(
+        self, transfer: int, flat: torch.Tensor, kind: int = frame_pb2.GRADIENT, pieces: int = 3, group: int = 1
+    ) -> Any:
         """Sends a flat tensor in pieces."""
         step = -(-flat.numel() // pieces)
         offsets = range(0, flat.numel(), step)
         for offset in offsets:
-            self.outbox.put(encode_frame(kind, transfer, 1, offset, flat[offset : offset + step]))
+            self.outbox.put(encode_frame(kind, transfer, group, offset, flat[offset : offset + step]))
         return ps_pb2.TransferRef(transfer=transfer, num_frames=len(offsets))
 
     def create(self, values: torch.Tensor, optimizer: str = "SGD") -> ps_pb2.CreateVariablesReply:

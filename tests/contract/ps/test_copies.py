@@ -294,6 +294,30 @@ def keep_copy(closing: contextlib.ExitStack) -> Callable[[Ps, Ps], Following]:
     return keep_copy
 
 
+def test_variables_that_come_later_wait_for_no_silent_backup(
+    start: Start, connect: Connect, keep_copy: Callable[[Ps, Ps], Following], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their values come only when the ps has answered: the backup lets go of its copy, which lacks them, before."""
+    primary, holder = start(), start("ps:1", BACKUP.incarnation)
+    worker, kept = connect(primary), holder.store.copies.kept
+    worker.create(torch.zeros(SIZE))
+    keep_copy(primary, holder)
+    until(lambda: "ps:0" in kept and kept["ps:0"].is_whole)
+    shard = ps_pb2.ShardSpec(variable="b", shape=[SIZE], num_rows=SIZE)
+    group = ps_pb2.GroupSpec(group=2, optimizer="SGD", dtype=frame_pb2.FLOAT32, shards=[shard])
+    request = ps_pb2.CreateVariablesRequest(sender=worker.sender(), groups=[group], can_initialize=True)
+    creating = worker.stub.CreateVariables.future(request, timeout=TIMEOUT_S)
+    until(creating.done)
+    backup = primary.store.state.backup
+    assert backup is not None and not backup.copy_to_drop, "nobody was silent"
+    assert list(creating.result().initialize) == [2] and "ps:0" not in kept
+    ref = worker.stage(3, torch.ones(SIZE), frame_pb2.VALUES, group=2)
+    worker.stub.AssignValues(ps_pb2.AssignValuesRequest(sender=worker.sender(), values=ref, groups=[2]))
+    until(lambda: "ps:0" in kept and kept["ps:0"].is_whole)
+    check_equal(primary.store, kept["ps:0"].state)
+    assert "Follow refused" not in caplog.text
+
+
 def test_a_copy_for_which_there_is_no_room_is_tried_more_and_more_rarely(
     start: Start, connect: Connect, keep_copy: Callable[[Ps, Ps], Following], caplog: pytest.LogCaptureFixture
 ) -> None:
