@@ -175,6 +175,11 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One row a bag, ``(bags, embedding_dim)``; arguments as of ``torch.nn.EmbeddingBag``."""
+        if self.include_last_offset and offsets is not None and int(offsets[-1:].sum()) != input.numel():
+            raise ConfigurationError(  # torch computes with memory that is not its own
+                f"expected offsets whose last one is the number of ids, {input.numel()} (include_last_offset=True), "
+                f"got {offsets.tolist()[-1:]} at their end"
+            )
         rows, place, padding, found = self.batch_rows(input)
         sparse = has_sparse_gradient(place, self.scale_grad_by_freq)
         if not len(rows):  # no bag, or empty ones: torch wants a table of one row at least
