@@ -250,15 +250,17 @@ class Messages:
     def _read_message(self, lane: ReceivingLane, rank: int) -> None:
         frame = lane.receive(0, _NO_DEADLINE)
         total, tag, dtype = frame.offset, frame.transfer - 1, frame.tensor.dtype
-        if frame.tensor.numel() == total and not frame.group:
-            self.mailbox.put(rank, tag, frame.tensor)
-            return
+        length = total
         if frame.group:
             if frame.group not in BYTES_OF:
                 raise FrameError(f"rank {rank} sends a dtype that torch {torch.__version__} here lacks: use its torch")
             dtype = BYTES_OF[frame.group]
-        receive = self.mailbox.expected(rank, tag, total // dtype.itemsize, dtype)
-        whole = receive.into if receive is not None else torch.empty(total // dtype.itemsize, dtype=dtype)
+            length = total // dtype.itemsize
+        elif frame.tensor.numel() == total:
+            self.mailbox.put(rank, tag, frame.tensor)
+            return
+        receive = self.mailbox.expected(rank, tag, length, dtype)
+        whole = receive.into if receive is not None else torch.empty(length, dtype=dtype)
         values = movable(whole)
         try:
             filled = frame.tensor.numel()

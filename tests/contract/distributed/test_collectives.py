@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
     _make_nccl_premul_sum,
 )
 
+from stratagem.distributed import messages
 from stratagem.distributed import work as handles
 from stratagem.distributed.comm_memory import MIN_BYTES, CommMemory
 from stratagem.distributed.process_group import LaneProcessGroup
@@ -557,6 +558,22 @@ def test_a_message_of_another_dtype_of_as_many_bytes_is_refused(groups: Groups, 
             CollectiveError, match=f"sent float8_e5m2 .2. with tag 8, rank 1 expects {name_of(wanted)} "
         ):
             (receive or groups[1].recv([into.to(wanted)], 0, 8)).wait()
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.uint8])
+def test_a_message_may_have_several_frames(
+    groups: Groups, dtype: torch.dtype, is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if len(groups) == 1:
+        pytest.skip("nobody to send to")
+    monkeypatch.setattr(messages, "_FRAME_BYTES", 1000)
+    sent, into = torch.arange(3000).to(dtype), torch.zeros(3000, dtype=dtype)
+    receive = None if is_early else groups[1].recv([into], 0, 8)
+    work = groups[0].send([sent], 1, 8)
+    (receive or groups[1].recv([into], 0, 8)).wait()
+    work.wait()
+    assert torch.equal(into, sent)
 
 
 def test_memory_of_the_group(groups: Groups) -> None:
