@@ -97,7 +97,8 @@ def plan(seed: int, form: str = "") -> Schedule:
     job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
     models = random.Random(-26 * seed - 1)
     if form != "fit" and (models.random() < 0.1 or form == "models") and not (job.has_table and form == "table"):
-        job = dataclasses.replace(job, has_table=False, num_models=2, num_variables=2 * job.num_variables)
+        # On each ps some of each: one without a part of a model may be said to lack what that was given.
+        job = dataclasses.replace(job, has_table=False, num_models=2, num_variables=2 * max(3, job.num_variables))
         job = dataclasses.replace(job, epochs=max(3, job.epochs), prepares_late=models.random() < 0.5)
     share = 0.5 if job.ps_replicas == 1 else 0.2
     can_have_two = job.num_variables > 1 and job.num_models == 1 and not job.has_table and form != "fit"
