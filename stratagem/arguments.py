@@ -19,6 +19,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.tensorflow_names import way_out
 
 logger = logging.getLogger(__name__)
+warn_once = functools.cache(logging.Logger.warning)
+"""Writes a line of a logger that was not written before in this process."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -84,17 +86,13 @@ def uncompiled(fn: Any) -> Any:
     """``fn`` as it was before ``torch.compile``, if that made it of a function: of which a warning tells, once."""
     if getattr(fn, "_torchdynamo_disable", False) or not hasattr(fn, "_torchdynamo_orig_callable"):
         return fn
-    _warn_of_compiled()
-    return fn._torchdynamo_orig_callable
-
-
-@functools.cache
-def _warn_of_compiled() -> None:
-    logger.warning(
+    warn_once(
+        logger,
         "the step was compiled by torch.compile, which cannot compile what replicas, workers and parameter servers do "
         "in backward() and optimizer.step(): it runs uncompiled. Compile only the model, strategy.prepare(model, "
-        "optimizer, torch_compile=True), and give run the plain step"
+        "optimizer, torch_compile=True), and give run the plain step",
     )
+    return fn._torchdynamo_orig_callable
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

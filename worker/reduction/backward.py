@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
+from stratagem.arguments import warn_once
 from stratagem.errors import ConfigurationError
 from stratagem.measuring.measures import BACKWARD, FORWARD
 from stratagem.worker.reduction.gradient_slot import ParameterGradient, WeakHook
@@ -25,14 +26,6 @@ current_backward = torch._C._current_graph_task_id
 """Torch's number of the backward that runs in this thread."""
 NO_BACKWARD = -1
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
-
-@functools.cache
-def _warn_of_graph() -> None:
-    logger.warning(
-        "backward(create_graph=True): reduced gradients have no graph, so a penalty that is computed from .grad trains "
-        "nothing. Compute it from torch.autograd.grad(loss, parameters, create_graph=True)"
-    )
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -165,7 +158,12 @@ class BackwardReducer(Generic[B]):
                 self._begin(backward, slot)
                 backward.begun = True
                 if delta.requires_grad:
-                    _warn_of_graph()
+                    warn_once(
+                        logger,
+                        "backward(create_graph=True): reduced gradients have no graph, so a penalty that is computed "
+                        "from .grad trains nothing. Compute it from torch.autograd.grad(loss, parameters, "
+                        "create_graph=True)",
+                    )
             slot.check_hooks(delta)
             parameter.grad = None
             slot.add(delta, backward.weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,21 +14,13 @@ from torch.nn import functional
 # The base of all BatchNorm modules; torch's own conversion goes by it too.
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stratagem.arguments import warn_once
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 
 logger = logging.getLogger(__name__)
-
-
-@functools.cache
-def _warn_of_lost_gradient() -> None:
-    logger.warning(
-        "set_weight(0) with sync_batchnorm=True: this replica's examples are in the statistics of BatchNorm, but no "
-        "gradient comes back through them, so the weights will not be those of one process. Divide a loss of "
-        "reduction='sum' by max(n, 1), and call set_weight(max(n, 1e-9))"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +243,12 @@ class _Normalise(torch.autograd.Function):
                 of_x = of_x.to(x.dtype)
             else:
                 if x.numel() and total.any():
-                    _warn_of_lost_gradient()
+                    warn_once(
+                        logger,
+                        "set_weight(0) with sync_batchnorm=True: this replica's examples are in the statistics of "
+                        "BatchNorm, but no gradient comes back through them, so the weights will not be those of one "
+                        "process. Divide a loss of reduction='sum' by max(n, 1), and call set_weight(max(n, 1e-9))",
+                    )
                 of_x = torch.zeros_like(x)
         return (
             of_x,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -10,19 +9,11 @@ from typing import Any
 
 import torch
 
+from stratagem.arguments import warn_once
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.gradient_weight import Weight
 
 logger = logging.getLogger(__name__)
-
-
-@functools.cache
-def _warn_of_change() -> None:
-    logger.warning(
-        "a gradient was changed after backward() inside no_sync(), where it is this replica's part: a mask or a factor "
-        "has the same effect there, but clipping the parts does not clip the whole. Clip after a backward() outside of "
-        "no_sync(), or accumulate without no_sync(), where each backward() leaves the gradient of all replicas"
-    )
 
 
 class ParameterGradient:
@@ -271,7 +262,13 @@ class SparseSlot(OwnSlot):
 def _is_zeroed(values: torch.Tensor) -> bool:
     """Of a pending gradient that the script has changed; a warning of any other change than zeroing."""
     if is_other := bool(values.any()):
-        _warn_of_change()
+        warn_once(
+            logger,
+            "a gradient was changed after backward() inside no_sync(), where it is this replica's part: a mask or a "
+            "factor has the same effect there, but clipping the parts does not clip the whole. Clip after a backward() "
+            "outside of no_sync(), or accumulate without no_sync(), where each backward() leaves the gradient of all "
+            "replicas",
+        )
     return not is_other
 
 

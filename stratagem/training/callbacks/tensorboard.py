@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import weakref
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, warn_once
 from stratagem.errors import ConfigurationError
 from stratagem.measuring import measures
 from stratagem.training.callbacks.base import Callback, LogsArgument
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
+
+_MISSING = "TensorBoard is not installed: pip install 'stratagem[tensorboard]'"
 
 
 @checked
@@ -44,7 +45,7 @@ class TensorBoard(Callback):
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError:
-            raise ConfigurationError("TensorBoard is not installed: pip install 'stratagem[tensorboard]'") from None
+            raise ConfigurationError(_MISSING) from None
         self._folder = Path(log_dir)
         self._every = {"epoch": 0, "batch": 1}.get(update_freq, 0) if isinstance(update_freq, str) else update_freq
         self._writers: dict[str, SummaryWriter] = {}
@@ -105,11 +106,6 @@ class TensorBoard(Callback):
     on_train_end = on_train_interrupted = _close
 
 
-@functools.cache
-def _say_it_is_missing() -> None:
-    logger.warning("TensorBoard is not installed: no summaries. pip install 'stratagem[tensorboard]'")
-
-
 class Summaries:
     """Writes one file in a folder, which the first scalar makes, until it is closed or collected. Without TensorBoard
     says so once, writes nothing."""
@@ -123,7 +119,7 @@ class Summaries:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                _say_it_is_missing()
+                warn_once(logger, f"no summaries: {_MISSING}")
                 return
             self._writer = SummaryWriter(self._folder)
             self._end = weakref.finalize(self, self._writer.close)

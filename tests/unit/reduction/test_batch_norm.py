@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from stratagem.arguments import warn_once
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction import batch_norm
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
@@ -146,7 +146,7 @@ def test_training_with_a_reducer(shares: list[int], weighting: str) -> None:
 
 @pytest.mark.parametrize("least", [0.0, 1e-9])
 def test_a_rank_with_examples_and_no_weight_is_warned(least: float, caplog: pytest.LogCaptureFixture) -> None:
-    batch_norm._warn_of_lost_gradient.cache_clear()
+    warn_once.cache_clear()
     x = torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def train(model: nn.Module, x: torch.Tensor, share: float) -> list[torch.Tensor | None]:

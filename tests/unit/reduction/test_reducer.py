@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from stratagem.arguments import warn_once
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction import backward as backward_module
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Arena, Tag
@@ -274,7 +274,7 @@ def test_create_graph_gives_plain_gradients(caplog: pytest.LogCaptureFixture) ->
                 mean_loss(model, *share_of(batch(0), EQUAL, communicator.rank)).backward(create_graph=True)
             assert all(p.grad is not None and not p.grad.requires_grad for p in model.parameters())
 
-    backward_module._warn_of_graph.cache_clear()
+    warn_once.cache_clear()
     run_ranks(2, work)
     # Two threads that are ranks may both be the first; a second backward of one is not.
     assert caplog.text.count("a penalty that is computed from .grad trains nothing") in (1, 2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.arguments import warn_once
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.gradient_slot import _warn_of_change
 
 
 @pytest.mark.parametrize("change", ["write", "replace"])
@@ -92,7 +92,7 @@ def test_those_of_no_sync_that_are_clipped_in_the_step_are_warned_of(
     caplog: pytest.LogCaptureFixture, set_to_zero: bool
 ) -> None:
     """A ring trained with the sum of clipped parts, without a word."""
-    _warn_of_change.cache_clear()
+    warn_once.cache_clear()
     strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
     own = torch.nn.Linear(4, 1)
     model, optimizer = strategy.prepare(own, torch.optim.SGD(own.parameters(), 0.1))

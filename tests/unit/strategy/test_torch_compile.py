@@ -68,7 +68,7 @@ def test_nonsense_is_refused() -> None:
 
 def test_a_step_of_several_replicas_that_is_compiled_runs_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     """It ended in an error of the compiler's; on a ring with batches of two sizes too."""
-    arguments._warn_of_compiled.cache_clear()
+    arguments.warn_once.cache_clear()
     strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
     model = nn.Linear(4, 1)
     prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
