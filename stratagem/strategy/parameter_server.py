@@ -394,5 +394,7 @@ class ParameterServerStrategy(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        with self._groups.paused():
+        with contextlib.ExitStack() as stack:
+            for push in self._groups.pushes:
+                stack.enter_context(push.staging.paused())
             yield

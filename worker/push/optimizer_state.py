@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from stratagem.checkpoint.server_state import SavedRows, add_first_sums
-from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
+from stratagem.errors import ConfigurationError
 from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.push.host_tensors import WeightTargets
+from stratagem.worker.push.ps_client import insist
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.push.variables import RemoteVariables, send_values
 from stratagem.worker.push.wire import assign_values, pull_weights, scalars_of
@@ -71,18 +72,10 @@ class OptimizerState:
         self._layout = variables.layout
         self._elsewhere = _Elsewhere()
         self._num_parameters = self._count()
-        self._optimizer.register_state_dict_pre_hook(lambda _: self._insist(self._fetch))
+        self._optimizer.register_state_dict_pre_hook(lambda _: insist(self._fetch, self._reconnect))
         self._optimizer.register_state_dict_post_hook(lambda _, state: self._finish(state))
         self._optimizer.register_load_state_dict_post_hook(lambda _: self._load())
         self._optimizer.register_step_pre_hook(lambda *_: self._check())
-
-    def _insist(self, call: Callable[[], None]) -> None:
-        """Again with ps that went away and came back."""
-        while True:
-            try:
-                return call()
-            except (PeerUnavailableError, StaleStoreError):
-                self._reconnect()
 
     def _fetch(self) -> None:
         """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
@@ -129,13 +122,13 @@ class OptimizerState:
         """What the optimizer had before it was prepared goes to the ps with the weights that this process gave them, if
         it did, and is forgotten here. What its constructor made (of Adagrad, say) a ps makes itself."""
         if is_given and any(_num_steps(self._optimizer.state.get(parameter, {})) for parameter in self._parameters):
-            self._insist(self._assign)
+            insist(self._assign, self._reconnect)
         self._empty()
 
     def _load(self) -> None:
         """Sends a loaded state to the ps, and forgets it here."""
         if self._may_assign():
-            self._insist(self._assign)
+            insist(self._assign, self._reconnect)
         self._empty()
 
     def _assign(self) -> None:

@@ -9,14 +9,14 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.rpc import status_pb2
 
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member
-from stratagem.errors import ConfigurationError, FrameError, PeerUnavailableError
+from stratagem.errors import ConfigurationError, FrameError, PeerUnavailableError, StaleStoreError
 from stratagem.rpc import channels
 from stratagem.rpc.codec import Frame, message_of
 from stratagem.rpc.errors import error_from_rpc, error_from_status
@@ -42,6 +42,7 @@ _ON_LANE: dict[str, tuple[int, Any]] = {
 }
 """What goes over the lane, in the order of its frames: kind of its frame, and the reply."""
 Write = Callable[[Frame], None]
+T = TypeVar("T")
 
 
 class Rerouted(Exception):
@@ -282,3 +283,12 @@ class PsClient:
 
     def _info(self) -> Member | None:
         return self.session.membership.member(self.task)
+
+
+def insist(call: Callable[[], T], reconnect: Callable[[], None]) -> T:
+    """What ``call`` returns, called again where a ps was lost meanwhile, which ``reconnect`` waits for."""
+    while True:
+        try:
+            return call()
+        except (PeerUnavailableError, StaleStoreError):
+            reconnect()

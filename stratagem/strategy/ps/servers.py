@@ -27,6 +27,7 @@ from stratagem.strategy.ps.units import UnitListener
 from stratagem.strategy.ps.variables import RETRY_S, VariableGroups
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.leases import LeaseClient
+from stratagem.worker.push.ps_client import insist
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.step_meter import StepMeter
 
@@ -228,11 +229,7 @@ class Servers:
     def has_begun(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the ps have a state of a prepared optimizer: that of updates, or one that they were given."""
         (push,) = (push for push in self._groups.pushes if push.optimizer is optimizer)
-        while True:
-            try:
-                return push.has_begun()
-            except (PeerUnavailableError, StaleStoreError):
-                self._groups.reconnect()
+        return insist(push.has_begun, self._groups.reconnect)
 
     @property
     def table_names(self) -> frozenset[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,7 +20,7 @@ from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.layout import Layout, RowPlacement, VariableSpec
 from stratagem.worker.push.optimizer_state import OptimizerState, TableState
-from stratagem.worker.push.ps_client import PsClient, Rerouted
+from stratagem.worker.push.ps_client import PsClient, Rerouted, insist
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.push.remote_tables import Placed, RemoteTables, attach, create_or_attach, every_table
 from stratagem.worker.push.row_reads import RowReads, TableLink
@@ -187,11 +186,7 @@ class VariableGroups:
     def refresh(self, attach: Callable[[], None] | None = None) -> None:
         """As :meth:`pull`, of ps that come back as well; ``attach`` sees to these, else :meth:`reconnect`, and the next
         commit finds what one of them undid."""
-        while True:
-            try:
-                return self.pull()
-            except (StaleStoreError, PeerUnavailableError):
-                (attach or self.reconnect)()
+        insist(self.pull, attach or self.reconnect)
 
     def forget(self) -> None:
         """The next pull takes everything that an optimizer changes, whatever a script makes of the copies here."""
@@ -227,14 +222,6 @@ class VariableGroups:
             self.refresh()
         for push in self.pushes:
             push.reattached()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, backward sends nothing."""
-        with contextlib.ExitStack() as stack:
-            for push in self.pushes:
-                stack.enter_context(push.staging.paused())
-            yield
 
     def _connect(self, client: PsClient) -> None:
         self.reads.clear()
