@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from safetensors.torch import load, save
 
+from stratagem.cluster.units import MAX_STATE_BYTES
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 
 States = dict[str, torch.Tensor | list[torch.Tensor]]
@@ -35,6 +37,17 @@ def to_bytes(states: States) -> bytes:
         else:
             tensors[name] = _own(value)
     return save(tensors, {"lengths": json.dumps(lengths)})
+
+
+def bytes_of_unit(states: States, who_keeps: str) -> bytes:
+    """:func:`to_bytes` of what was counted on a unit, as "the metrics keep" it. ConfigurationError: it is too much."""
+    data = to_bytes(states)
+    if len(data) > MAX_STATE_BYTES:
+        raise ConfigurationError(
+            f"{who_keeps} {len(data)} bytes of one batch, but at most {MAX_STATE_BYTES} can be sent to the chief: use "
+            "smaller batches, or metrics that keep sums instead of every output (thresholds= of torchmetrics)"
+        )
+    return data
 
 
 def from_bytes(data: bytes) -> States:

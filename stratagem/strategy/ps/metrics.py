@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torchmetrics
 
-from stratagem.cluster.units import MAX_STATE_BYTES, Topic
+from stratagem.cluster.units import Topic
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.metric_states import from_bytes, to_bytes
+from stratagem.strategy.metric_states import bytes_of_unit, from_bytes
 from stratagem.strategy.prepared_metric import PreparedMetric, check_counts_all, num_updates, states_of
 from stratagem.worker.chief_client import ChiefClient
 
@@ -80,13 +80,7 @@ class CountedMetric(PreparedMetric):
         self._in_unit = False
         if not num_updates(self._copies[0]):
             return None
-        data = to_bytes(states_of(self._copies[0]))
-        if len(data) > MAX_STATE_BYTES:
-            raise ConfigurationError(
-                f"{self.name} keeps {len(data)} bytes of one batch, but at most {MAX_STATE_BYTES} can be sent to the "
-                "chief: use smaller batches, or a metric that keeps sums instead of every output (thresholds= of "
-                "torchmetrics)"
-            )
+        data = bytes_of_unit(states_of(self._copies[0]), f"{self.name} keeps")
         return Topic(self._group, self._ordinal), data
 
     def flush(self) -> None:

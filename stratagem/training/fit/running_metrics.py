@@ -11,11 +11,10 @@ from typing import Any, cast
 
 import torch
 
-from stratagem.cluster.units import MAX_STATE_BYTES
 from stratagem.data.nested import CopiedAsDict
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.metric_states import States, from_bytes, states_of_all, to_bytes
+from stratagem.strategy.metric_states import States, bytes_of_unit, from_bytes, states_of_all
 from stratagem.training.metrics import Metric
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.ring.healing import LostMembers
@@ -153,14 +152,7 @@ class UnitCounts:
     def collect(self) -> bytes:
         """What was counted since the unit began. ConfigurationError: it is too large to travel."""
         (states,) = self.running.states()  # a worker of parameter servers has one replica
-        data = to_bytes(states)
-        if len(data) > MAX_STATE_BYTES:
-            raise ConfigurationError(
-                f"the metrics keep {len(data)} bytes of one batch, but at most {MAX_STATE_BYTES} can be sent to the "
-                "chief: use smaller batches, or metrics that keep sums instead of every output (thresholds= of "
-                "torchmetrics)"
-            )
-        return data
+        return bytes_of_unit(states, "the metrics keep")
 
     def result(self, group: str, ordinal: int) -> dict[str, float] | None:
         """Loss and metrics over all units of a topic, the same on every worker; None if there are none."""
