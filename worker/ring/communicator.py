@@ -133,9 +133,8 @@ class Communicator:
             CollectiveError: a rank is gone, stands still, or is somewhere else; see :class:`Position`.
         """
         op = ReduceOp(op)
-        if op is ReduceOp.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigurationError(f"the mean of {tensor.dtype} is not of that dtype: reduce with SUM and divide")
-        if op is ReduceOp.MEAN and tensor.itemsize < 4:  # a sum of halves may be Inf where their mean is none
+        is_short = tensor.is_floating_point() and tensor.itemsize < 4
+        if op is ReduceOp.MEAN and is_short:  # a sum of halves may be Inf where their mean is none
             wide = self.all_reduce(tensor.float(), op)
             return wide.to(tensor.dtype) if out is None else out.copy_(wide)
         check_reducible(tensor.dtype, op)

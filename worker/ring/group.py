@@ -32,6 +32,8 @@ REDUCE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
 
 def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
     """Called before any rank waits for another one. Raises ConfigurationError: there is no such reduction."""
+    if op is ReduceOp.MEAN and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigurationError(f"the mean of {dtype} is not of that dtype: reduce with SUM and divide")
     if op not in (ReduceOp.SUM, ReduceOp.MEAN) if dtype.is_complex else not can_travel(dtype):
         way_out = "its parts, torch.view_as_real" if dtype.is_complex else "int64 or float32, with .to()"
         raise ConfigurationError(f"{op.name} of {dtype} over replicas is not supported: reduce {way_out}")

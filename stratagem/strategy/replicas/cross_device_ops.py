@@ -309,8 +309,6 @@ def _check(op: ReduceOp, tensors: Sequence[torch.Tensor]) -> None:
             )
         if tensor.layout not in (torch.strided, torch.sparse_coo):
             raise ConfigurationError(f"expected dense or sparse_coo tensors, got {tensor.layout} of replica {replica}")
-    if op is ReduceOp.MEAN and not is_inexact(tensors[0]):
-        raise ConfigurationError(f"the mean of {tensors[0].dtype} is not of that dtype: reduce with SUM and divide")
     check_reducible(tensors[0].dtype, op)
 
 

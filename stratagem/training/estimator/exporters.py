@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from stratagem.arguments import checked, whole_numbers
+from stratagem.checkpoint.durable import replace_text
 from stratagem.training.export.inputs import as_arguments
 
 if TYPE_CHECKING:
@@ -144,6 +145,4 @@ class BestExporter(LatestExporter):
         return not file.exists() or self._is_better(json.loads(file.read_text()), eval_result)
 
     def _exported(self, export_path: Path, eval_result: Results) -> None:
-        draft = export_path / ".best.json"
-        draft.write_text(json.dumps(dict(eval_result)))
-        draft.replace(export_path / "best.json")
+        replace_text(export_path / "best.json", json.dumps(dict(eval_result)))
