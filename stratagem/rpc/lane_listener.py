@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from stratagem.cluster.identity import server_name
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError
@@ -31,6 +31,7 @@ from stratagem.rpc.tls_files import Stamp, identity_of
 logger = logging.getLogger(__name__)
 
 Kind = Literal["tcp", "shm"]
+C = TypeVar("C")
 TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 5.0
 """Seconds a peer may take for the TLS handshake and its token, both together."""
@@ -53,6 +54,89 @@ class LaneTicket:
     """Name in the abstract namespace, without its leading zero byte."""
 
 
+class ExpectedLanes(Generic[C]):
+    """Lanes that peers may open here: each by a token, once; it then waits until somebody takes its connection.
+    ``close``: what is done with one that nobody takes; ``max_lanes_per_peer``: how many lanes of one task may be
+    expected, or have come and wait, at once."""
+
+    def __init__(self, close: Callable[[C], object], max_lanes_per_peer: int) -> None:
+        self.changed = threading.Condition()
+        self.closed = threading.Event()
+        self.tokens: dict[bytes, tuple[Hashable, str]] = {}
+        """Of each: who may come in by it, and the task."""
+        self.arrived: dict[Hashable, tuple[str, C]] = {}
+        """Task and connection of those who have come in."""
+        self._close = close
+        self._max_lanes_per_peer = max_lanes_per_peer
+
+    def check_open(self) -> None:
+        """PeerUnavailableError: nobody is let in any more."""
+        if self.closed.is_set():
+            raise PeerUnavailableError("this task opens no further lanes")
+
+    def expect(self, who: Hashable, task: str) -> bytes:
+        """The token that lets ``who``, of ``task``, in once; one from before no longer does. LimitError: too many are
+        expected; names the limit."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with self.changed:
+            self.check_open()
+            self.forget(lambda other: other == who)
+            num_lanes = sum(owner == task for owner, _ in self.arrived.values())
+            num_lanes += sum(owner == task for _, owner in self.tokens.values())
+            if num_lanes >= self._max_lanes_per_peer:
+                raise LimitError(f"{task} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer")
+            if len(self.tokens) >= _MAX_TOKENS:
+                raise LimitError(f"{len(self.tokens)} lanes are expected here, and no more can be added")
+            self.tokens[token] = who, task
+        return token
+
+    def identify(self, shown: bytes) -> tuple[Hashable, str] | None:
+        """Who shows a token, and the task; None: nobody who is expected."""
+        with self.changed:
+            known = next((token for token in self.tokens if hmac.compare_digest(token, shown)), None)
+            return None if known is None else self.tokens.pop(known)
+
+    def arrive(self, who: Hashable, task: str, connection: C) -> None:
+        """Somebody has come in."""
+        with self.changed:
+            if self.closed.is_set():
+                self._close(connection)
+            else:
+                self.arrived[who] = task, connection
+            self.changed.notify_all()
+
+    def leave(self, connection: C) -> None:
+        """Somebody has gone; who has taken the connection keeps it."""
+        with self.changed:
+            self.arrived = {who: pair for who, pair in self.arrived.items() if pair[1] is not connection}
+
+    def wait(self, who: Hashable, deadline: float) -> C:
+        """The connection of ``who``, once it has come in; the caller owns it. PeerUnavailableError: not before
+        ``deadline`` (``time.monotonic()`` seconds), or nobody is let in any more."""
+        with self.changed:
+            left_s = max(0.0, deadline - time.monotonic())
+            self.changed.wait_for(lambda: who in self.arrived or self.closed.is_set(), left_s)
+            if who not in self.arrived:
+                task = next((task for other, task in self.tokens.values() if other == who), "the peer")
+                raise PeerUnavailableError(f"{task} did not connect in time")
+            return self.arrived.pop(who)[1]
+
+    def forget(self, is_meant: Callable[[Any], bool]) -> None:
+        """Does not let those in any more of whom ``is_meant(who)`` holds."""
+        with self.changed:
+            self.tokens = {token: (who, task) for token, (who, task) in self.tokens.items() if not is_meant(who)}
+            left = [self.arrived.pop(who)[1] for who in filter(is_meant, [*self.arrived])]
+        for connection in left:
+            self._close(connection)
+
+    def close(self) -> None:
+        """Lets nobody in any more; connections that nobody has taken are closed."""
+        with self.changed:
+            self.closed.set()
+            self.changed.notify_all()
+        self.forget(lambda who: True)
+
+
 class LaneListener:
     """Listens for one server, on TCP and on an abstract Unix socket, from the first request on. With certificates in
     ``security``, TCP is encrypted. Unix sockets never are: the kernel identifies the peer. ``max_lanes_per_peer``: how
@@ -61,69 +145,33 @@ class LaneListener:
     def __init__(self, host: str, security: Security = OPEN, max_lanes_per_peer: int = MAX_LANES_PER_PEER) -> None:
         self._host = host
         self._security = security
-        self._max_lanes_per_peer = max_lanes_per_peer
-        self._changed = threading.Condition()
-        self._tokens: dict[bytes, tuple[Hashable, str]] = {}
-        """Of each: who may come in by it, and the task."""
-        self._arrived: dict[Hashable, tuple[str, socket.socket]] = {}
-        """Task and socket of those who have come in."""
+        self._expected = ExpectedLanes[socket.socket](socket.socket.close, max_lanes_per_peer)
+        self._changed, self._closed = self._expected.changed, self._expected.closed
+        self.wait, self.forget = self._expected.wait, self._expected.forget
         self._pending_peers: dict[threading.Thread, socket.socket] = {}
         """Those being looked at, the oldest first."""
         self._context: tuple[Stamp, ssl.SSLContext | None] = (), None
         self._listeners: dict[Kind, socket.socket] = {}
         self._threads: list[threading.Thread] = []
-        self._closed = threading.Event()
 
     def expect(self, who: Hashable, kind: Kind, task: str = "") -> LaneTicket:
-        """Lets ``who`` in once. ``who``: identity of the peer and its purpose; :meth:`wait` is asked for the same.
-        ``kind``: of the lane: "shm" comes in by a Unix socket. ``task``: task id of the peer; over TLS its certificate
-        has to say so too. PeerUnavailableError: the listener is closed, or cannot be opened at its host. LimitError:
-        too many are expected; names the limit."""
-        token = secrets.token_bytes(TOKEN_BYTES)
+        """Lets ``who`` in once. ``who``: identity of the peer and its purpose; :meth:`ExpectedLanes.wait` is asked for
+        the same. ``kind``: of the lane: "shm" comes in by a Unix socket. ``task``: task id of the peer; over TLS its
+        certificate has to say so too. PeerUnavailableError: the listener is closed, or cannot be opened at its host.
+        LimitError: too many are expected; names the limit."""
         with self._changed:
-            if self._closed.is_set():
-                raise PeerUnavailableError("this task opens no further lanes")
-            self._withdraw(lambda other: other == who)
-            self._check_room(task)
+            self._expected.check_open()
             listener = self._listeners.get(kind) or self._listen(kind)
-            self._tokens[token] = who, task
+            token = self._expected.expect(who, task)
         if kind == "shm":
             return LaneTicket(token, socket_name=listener.getsockname()[1:].decode())
         return LaneTicket(token, port=listener.getsockname()[1])
 
-    def wait(self, who: Hashable, deadline: float) -> socket.socket:
-        """The socket of ``who``, once it has come in; the caller owns it. PeerUnavailableError: not before ``deadline``
-        (``time.monotonic()`` seconds), or the listener closed."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: who in self._arrived or self._closed.is_set(), max(0.0, deadline - time.monotonic())
-            )
-            if who not in self._arrived:
-                task = next((task for other, task in self._tokens.values() if other == who), "the peer")
-                raise PeerUnavailableError(f"{task} did not connect in time")
-            return self._arrived.pop(who)[1]
-
-    def forget(self, is_meant: Callable[[Any], bool]) -> None:
-        """Does not let those in any more of whom ``is_meant(who)`` holds."""
-        with self._changed:
-            self._withdraw(is_meant)
-
-    def _withdraw(self, is_meant: Callable[[Any], bool]) -> None:
-        self._tokens = {token: (who, task) for token, (who, task) in self._tokens.items() if not is_meant(who)}
-        for who in filter(is_meant, [*self._arrived]):
-            self._arrived.pop(who)[1].close()
-
     def close(self) -> None:
         """Stops listening; sockets that nobody has taken are closed."""
+        self._expected.close()
         with self._changed:
-            self._closed.set()
-            self._tokens.clear()
-            left = [sock for _, sock in self._arrived.values()]
-            self._arrived.clear()
             peers = {**self._pending_peers}
-            self._changed.notify_all()
-        for sock in left:
-            sock.close()
         for peer in peers.values():
             _send_away(peer)
         for listener in self._listeners.values():
@@ -132,14 +180,6 @@ class LaneListener:
             listener.close()
         for thread in [*self._threads, *peers]:
             thread.join(TOKEN_TIMEOUT_S)
-
-    def _check_room(self, task: str) -> None:
-        num_lanes = sum(owner == task for _, owner in self._tokens.values())
-        num_lanes += sum(owner == task for owner, _ in self._arrived.values())
-        if num_lanes >= self._max_lanes_per_peer:
-            raise LimitError(f"{task} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer")
-        if len(self._tokens) >= _MAX_TOKENS:
-            raise LimitError(f"{len(self._tokens)} lanes are expected here, and no more can be added")
 
     def _listen(self, kind: Kind) -> socket.socket:
         try:
@@ -201,7 +241,9 @@ class LaneListener:
                     with self._changed:  # wrapping has moved it: who sends it away must find it
                         self._pending_peers[threading.current_thread()] = peer
                     peer.do_handshake()
-            who, task = self._identify(_read_exactly(peer, TOKEN_BYTES, deadline))
+            if (known := self._expected.identify(_read_exactly(peer, TOKEN_BYTES, deadline))) is None:
+                raise PermissionError("unknown token")
+            who, task = known
             if isinstance(peer, ssl.SSLSocket) and identity_of(peer.getpeercert()) != task:
                 raise PermissionError("another task's certificate")
             with self._changed:  # from now on nobody sends it away: it is in before this thread has ended
@@ -211,12 +253,7 @@ class LaneListener:
         except (OSError, ConfigurationError):  # TLS errors, timeouts, wrong tokens; certificates that cannot be read
             peer.close()
             return
-        with self._changed:
-            if self._closed.is_set():
-                peer.close()
-            else:
-                self._arrived[who] = (task, peer)
-            self._changed.notify_all()
+        self._expected.arrive(who, task, peer)
 
     def _server_context(self) -> ssl.SSLContext | None:
         """For TLS; None: in the clear. Made anew when the files have changed."""
@@ -224,13 +261,6 @@ class LaneListener:
         if not stamp or stamp != self._context[0]:
             self._context = stamp, self._security.server_context()
         return self._context[1]
-
-    def _identify(self, shown: bytes) -> tuple[Hashable, str]:
-        with self._changed:
-            for token in self._tokens:
-                if hmac.compare_digest(token, shown):
-                    return self._tokens.pop(token)
-        raise PermissionError("unknown token")
 
 
 def connect_lane(

@@ -142,7 +142,7 @@ class Opener:
         not come in time."""
         peer_key = self._peer_key(rank, purpose)
         if lane == "grpc":
-            return self._arrived(self._ring_service.wait_grpc, peer_key)
+            return self._arrived(self._ring_service.grpc_lanes.wait, peer_key)
         sock = self._arrived(self._ring_service.listener.wait, peer_key)
         if sock.family == socket.AF_UNIX:
             return ShmReceiver(sock, peer_key[0], self._meter)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.task import Incarnation
-from stratagem.errors import ConfigurationError, FencedError, LimitError, PeerUnavailableError
+from stratagem.errors import ConfigurationError, FencedError, PeerUnavailableError
 from stratagem.rpc.grpc_lane import ServedGrpcLane
 from stratagem.rpc.inbox import INBOX_BYTES
-from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
+from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, ExpectedLanes, LaneListener, LaneTicket
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN, Security
 from stratagem.worker.ring.communicator import Communicator
@@ -92,7 +89,7 @@ class RingService:
     ) -> None:
         self.listener = LaneListener(host, security, max_lanes_per_peer)
         self.max_inbox_bytes = max_inbox_bytes
-        self._max_lanes_per_peer = max_lanes_per_peer
+        self.grpc_lanes = ExpectedLanes[ServedGrpcLane](_let_go, max_lanes_per_peer)
         self.communicator: Communicator | None = None
         self.diagnosis: FailureDiagnosis | None = None
         self.elsewhere: Callable[[], str] = str
@@ -105,9 +102,6 @@ class RingService:
         self._membership = membership
         self._meter = meter
         self._room: MeetingRoom[RankInfo] = MeetingRoom()
-        self._changed = threading.Condition()
-        self._tokens: dict[bytes, PeerKey] = {}
-        self._lanes: dict[PeerKey, ServedGrpcLane] = {}
         self.is_closed = False
 
     def meet(
@@ -134,47 +128,20 @@ class RingService:
         self._check(caller)
         peer_key = (caller.task, caller.number, generation, purpose)
         if kind == "grpc":
-            with self._changed:
-                for token, other in self._tokens.items():  # asked for once more: the reply was lost
-                    if other == peer_key:
-                        return LaneTicket(token)
-                token = secrets.token_bytes(32)
-                num_lanes = sum(other[0] == peer_key[0] for other in self._tokens.values())
-                if num_lanes >= self._max_lanes_per_peer:
-                    raise LimitError(
-                        f"{peer_key[0]} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer"
-                    )
-                self._tokens[token] = peer_key
-            return LaneTicket(token)
+            return LaneTicket(self.grpc_lanes.expect(peer_key, caller.task))
         return self.listener.expect(peer_key, kind, caller.task)
 
     def exchange(self, token: bytes, messages: Iterator[bytes], cancel: Callable[[], object]) -> None:
         """Serves a grpc lane until it ends, or ``cancel`` ends its stream. Raises FencedError: the token is unknown."""
-        with self._changed:
-            known = next((other for other in self._tokens if hmac.compare_digest(other, token)), None)
-            if known is None or self.is_closed:
-                raise FencedError("a lane needs a token from OpenLane, and each works once")
-            peer_key = self._tokens.pop(known)
-            lane = ServedGrpcLane(peer_key[0], self._meter)
-            self._lanes[peer_key] = lane
-            self._changed.notify_all()
+        if (known := self.grpc_lanes.identify(token)) is None:
+            raise FencedError("a lane needs a token from OpenLane, and each works once")
+        peer_key, task = known
+        lane = ServedGrpcLane(task, self._meter)
+        self.grpc_lanes.arrive(peer_key, task, lane)
         try:
             lane.serve(messages, cancel)
-        finally:
-            with self._changed:  # nobody took it: it would keep its call
-                if self._lanes.get(peer_key) is lane:
-                    del self._lanes[peer_key]
-
-    def wait_grpc(self, peer_key: PeerKey, deadline: float) -> ServedGrpcLane:
-        """The lane of a peer, once its stream is there. Raises PeerUnavailableError: not before ``deadline``
-        (``time.monotonic()`` seconds)."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: peer_key in self._lanes or self.is_closed, max(0.0, deadline - time.monotonic())
-            )
-            if peer_key not in self._lanes:
-                raise PeerUnavailableError(f"{peer_key[0]} opened no lane in time")
-            return self._lanes.pop(peer_key)
+        finally:  # nobody took it: it would keep its call
+            self.grpc_lanes.leave(lane)
 
     def forget(self, generation: int, purpose: str) -> None:
         """All ranks have tried to open the lanes of this purpose: those that nobody has taken are let go."""
@@ -183,11 +150,7 @@ class RingService:
             return peer_key[2] == generation and peer_key[3].partition("/")[0].endswith(purpose)
 
         self.listener.forget(is_meant)
-        with self._changed:
-            self._tokens = {token: peer_key for token, peer_key in self._tokens.items() if not is_meant(peer_key)}
-            lanes = [self._lanes.pop(peer_key) for peer_key in filter(is_meant, [*self._lanes])]
-        for lane in lanes:
-            lane.close("the ring did not form")
+        self.grpc_lanes.forget(is_meant)
 
     def abort(self, caller: Incarnation, meeting: tuple[int, int], reason: str, is_out_of_step: bool) -> None:
         """A rank found out that the collectives of a group are broken. ``meeting``: generation and number of that in
@@ -236,12 +199,7 @@ class RingService:
         self.is_closed = True
         self._room.close()
         self.listener.close()
-        with self._changed:
-            lanes = [*self._lanes.values()]
-            self._changed.notify_all()
-        for lane in lanes:
-            with contextlib.suppress(Exception):
-                lane.close("this worker has ended")
+        self.grpc_lanes.close()
 
     def _check(self, caller: Incarnation) -> None:
         # What the chief said last; it may tell the caller of a change before it tells this worker.
@@ -255,3 +213,8 @@ class RingService:
             )
         if known is None or not known.live or caller.number > known.incarnation:
             raise PeerUnavailableError(f"{caller} is not known here yet; ask again")
+
+
+def _let_go(lane: ServedGrpcLane) -> None:
+    with contextlib.suppress(Exception):
+        lane.close("the ring did not form, or this worker has ended")

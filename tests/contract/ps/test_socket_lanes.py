@@ -41,7 +41,7 @@ def test_tickets_of_those_who_do_not_come_are_forgotten(lanes: SocketLanes, monk
         lanes.open(Sender("worker:0", incarnation), "tcp", "up")
         with contextlib.suppress(PeerUnavailableError):  # it was fast, or too late
             lanes.open(Sender("worker:0", incarnation), "tcp", "down")
-        until(lambda: not lanes._listener._tokens)
+        until(lambda: not lanes._listener._expected.tokens)
         until(lambda: not any(thread.is_alive() for thread in lanes._threads))
     assert not lanes._expected
 

@@ -199,7 +199,7 @@ def test_over_tls_a_door_of_another_task_or_authority_and_one_in_the_clear_get_n
             ticket = listener.expect("up", "tcp", "worker:0")
             with pytest.raises(PeerUnavailableError):
                 connect_lane(ticket, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:0"))
-            assert listener._tokens, "the token was shown"
+            assert listener._expected.tokens, "the token was shown"
         finally:
             listener.close()
 
@@ -275,7 +275,7 @@ def test_one_task_has_so_many_lanes_and_others_have_theirs() -> None:
         tickets = [listener.expect(("worker:1", index), "tcp", "worker:1") for index in range(2)]
         connect_lane(tickets[0], "127.0.0.1", soon()).close()
         # It comes in a moment after it was let in; nobody has taken it, and it still counts.
-        until(lambda: listener._arrived)
+        until(lambda: listener._expected.arrived)
         with pytest.raises(LimitError, match="worker:1 has 2 lanes that are not open yet, which is max_lanes_per_peer"):
             listener.expect(("worker:1", 2), "tcp", "worker:1")
         listener.expect(("worker:1", 1), "tcp", "worker:1")  # in the place of its own older one
