@@ -75,11 +75,12 @@ class ExpectedLanes(Generic[C]):
             raise PeerUnavailableError("this task opens no further lanes")
 
     def expect(self, who: Hashable, task: str) -> bytes:
-        """The token that lets ``who``, of ``task``, in once; one from before no longer does. LimitError: too many are
-        expected; names the limit."""
-        token = secrets.token_bytes(TOKEN_BYTES)
+        """The token that lets ``who``, of ``task``, in once: the same one if it asks again, as when the reply was lost.
+        LimitError: too many are expected; names the limit."""
         with self.changed:
             self.check_open()
+            if (known := next((token for token, (other, _) in self.tokens.items() if other == who), None)) is not None:
+                return known
             self.forget(lambda other: other == who)
             num_lanes = sum(owner == task for owner, _ in self.arrived.values())
             num_lanes += sum(owner == task for _, owner in self.tokens.values())
@@ -87,8 +88,9 @@ class ExpectedLanes(Generic[C]):
                 raise LimitError(f"{task} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer")
             if len(self.tokens) >= _MAX_TOKENS:
                 raise LimitError(f"{len(self.tokens)} lanes are expected here, and no more can be added")
+            token = secrets.token_bytes(TOKEN_BYTES)
             self.tokens[token] = who, task
-        return token
+            return token
 
     def identify(self, shown: bytes) -> tuple[Hashable, str] | None:
         """Who shows a token, and the task; None: nobody who is expected."""
