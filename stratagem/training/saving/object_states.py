@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -84,10 +85,34 @@ def take(
             if kind == OPTIMIZER and servers is not None:
                 kind, state = SERVED_OPTIMIZER, _served_optimizer(name, item, names)
             else:
+                if kind == OPTIMIZER and keep:
+                    _warn_of_accumulation(name, item)
                 state = _state(kind, item, names)
             if keep:
                 states[name] = encode(state, name, copy=copy).of_kind(kind)
     return states
+
+
+def _warn_of_accumulation(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Says so if the next backward adds to the gradients that are there now, which the checkpoint does not have. Where
+    several replicas reduce, the reducer has put them aside by then, and nothing is said."""
+    saved = next((each for each in parameters_of(optimizer) if each.requires_grad and each.grad is not None), None)
+    if saved is None or saved.grad is None:
+        return
+    parameter, gradient, version = weakref.ref(saved), weakref.ref(saved.grad), saved.grad._version
+
+    def look(_: torch.Tensor) -> None:
+        handle.remove()
+        now = None if (owner := parameter()) is None else owner.grad
+        if now is not None and now is gradient() and now._version == version:  # zero_grad() lets go of it, or writes
+            logger.warning(
+                "The last checkpoint was saved between two backward passes whose gradients %s adds up, and does not "
+                "have the gradients of the first: a job that resumes from it makes this update without them. Save "
+                "after the optimizer's step and zero_grad()",
+                name,
+            )
+
+    handle = saved.register_hook(look)
 
 
 def _state(kind: str, item: Any, names: Mapping[Place, str]) -> Any:

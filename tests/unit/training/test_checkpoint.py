@@ -51,6 +51,32 @@ def test_a_restored_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert (random.random(), np.random.rand()) == drawn
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_wait_for_more_are_said_to_be_in_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, to_none: bool
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    checkpoint = Checkpoint(model=model, optimizer=optimizer)
+
+    def backward(begins: bool) -> int:
+        if begins:
+            optimizer.zero_grad(set_to_none=to_none)
+        model(torch.ones(3, 2)).sum().backward()
+        return sum("between two backward passes" in record.message for record in caplog.records)
+
+    checkpoint.save(tmp_path / "first")
+    backward(begins=True)
+    optimizer.step()
+    checkpoint.save(tmp_path / "between")
+    backward(begins=True)  # of a loss that another optimizer trains, say: the next update begins anew
+    checkpoint.save(tmp_path / "between")
+    assert backward(begins=True) == 0
+    checkpoint.save(tmp_path / "amid")
+    assert backward(begins=False) == 1
+    assert backward(begins=False) == 1
+
+
 def test_the_model_file_is_a_plain_state_dict(tmp_path: Path) -> None:
     script = Script()
     path = Path(script.checkpoint.save(tmp_path / "step"))
