@@ -29,7 +29,7 @@ def _refused(name: str) -> Callable[[Any, Any], NoReturn]:
 
 
 class TensorOperators:
-    """Operators and torch's functions use :meth:`value`. ``==`` compares identity, so such objects can be keys."""
+    """Operators and torch's functions use :meth:`value`; ``==`` too, and such objects can be keys, as tensors can."""
 
     def value(self) -> torch.Tensor:
         """The tensor to compute with."""
@@ -59,6 +59,7 @@ class TensorOperators:
     __neg__, __abs__ = _of_value("__neg__"), _of_value("__abs__")
     __getitem__ = _of_value("__getitem__")
     __lt__, __le__, __gt__, __ge__ = _of_value("__lt__"), _of_value("__le__"), _of_value("__gt__"), _of_value("__ge__")
+    __eq__, __ne__, __hash__ = _of_value("__eq__"), _of_value("__ne__"), object.__hash__  # type: ignore[assignment]
     __add__, __radd__, __iadd__ = _of_value("__add__"), _of_value("__radd__"), _refused("+=")
     __sub__, __rsub__, __isub__ = _of_value("__sub__"), _of_value("__rsub__"), _refused("-=")
     __mul__, __rmul__, __imul__ = _of_value("__mul__"), _of_value("__rmul__"), _refused("*=")

@@ -140,6 +140,15 @@ def test_the_synchronization_that_is_the_default() -> None:
         assert sg.Variable(1.0, synchronization=given).synchronization is sg.VariableSynchronization.ON_WRITE
 
 
+def test_a_variable_is_compared_by_its_value() -> None:
+    step, weights = sg.Variable(0), sg.Variable([1.0, 2.0])
+    step.assign_add(3)
+    assert step == 3 and torch.tensor(3) == step and bool(step != 3) is False and step != 4 and step == sg.Variable(3)
+    assert (weights == torch.tensor([1.0, 3.0])).tolist() == [True, False]
+    assert {weights: "w", step: "s"}[step] == "s"
+    assert step != None  # noqa: E711
+
+
 @pytest.mark.parametrize(
     ("losses", "weight"),
     [((3,), (3, 1)), ((3, 1), (3,)), ((3, 3), (3,)), ((3, 2), (3,)), ((3, 2), (3, 1)), ((3,), (3,)), ((3,), ())],
