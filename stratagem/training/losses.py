@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import logging
 import math
@@ -24,6 +25,8 @@ KERAS_EPSILON = 1e-7
 """How near to 0 and 1 a probability counts as it is, in Keras's losses."""
 IGNORE_INDEX = -100
 """The class number of a target that losses over classes ignore, unless told otherwise."""
+_TARGETS = frozenset({"y_true", "true", "label", "labels", "target", "targets"})
+"""What the first parameter of a loss in Keras's order is called."""
 _NEAR = 1e-2
 """What rounding in 16 bits may add to a sum of probabilities."""
 
@@ -90,6 +93,7 @@ class Loss:
                 f"expected the name of a loss or a callable, got a {type(given).__name__}: for several outputs, give "
                 "loss=f, where f(outputs, targets) adds up their losses"
             )
+        check_order(given)
         if isinstance(given, type):
             raise ConfigurationError(f"expected a loss, got the class {given.__name__}: give {given.__name__}()")
         if getattr(given, "reduction", "mean") not in ("mean", "none"):
@@ -259,6 +263,19 @@ def _tensor(value: Any) -> torch.Tensor:
             f"expected a loss that returns a tensor, the mean or one value an example, got a {type(value).__name__}"
         )
     return value
+
+
+def check_order(function: Any) -> None:
+    """Raises ``ConfigurationError`` where a function that gets (outputs, targets) calls the first one its targets."""
+    try:
+        names = [*inspect.signature(getattr(function, "forward", function)).parameters]
+    except (TypeError, ValueError):  # nothing of Python's
+        return
+    if names and names[0] in _TARGETS:
+        raise ConfigurationError(
+            f"a loss or a metric is called with (outputs, targets), in torch's order, and this one takes "
+            f"({', '.join(names[:2])}), in Keras's: write the outputs first"
+        )
 
 
 def check_tensors(who: str, outputs: Any, targets: Any, instead: str) -> None:

@@ -14,7 +14,7 @@ import torchmetrics
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
 from stratagem.strategy.prepared_metric import check_counts_all, empty_copy, merged, num_updates, states_of
-from stratagem.training.losses import IGNORE_INDEX, check_tensors, formed
+from stratagem.training.losses import IGNORE_INDEX, check_order, check_tensors, formed
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,7 @@ def _made(
     elif isinstance(item, torchmetrics.Metric):
         yield key or _snake(type(item).__name__), OfTorchmetrics(item, device)
     elif callable(item) and not isinstance(item, type):
+        check_order(item)
         called = key or str(getattr(item, "__name__", _snake(type(item).__name__)))
         yield called, Mean(_of_examples(called, item))
     else:

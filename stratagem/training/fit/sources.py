@@ -28,6 +28,10 @@ from stratagem.worker.reduction.batch_norm import SyncBatchNorm
 logger = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZE = 32
+_TABLE = (
+    "expected arrays or tensors, got a list of lists of numbers, which may be examples or several inputs: "
+    "numpy.array(x) makes it examples"
+)
 WEIGHTS_ALONE = "sample_weight needs y: the weights are those of the targets' losses"
 
 Distributed = DistributedDataset | SplitDataset
@@ -39,10 +43,7 @@ class Arrays(Dataset[Any]):
 
     def __init__(self, parts: Sequence[Any]) -> None:
         if any(map(_is_table, parts)):
-            raise ConfigurationError(
-                "expected arrays or tensors, got a list of lists of numbers, which may be examples or several inputs: "
-                "numpy.array(x) makes it examples"
-            )
+            raise ConfigurationError(_TABLE)
         self.parts = tuple(map_leaves(part, _tensor) for part in parts)
         if any(not leaf.dim() for leaf in leaves(self.parts)):
             raise ConfigurationError(
@@ -110,6 +111,8 @@ def source_of(
                 f"{name}= goes with arrays; a {type(x).__name__} gives it in its batches: (inputs, targets) or "
                 "(inputs, targets, weights)"
             )
+    if isinstance(x, list | tuple) and any(isinstance(row, list | tuple) and row and _are_numbers(row) for row in x):
+        raise ConfigurationError(_TABLE)
     if is_dataset(x):
         shuffle = shuffle and not isinstance(x, IterableDataset)
         return DataLoader(x if isinstance(x, IterableDataset) else _some(x), num_in_batch, shuffle=shuffle)
@@ -224,6 +227,10 @@ def _is_table(part: Any) -> bool:
         isinstance(row, list | tuple) and row and not isinstance(row[0], torch.Tensor | np.ndarray | list | tuple)
         for row in part
     )
+
+
+def _are_numbers(row: Sequence[Any]) -> bool:
+    return all(isinstance(one, int | float) for one in row)
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -44,6 +44,11 @@ def first_half(outputs: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tens
     return torch.nn.functional.cross_entropy(outputs, targets[0])
 
 
+class InKerasOrder(torch.nn.Module):
+    def forward(self, target: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return (target - output).mean()
+
+
 def arrays() -> Iterator[tuple[np.ndarray, np.ndarray]]:
     yield X, Y
 
@@ -126,6 +131,12 @@ def test_forms_of_validation_data(data: Any) -> None:
         ),
         ({"compile_with": {"loss": lambda *_: None}}, "expected a loss that returns a tensor, .* got a NoneType"),
         (
+            {"compile_with": {"loss": lambda y_true, y_pred: ((y_true - y_pred) ** 2).mean()}},
+            r"with \(outputs, targets\), .* takes \(y_true, y_pred\), in Keras's: write the outputs first",
+        ),
+        ({"compile_with": {"metrics": [lambda labels, logits: labels]}}, r"takes \(labels, logits\), in Keras's"),
+        ({"compile_with": {"loss": InKerasOrder()}}, r"takes \(target, output\), in Keras's"),
+        (
             {"compile_with": {"loss": lambda *_: {}}, "sample_weight": np.ones(16)},
             "expected a loss that returns a tensor, .* got a dict",
         ),
@@ -140,6 +151,12 @@ def test_forms_of_validation_data(data: Any) -> None:
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         fit(**options)
+
+
+@pytest.mark.parametrize("asked", ["fit", "evaluate", "predict"])
+def test_rows_of_numbers_are_no_batches(asked: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"a list of lists of numbers.*numpy.array\(x\) makes it examples"):
+        getattr(compiled(), asked)(X.tolist(), verbose=0)
 
 
 def test_the_order_of_the_arguments_is_that_of_keras() -> None:
