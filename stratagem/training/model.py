@@ -349,7 +349,7 @@ class Model(ModelState):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    @known_arguments
+    @checked
     def summary(self, print_fn: Callable[[str], Any] = print) -> None:
         """Prints the layers and their numbers of parameters.
 

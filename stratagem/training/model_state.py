@@ -29,7 +29,12 @@ from stratagem.training.saving.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-_NEVER_CALLED = frozenset({"train_step", "test_step", "predict_step", "make_train_function", "compute_loss", "call"})
+_NEVER_CALLED = frozenset(
+    {
+        *("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "call"),
+        *("compute_loss", "compute_metrics", "metrics"),
+    }
+)
 _NOT_CALLED = (
     "which is never called: a step computes the module's forward and compile's loss; for a step of your own, write the "
     "loop, with strategy.run(step, args=(batch,))"

@@ -223,6 +223,8 @@ def _given(call: Any, **given: Any) -> Callable[[], Any]:
         (lambda: sg.get_strategy().run(int, options=object()), r"run\(\) .* 'options'; leave it out"),  # type: ignore[call-arg]
         (lambda: sg.get_strategy().distribute_dataset([X], None), r"takes source by position"),  # type: ignore[call-arg]
         (_given(sg.get_strategy().distribute_dataset, dataset=[X]), "'dataset'; its name is source"),
+        (_given(sg.get_strategy().reduce, reduce_op="SUM", value=1.0, axis=None), "'reduce_op'; its name is op"),
+        (lambda: sg.Model(torch.nn.Linear(1, 1)).summary(80), "expected print_fn= a function, got 80"),  # type: ignore[arg-type]
         (_given(sg.Variable, initial_value=1.0, dtype="float32"), r"'dtype'; give initial_value=torch\.tensor"),
         (_given(sg.Variable(1.0).assign, value=1.0, use_locking=True), "'use_locking'; leave it out"),
         (_given(sg.latest_checkpoint, checkpoint_dir="."), "'checkpoint_dir'; its name is directory"),
@@ -264,6 +266,7 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
         (estimator, "get_variable_names", "load_checkpoint"),
         (estimator.config, "is_chief", r"sg\.is_lead\(\)"),
         (restored, "expect_partial", r"restore\(\) raises"),
+        (model, "compute_metrics", "what fit and evaluate return"),
         (model, "metrics_names", "what fit and evaluate return"),
         (strategy, "extended", r"strategy\.local_devices"),
         (dataset, "element_spec", "leave it out"),
@@ -280,7 +283,7 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
     ours = ("GradientTape", "models", "WarmStartSettings", "NanTensorHook", "BoostedTreesClassifier", "feature_column")
     hooks = ("InMemoryEvaluatorHook", "stop_if_no_decrease_hook", "make_early_stopping_hook", "init_from_checkpoint")
     others = ((checkpoint, "read"), (sg.callbacks, "ProgbarLogger"), (sg.nn, "embedding_lookup_sparse"))
-    for room, name in (*others, *((sg, one) for one in (*ours, *hooks))):
+    for room, name in (*others, *((sg, one) for one in (*ours, *hooks, "compat", "Input"))):
         with pytest.raises(AttributeError, match=rf"has no attribute '{name}': \w"):
             getattr(room, name)
     strategy.close()

@@ -219,7 +219,7 @@ def test_the_older_names_of_the_hooks_of_batches() -> None:
     assert heard == ["end"]
 
 
-@pytest.mark.parametrize("name", ["train_step", "test_step", "call"])
+@pytest.mark.parametrize("name", ["train_step", "test_step", "call", "metrics"])
 def test_a_method_that_only_keras_would_call_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"Mine defines {name}, which is never called.*strategy.run\(step"):
         type("Mine", (sg.Model,), {name: lambda self, data: None})
