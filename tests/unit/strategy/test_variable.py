@@ -249,7 +249,7 @@ def test_it_stands_where_a_tensor_can() -> None:
     assert torch.add(input=tensor_like, other=tensor_like).tolist() == [2.0, 4.0]
     assert (pair @ pair).item() == 5.0 and (-pair)[1].item() == -2.0 and (pair > 1).tolist() == [False, True]
     assert [10, 20, 30][one] == 30 and int(one) == 2 and bool(one) and len(pair) == 2
-    assert pair != Variable(torch.tensor([1.0, 2.0])) and pair in {pair: 1}
+    assert (pair == Variable(torch.tensor([1.0, 3.0]))).tolist() == [True, False] and pair in {pair: 1}
     with pytest.raises(ConfigurationError, match="use assign, assign_add"):
         pair += 1
 
