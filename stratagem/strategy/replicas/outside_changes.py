@@ -178,10 +178,11 @@ class ModelChanges:
         added or replaced, the model was moved, or a gradient of ``no_sync`` changed. ``fully``: parameters may have
         changed unseen."""
         same = self._structure.is_same()
-        if fully or not same:
+        fully |= not same
+        if fully:
             self._check_place()
         if not same:
-            self._refuse_structure()
+            self._check_structure()
         _spread_attributes(self._attributes, self._modules, self._copies, _OF_ONE_MODULE)
         self._hooks.spread(self._copies)
         self._gradient_hooks.spread()
@@ -237,14 +238,25 @@ class ModelChanges:
                     f"{home}; replicas stay where they are (copy.deepcopy gives a model that can be moved)"
                 )
 
-    def _refuse_structure(self) -> None:
-        index, name = next(self._structure.replaced())
-        path = next(path for path, part in self._models[0].named_modules() if part is self._modules[index // 2][0])
-        raise ConfigurationError(
-            f"{path}{path and '.'}{name} of {type(self._models[0]).__name__} was added, replaced or removed after "
-            "strategy.prepare, so the other replicas and the optimizers do not have it: undo that, nothing runs until "
-            "then; build the whole model, then prepare it"
-        )
+    def _check_structure(self) -> None:
+        """Takes what is there as before, in another order (``prune.remove`` leaves it so), and refuses all else."""
+        for index, name in self._structure.replaced():
+            part = self._modules[index // 2][0]
+            path = next(path for path, each in self._models[0].named_modules() if each is part)
+            way = "build the whole model, then prepare it"
+            if f"{name}_mask" in part._buffers:
+                way = f'to prune a prepared model, prune.identity(layer, "{name}") before strategy.prepare'
+            raise ConfigurationError(
+                f"{path}{path and '.'}{name} of {type(self._models[0]).__name__} was added, replaced or removed after "
+                "strategy.prepare, so the other replicas and the optimizers do not have it: undo that"
+                f"{' (prune.remove)' if 'prune' in way else ''}, nothing runs until then; {way}"
+            )
+        for first, *twins in self._modules:
+            for kind in ("_parameters", "_modules"):
+                for its in (vars(twin)[kind] for twin in twins):
+                    ordered = {name: its[name] for name in vars(first)[kind] if name in its} | its
+                    its.clear()
+                    its.update(ordered)
 
     def _find_others(self) -> list[tuple[torch.Tensor, ...]]:
         """Buffers, and tensors that are plain attributes."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
@@ -294,6 +295,7 @@ STRUCTURE: dict[str, tuple[Callable[[Any], object], str]] = {
     "no parameter": (lambda model: setattr(model.head, "bias", None), r"head\.bias of Net"),
     "append": (lambda model: model.body.append(nn.ReLU()), r"body\.2 of Net"),
     "parametrized": (lambda model: nn.utils.parametrizations.orthogonal(model.head), r"head\.weight of Net"),
+    "pruned": (lambda model: prune.l1_unstructured(model.head, "weight", 0.5), r"head\.weight of Net"),
     "assigned": (lambda model: model.load_state_dict(Net().state_dict(), assign=True), "weight of Net"),
 }
 
@@ -321,6 +323,23 @@ def test_a_structure_that_is_undone_runs_again(replicas: Replicas, own: Net) -> 
     own.body[0] = nn.Linear(4, 4)
     with pytest.raises(ConfigurationError, match=r"body\.0 of Net was"):
         replicas.run(lambda _: None)
+
+
+def test_a_prepared_model_is_pruned(replicas: Replicas, own: Net) -> None:
+    """Once more, or for good: parameters are in another order then, at which the next run ended in a StopIteration."""
+    prune.identity(own.eval().head, "weight")
+    model = replicas.prepare(own)
+    prune.l1_unstructured(own.head, "weight", 0.5)
+    outputs = replicas.run(lambda _: model(INPUTS[:, :4]))
+    assert torch.equal(*outputs) and own.head.get_buffer("weight_mask").sum() == 4
+    prune.l1_unstructured(own.body[0], "weight", 0.5)
+    with pytest.raises(ConfigurationError, match=r"undo that \(prune\.remove\).*prune\.identity\(layer, \"weight\"\)"):
+        replicas.run(lambda _: None)
+    prune.remove(own.body[0], "weight")
+    replicas.run(lambda _: None)
+    assert equal(*replicas.copies(model)) and (own.body[0].get_parameter("weight") == 0).sum() == 8
+    names = [[name for name, _ in its.named_parameters()] for its in replicas.copies(model)]
+    assert names[0] == names[1] and names[0][:2] == ["body.0.bias", "body.0.weight"]
 
 
 def test_what_an_error_kept_back_is_carried_later(replicas: Replicas, own: Net) -> None:
