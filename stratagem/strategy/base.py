@@ -285,7 +285,7 @@ class Strategy(WithWaysOut):
         if self.servers is None:
             load()
         else:
-            self.servers.load_once(load)
+            self.servers.load_once(load, call="load_once()")
 
     def barrier(self) -> None:
         """Returns when every worker has called it, so that each sees what the others wrote before. For a worker that
@@ -293,10 +293,11 @@ class Strategy(WithWaysOut):
 
         Raises:
             ClusterTimeoutError: on parameter servers, another worker does not arrive.
+            ConfigurationError: on parameter servers, another worker calls :meth:`load_once` or a restore instead.
             CollectiveError: in a ring, another worker does not arrive, or is in another collective.
         """
         if self.servers is not None:
-            self.servers.load_once(None)
+            self.servers.load_once(None, call="barrier()")
         elif self.communicator is not None:
             self.communicator.barrier()
 

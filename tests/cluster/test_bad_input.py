@@ -359,3 +359,19 @@ def test_a_killed_launcher_takes_its_processes_along(cluster: Start) -> None:
     os.kill(job.process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
+
+
+@pytest.mark.parametrize("who", ["==", pytest.param("!=", marks=pytest.mark.thorough)])
+def test_a_barrier_where_another_worker_loads(cluster: Start, tmp_path: Path, who: str) -> None:
+    """It passed, and what the other one loaded had no effect."""
+    body = (
+        "strategy.prepare(model, optimizer)\n"
+        f"if str(strategy.task) {who} 'worker:0':\n"
+        "    strategy.barrier()\n"
+        "else:\n"
+        "    strategy.load_once(lambda: torch.nn.init.ones_(model.weight))\n"
+        "strategy.barrier()\n"
+    )
+    done = cluster(2, 1, script(tmp_path, body)).finish()
+    assert done.code == 2, done.stderr
+    check_words(done.stderr, "this worker calls barrier() where another one calls load_once()")

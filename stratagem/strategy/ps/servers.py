@@ -11,7 +11,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import DataLoader
@@ -21,7 +21,13 @@ from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.data.split_dataset import SplitDataset
-from stratagem.errors import ClusterTimeoutError, PeerUnavailableError, StaleStoreError, StratagemError
+from stratagem.errors import (
+    ClusterTimeoutError,
+    ConfigurationError,
+    PeerUnavailableError,
+    StaleStoreError,
+    StratagemError,
+)
 from stratagem.measuring import measures
 from stratagem.strategy.ps.units import UnitListener
 from stratagem.strategy.ps.variables import RETRY_S, VariableGroups
@@ -33,6 +39,8 @@ from stratagem.worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
 
+Meeting = Literal["barrier()", "restore()", "load_once()"]
+"""Calls at which all workers meet."""
 Place = tuple[int, torch.Size]
 """Address and shape of a tensor; of one without memory (empty, or what stands for a table), the object instead."""
 
@@ -237,7 +245,11 @@ class Servers:
         return self._groups.table_names
 
     def load_once(
-        self, load: Callable[[], object] | None, num_updates: int | None = None, resumes: bool = False
+        self,
+        load: Callable[[], object] | None,
+        num_updates: int | None = None,
+        resumes: bool = False,
+        call: Meeting = "restore()",
     ) -> None:
         """See :meth:`.Strategy.load_once`; ``load`` is called on every worker.
 
@@ -255,15 +267,24 @@ class Servers:
             num_updates: of parameter servers, in what is loaded; None: there were none, or nobody knows.
             resumes: ps that have more updates, before the first one of this job, keep what they have: the chief has
                 counted the examples of these, and they do not come again.
+            call: what the script called.
 
         Raises:
-            ConfigurationError: a script has changed weights here otherwise before.
+            ConfigurationError: a script has changed weights here otherwise before, or loads on another worker where
+                this one calls ``barrier()``.
         """
         if load is not None:
             self._groups.check()
         group = self.chief.new_group("barrier, load or restore")
         has_loaded = False
-        self.chief.agree(group, 0, 0)  # all are here: none of them has an update under way
+        is_late = call == "barrier()" and self.chief.logs(group, 0) is not None  # the others have passed it
+        calls = get_args(Meeting)
+        met = calls[self.chief.agree(group, 0, calls.index(call))]  # all are here: none has an update under way
+        if call == "barrier()" != met and not is_late:
+            raise ConfigurationError(
+                f"this worker calls barrier() where another one calls {met}: every worker has to make the same of "
+                "these calls, in the same order (no `if` around one that is true only on some workers)"
+            )
         deadline = time.monotonic() + self._runtime.config.start_timeout_s
         for attempt in itertools.count(1):
             is_done = self.chief.logs(group, 0) is not None
