@@ -219,7 +219,7 @@ class ParameterServerStrategy(Strategy):
             self._runtime.meter.computes(measures.SCRIPT, after=measures.OPTIMIZER)
             return (idle, *args[1:]), kwargs
 
-        push.optimizer.register_step_pre_hook(before)
+        push.optimizer.register_step_pre_hook(torch.compiler.disable(before, reason="parameter servers make the step"))
         warn_of_unprepared(push)
 
     def _commit(self, push: GradientPush) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,22 @@ def test_a_step_of_several_replicas_that_is_compiled_runs_as_it_was(caplog: pyte
     strategy.close()
     assert model.bias.item() == pytest.approx(before - 0.2)
     assert caplog.text.count("strategy.prepare(model, optimizer, torch_compile=True)") == 1
+
+
+def test_the_step_of_parameter_servers_is_left_out_of_what_is_compiled() -> None:
+    """All of an update was compiled, or the compiler failed in it. ``fullgraph`` is refused in words."""
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], 1.0)
+    strategy, compiled, seen = object.__new__(sg.ParameterServerStrategy), [], []
+    vars(strategy)["_runtime"] = SimpleNamespace(meter=SimpleNamespace(computes=lambda *_, **__: None))
+    vars(strategy)["_commit"] = lambda _: seen.append(float(parameter.detach().sum().cos()))
+    strategy._attach(SimpleNamespace(optimizer=optimizer, is_paced=True))  # type: ignore[arg-type]  # what it needs of one
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        compiled.append(graph.code)
+        return graph.forward
+
+    torch.compile(lambda: optimizer.step(), backend=backend)()
+    assert seen == [1.0] and not any("cos" in code for code in compiled), compiled
+    with pytest.raises(Exception, match="parameter servers make the step"):
+        torch.compile(lambda: optimizer.step(), backend=backend, fullgraph=True)()
