@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stratagem.arguments import warn_once
 from stratagem.cluster.units import Plan
 from stratagem.data.distributed import DistributedIterator
 from stratagem.data.healing_reader import HealingReader
@@ -75,6 +76,9 @@ class SplitDataset(WithWaysOut):
         self._step = 0
         self._pass: object | None = None
         """Whoever goes through the current epoch, or did and left."""
+        self._is_left = False
+        self._saved_left: tuple[int, int] | None = None
+        """Of a pass that the script had left: epoch and step of a position that it saved."""
         self._joins_pass = False
         """Whether the next pass is one in which the other workers are already."""
 
@@ -111,8 +115,15 @@ class SplitDataset(WithWaysOut):
         self.arrive()
         this_pass = object()
         if self._pass is not None:  # the script left the pass before this one
+            if self._saved_left == (self._epoch, self._step):
+                warn_once(
+                    logger,
+                    "A position was saved after the script had left a pass of a distributed dataset, and now it begins "
+                    "the next one: a job that resumes there trains the rest of the pass first. If it should begin with "
+                    "the next one too, call dataset.begin_at(dataset.epoch + 1) before you save",
+                )
             self._epoch, self._step = self._epoch + 1, 0
-        self._pass = this_pass
+        self._pass, self._is_left = this_pass, False
         epoch, number = self._epoch, self._step
         if not self._joins_pass:
             num_examples = self._plan.num_examples if self._plan else 0
@@ -145,14 +156,21 @@ class SplitDataset(WithWaysOut):
             if self._pass is this_pass:
                 self._pass, self._epoch, self._step = None, epoch + 1, 0
         finally:
+            self._is_left = not complete
             self._listener.end_epoch(complete)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the batches that the script has got so far count as seen. Plain values, fit for JSON.
 
-        A script that saves inside its loop does so after the step. Under DATA the position does not depend on the
-        number of workers and replicas.
+        A script that saves inside its loop does so after the step; of a pass that it left, the rest is still to come,
+        unless :meth:`begin_at` says otherwise. Under DATA the position does not depend on the number of workers and
+        replicas.
         """
+        if self._pass is not None and self._is_left:
+            self._saved_left = self._epoch, self._step
+        return self._position()
+
+    def _position(self) -> dict[str, Any]:
         state: dict[str, Any] = {"epoch": self._epoch, "step": self._step, "seed": self._seed}
         state["policy"] = "function" if self._policy is None else self._policy.value
         if self._policy is not AutoShardPolicy.DATA:
@@ -173,7 +191,7 @@ class SplitDataset(WithWaysOut):
     def hand_over(self, is_open: bool) -> dict[str, Any]:
         """What a newcomer's dataset needs to go on with the others, between two steps, of this dataset if it
         ``is_open``."""
-        state = self.state_dict()
+        state = self._position()
         is_left = self._pass is not None and not is_open  # by the script: the next pass is another one
         return state | ({"epoch": self._epoch + 1, "step": 0} if is_left else {}) | {"is_open": is_open}
 
@@ -188,7 +206,7 @@ class SplitDataset(WithWaysOut):
         A DataLoader over a map-style dataset goes there at once; of an iterable, what lies before is read and dropped.
         Raises ConfigurationError: the state belongs to data that is shared out in another way.
         """
-        for name, here in self.state_dict().items():
+        for name, here in self._position().items():
             if name in ("left", "ordinal"):
                 continue
             if name not in state:

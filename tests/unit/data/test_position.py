@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from stratagem.arguments import warn_once
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement
@@ -160,6 +161,26 @@ def test_a_loop_that_is_left() -> None:
     whole = _two_epochs(distribute(shuffled(), placement=ALONE))
     assert begun + steps_of(rest) == whole[0]
     assert steps_of(dataset) == whole[1]  # in the same process the next loop is the next epoch
+
+
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_a_position_in_a_pass_that_was_left_is_not_where_the_next_pass_begins(
+    begins_anew: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that trains two steps of each epoch trained two of the first once more, without a word."""
+    warn_once.cache_clear()
+    dataset = distribute(shuffled(), placement=ALONE)
+    begun = read(dataset, 2)
+    if begins_anew:
+        dataset.begin_at(dataset.epoch + 1)
+    state = dataset.state_dict()
+    assert caplog.text == ""
+    following = read(dataset, 2)
+    assert ("begins the next one: a job that resumes there trains the rest" in caplog.text) != begins_anew
+    resumed = distribute(shuffled(), placement=ALONE)
+    resumed.load_state_dict(state)
+    assert (read(resumed, 2) == following) == begins_anew
+    assert begun != following
 
 
 def test_states_of_other_data_are_refused() -> None:
