@@ -292,8 +292,7 @@ class Strategy(WithWaysOut):
         restarts later, a barrier that the others have passed counts as passed.
 
         Raises:
-            ClusterTimeoutError: on parameter servers, another worker does not arrive.
-            ConfigurationError: on parameter servers, another worker calls :meth:`load_once` or a restore instead.
+            ClusterTimeoutError, ConfigurationError: on parameter servers, another worker does not arrive, or loads.
             CollectiveError: in a ring, another worker does not arrive, or is in another collective.
         """
         if self.servers is not None:
