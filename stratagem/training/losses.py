@@ -16,13 +16,12 @@ from torch.nn import functional
 
 from stratagem.arguments import whole_number
 from stratagem.errors import ConfigurationError
+from stratagem.training.named_losses import BINARY, DISTANCES, NAMED, OF_CLASSES, OF_SCORES, of_probabilities, snake
 
 logger = logging.getLogger(__name__)
 
 LossFunction = nn.Module | Callable[[Any, Any], torch.Tensor]
 
-KERAS_EPSILON = 1e-7
-"""How near to 0 and 1 a probability counts as it is, in Keras's losses."""
 IGNORE_INDEX = -100
 """The class number of a target that losses over classes ignore, unless told otherwise."""
 _TARGETS = frozenset({"y_true", "true", "label", "labels", "target", "targets"})
@@ -31,34 +30,6 @@ _NEAR = 1e-2
 """What rounding in 16 bits may add to a sum of probabilities."""
 
 
-def _of_probabilities(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    logarithms = outputs.clamp(KERAS_EPSILON, 1 - KERAS_EPSILON).log()
-    return functional.cross_entropy(logarithms, targets, reduction=reduction)
-
-
-def _of_binary_probabilities(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    near = outputs.clamp(KERAS_EPSILON, 1 - KERAS_EPSILON)
-    return functional.binary_cross_entropy(near, targets, reduction=reduction)
-
-
-_TABLE: tuple[tuple[Callable[..., torch.Tensor], tuple[str, ...]], ...] = (
-    (functional.cross_entropy, ("cross_entropy",)),
-    (_of_probabilities, ("sparse_categorical_crossentropy", "categorical_crossentropy")),
-    (functional.binary_cross_entropy_with_logits, ("bce_with_logits", "binary_cross_entropy_with_logits")),
-    (functional.binary_cross_entropy, ("bce", "binary_cross_entropy")),
-    (_of_binary_probabilities, ("binary_crossentropy",)),
-    (functional.nll_loss, ("nll", "nll_loss")),
-    (functional.mse_loss, ("mse", "mse_loss", "mean_squared_error")),
-    (functional.l1_loss, ("mae", "l1", "l1_loss", "mean_absolute_error")),
-    (functional.smooth_l1_loss, ("smooth_l1", "smooth_l1_loss")),
-    (functional.huber_loss, ("huber", "huber_loss")),
-)
-_NAMED = {name: function for function, names in _TABLE for name in names}
-_OF_CLASSES = (functional.cross_entropy, _of_probabilities, functional.nll_loss)
-_BINARY = (functional.binary_cross_entropy, _of_binary_probabilities)
-_OF_LOGITS = (functional.cross_entropy, functional.binary_cross_entropy_with_logits, functional.nll_loss)
-_DISTANCES = (functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss)
-"""Of outputs and targets of one form; where their forms differ, torch compares each example with each."""
 _DISTANCE_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
@@ -78,16 +49,17 @@ class Loss:
     probabilities, "nll" log-probabilities. Keras's expect probabilities, as Keras does: the outputs of a softmax for
     "sparse_categorical_crossentropy" (targets are class numbers) and "categorical_crossentropy" (one-hot rows), of a
     sigmoid for "binary_crossentropy"; classes are dimension 1. The first batch shows whether the outputs are that. The
-    others are "mse", "mae", "huber" and "smooth_l1".
+    others are those of regression and the like, "mse" or "MeanSquaredError", all in Keras's definition.
 
     Weights of examples and classes make a weighted mean: divided by the sum of the weights, as torch does it.
     ``given``: a name, a loss module of torch, or ``f(outputs, targets)`` that returns a mean (a scalar) or one value an
     example. ConfigurationError: an unknown name, or a loss that adds up where it should average.
     """
 
-    def __init__(self, given: str | LossFunction) -> None:
-        if isinstance(given, str) and given not in _NAMED:
-            raise ConfigurationError(f"expected a loss of {', '.join(sorted(_NAMED))} or a callable, got {given!r}")
+    def __init__(self, given: str | LossFunction, called: str = "loss=") -> None:
+        name = snake(given) if isinstance(given, str) else None
+        if isinstance(given, str) and name not in NAMED:
+            raise ConfigurationError(f"expected a loss of {', '.join(sorted(NAMED))} or a callable, got {given!r}")
         if not isinstance(given, str) and not callable(given):
             raise ConfigurationError(
                 f"expected the name of a loss or a callable, got a {type(given).__name__}: for several outputs, give "
@@ -101,20 +73,22 @@ class Loss:
                 f"{type(given).__name__} has reduction={given.reduction!r}; "  # type: ignore[union-attr]
                 "use 'mean' or 'none': the gradients of the replicas are averaged by their examples"
             )
-        self._given = _NAMED[given] if isinstance(given, str) else given
+        self._given: Any = given if name is None else NAMED[name]
         self._is_named = isinstance(given, str)
         self._is_looked_at = False
         self._on: dict[torch.device, Any] = {}
-        self._name = given
+        self._called = f'{called}"{given}"'
         self.class_weight: dict[int, float] | None = None
 
     @property
     def takes_probabilities(self) -> bool | None:
         """Whether one output is near 1 for a positive answer, and near 0 else: no logit. None: nobody knows."""
-        if self._given in _BINARY or isinstance(self._given, nn.BCELoss) or self._is_distance:
-            return True
-        is_known = self._is_named or self._given in _OF_LOGITS or isinstance(self._given, nn.BCEWithLogitsLoss)
-        return False if is_known else None
+        if self._given in OF_SCORES or isinstance(self._given, nn.BCEWithLogitsLoss):
+            return False
+        if self._given in (functional.cross_entropy, functional.nll_loss):
+            return None
+        is_known = self._is_named or self._is_distance or self._given in BINARY or isinstance(self._given, nn.BCELoss)
+        return True if is_known else None
 
     @property
     def ignore_index(self) -> int:
@@ -123,7 +97,7 @@ class Loss:
 
     @property
     def _is_distance(self) -> bool:
-        return self._given in _DISTANCES or isinstance(self._given, _DISTANCE_MODULES)
+        return self._given in DISTANCES or isinstance(self._given, _DISTANCE_MODULES)
 
     def weighted(self, class_weight: Mapping[int, float] | None) -> Loss:
         """The same loss with weights of classes."""
@@ -145,7 +119,7 @@ class Loss:
             raise ConfigurationError("the loss needs targets: give y, or batches of (inputs, targets)")
         if self._is_named:
             instead = "give loss=f, where f(outputs, targets) says how their parts make the loss"
-            check_tensors(f'loss="{self._name}"', outputs, targets, instead)
+            check_tensors(self._called, outputs, targets, instead)
             self._look_at(outputs)
             targets = self._fitting(outputs, targets)
         elif self._is_distance and outputs.numel() == targets.numel():
@@ -170,6 +144,14 @@ class Loss:
         counted = _counted(function, targets)
         divisor = None if counted is None else float(counted.sum())
         return LossValue(outputs.sum() * 0.0 if divisor == 0.0 else value, divisor)  # torch's mean of nothing is NaN
+
+    def values(self, outputs: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, Any]:
+        """What a loss by name is the mean of, and which of it counts, None: all."""
+        self._look_at(outputs)
+        targets = self._fitting(outputs, targets)
+        if self._given in OF_CLASSES and not targets.is_floating_point():
+            targets = torch.where(targets == ignore_index, IGNORE_INDEX, targets)
+        return self._given(outputs, targets, reduction="none"), _counted(self._given, targets)
 
     def _each(
         self, function: Any, outputs: Any, targets: Any, counted: torch.Tensor | None
@@ -203,36 +185,37 @@ class Loss:
         seen = f"the module's outputs range from {low:.3g} to {high:.3g}"
         if self._given is functional.nll_loss and high > _NEAR:
             raise ConfigurationError(
-                f'loss="{self._name}" expects log-probabilities, and {seen}: use "cross_entropy" for logits'
+                f'{self._called} expects log-probabilities, and {seen}: use "cross_entropy" for logits'
             )
-        if self._given in _BINARY and (low < 0 or high > 1):
+        if self._given in BINARY and (low < 0 or high > 1):
             raise ConfigurationError(
-                f'loss="{self._name}" expects probabilities, and {seen}: end the module with a sigmoid, or use '
+                f"{self._called} expects probabilities, and {seen}: end the module with a sigmoid, or use "
                 '"bce_with_logits" for logits'
             )
-        if self._given not in (functional.cross_entropy, _of_probabilities) or outputs.dim() < 2:
+        if self._given not in (functional.cross_entropy, of_probabilities) or outputs.dim() < 2:
             return
         if outputs.shape[1] == 1:
             raise ConfigurationError(
-                f'loss="{self._name}" of a module with one output is 0, whatever the targets are: give the module an '
+                f"{self._called} of a module with one output is 0, whatever the targets are: give the module an "
                 'output for each class, or, for two classes, use "bce_with_logits" ("binary_crossentropy" after a '
                 "sigmoid)"
             )
         are_probabilities = low >= 0 and high <= 1 and bool(((outputs.float().sum(1) - 1).abs() < _NEAR).all())
-        if self._given is _of_probabilities and not are_probabilities and math.isfinite(low + high):
+        if self._given is of_probabilities and not are_probabilities and math.isfinite(low + high):
             raise ConfigurationError(
-                f'loss="{self._name}" is Keras\'s name and expects probabilities that add up to 1, and {seen}: end the '
+                f"{self._called} is Keras's name and expects probabilities that add up to 1, and {seen}: end the "
                 'module with a softmax, or use "cross_entropy" for logits'
             )
         if self._given is functional.cross_entropy and are_probabilities:
             logger.warning(
-                'loss="cross_entropy" expects logits, and the module\'s outputs look like probabilities (a softmax at '
-                'the end?): it applies another softmax to them. "sparse_categorical_crossentropy" takes probabilities'
+                "%s expects logits, and the module's outputs look like probabilities (a softmax at the end?): it "
+                'applies another softmax to them. "sparse_categorical_crossentropy" takes probabilities',
+                self._called,
             )
 
     def _fitting(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Targets of the form of the outputs, where the loss compares them element by element."""
-        if self._given in _OF_CLASSES:
+        if self._given in OF_CLASSES:
             if targets.shape == outputs.shape and outputs.dim() > 1:  # one-hot rows, of whole numbers perhaps
                 return targets.to(outputs.dtype)
             if targets.is_floating_point():
@@ -340,7 +323,7 @@ def _counted(function: Any, targets: Any) -> torch.Tensor | None:
     """How much a loss over classes counts each target; None: all alike."""
     if isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
         weight, ignored = function.weight, function.ignore_index
-    elif function in _OF_CLASSES:
+    elif function in OF_CLASSES:
         weight, ignored = None, IGNORE_INDEX
     else:
         return None

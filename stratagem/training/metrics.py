@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 import torchmetrics
+from torchmetrics import classification
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
 from stratagem.strategy.prepared_metric import check_counts_all, empty_copy, merged, num_updates, states_of
-from stratagem.training.losses import IGNORE_INDEX, check_order, check_tensors, formed
+from stratagem.training.losses import IGNORE_INDEX, Loss, check_order, check_tensors, formed
+from stratagem.training.named_losses import NAMED, snake
 
 logger = logging.getLogger(__name__)
 
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-_Counted = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_Counted = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 """Values, perhaps with a mask of those that count."""
 _Function = Callable[[torch.Tensor, torch.Tensor], _Counted]
+_Form = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]
 OneMetric = str | torchmetrics.Metric | torchmetrics.MetricCollection | MetricFunction
 Metrics = OneMetric | Sequence[OneMetric] | Mapping[str, str | torchmetrics.Metric | MetricFunction]
 
@@ -55,7 +59,7 @@ class Mean:
     def update(self, outputs: Any, targets: Any) -> None:
         found = self._function(outputs, targets)
         values, counted = found if isinstance(found, tuple) else (found, None)
-        total = (values if counted is None else values & counted).sum(dtype=torch.float64)
+        total = (values if counted is None else values * counted).sum(dtype=torch.float64)
         self._total = total if self._total is None else self._total.add_(total)
         self._count = self._count + (values.numel() if counted is None else counted.sum())
 
@@ -76,10 +80,13 @@ class OfTorchmetrics:
     """Implements :class:`Metric` by a copy of one of torchmetrics, merged by its own reductions, wherever its states
     are. ConfigurationError: it does not count all."""
 
-    def __init__(self, metric: torchmetrics.Metric, device: torch.device) -> None:
+    def __init__(self, metric: torchmetrics.Metric, device: torch.device, form: _Form | None = None) -> None:
         check_counts_all(metric)
-        self._metric = empty_copy(metric, device)
-        self.update, self.reset = self._metric.update, self._metric.reset
+        self._metric, self._form = empty_copy(metric, device), form
+        self.reset = self._metric.reset
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self._metric.update(*((outputs, targets) if self._form is None else self._form(outputs, targets)))
 
     def states(self) -> States:
         return states_of(self._metric)
@@ -109,7 +116,7 @@ def metrics_of(
     """The metrics of one replica, by the names they have in logs.
 
     Args:
-        given: names, Keras's among them ("accuracy", "sparse_categorical_accuracy", "top_5_accuracy", "mse", …),
+        given: names, Keras's among them ("accuracy", "top_5_accuracy", "AUC", and each name of a loss),
             metrics of torchmetrics, functions of outputs and targets that return one value an example, or a dict that
             names them.
         takes_probabilities: for "accuracy" of one output: positive answers are above 0.5, not above 0. None: above 0,
@@ -146,17 +153,19 @@ def _listed(given: Metrics | None) -> Iterable[Any]:
 def _made(
     key: str | None, item: Any, device: torch.device, positive: _Positive, ignore_index: int
 ) -> Iterator[tuple[str, Metric]]:
-    if isinstance(item, str):
-        finish = math.sqrt if item.startswith("root_") else float
-        yield key or item, Mean(_of_tensors(item, _function(item, positive, ignore_index)), finish)
+    if isinstance(item, str) and snake(item) in _RATES:
+        yield key or item, OfTorchmetrics(_RATES[snake(item)](), device, lambda *both: positive.rated(item, *both))
+    elif isinstance(item, str):
+        values = _of_tensors(item, _function(item, positive, ignore_index))
+        yield key or item, Mean(values, _FINISHES.get(snake(item), float))
     elif isinstance(item, torchmetrics.MetricCollection):
         for name, metric in item.items(keep_base=False):
             yield f"{key}_{name}" if key else name, OfTorchmetrics(metric, device)
     elif isinstance(item, torchmetrics.Metric):
-        yield key or _snake(type(item).__name__), OfTorchmetrics(item, device)
+        yield key or snake(type(item).__name__), OfTorchmetrics(item, device)
     elif callable(item) and not isinstance(item, type):
         check_order(item)
-        called = key or str(getattr(item, "__name__", _snake(type(item).__name__)))
+        called = key or str(getattr(item, "__name__", snake(type(item).__name__)))
         yield called, Mean(_of_examples(called, item))
     else:
         raise ConfigurationError(
@@ -191,10 +200,6 @@ def _of_tensors(name: str, function: _Function) -> _Function:
     return values
 
 
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
 # -- by name -------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +207,7 @@ class _Positive:
     """Which outputs say yes: of probabilities those above 0.5, of logits those above 0."""
 
     def __init__(self, takes_probabilities: bool | None) -> None:
+        self._takes_probabilities = takes_probabilities
         self._threshold = 0.5 if takes_probabilities else 0.0
         self._is_known = takes_probabilities is not None
 
@@ -218,8 +224,35 @@ class _Positive:
                 )
         return outputs > self._threshold
 
+    def rated(self, name: str, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities of yes, and whether it is yes, flat."""
+        check_tensors(f"the metric {name!r}", outputs, targets, "give one of torchmetrics")
+        rates = outputs.float().sigmoid() if self._takes_probabilities is False else outputs.float()
+        if bool(((rates < 0) | (rates > 1)).any()):
+            raise ConfigurationError(
+                f"the metric {name!r} takes probabilities, and the outputs range from {float(rates.amin()):.3g} to "
+                f"{float(rates.amax()):.3g}: end the module with a sigmoid, or give one of torchmetrics"
+            )
+        return rates.flatten(), (formed(targets, outputs) > 0.5).long().flatten()
 
-def _function(name: str, positive: _Positive, ignore_index: int) -> _Function:
+
+_THRESHOLDS = torch.tensor([-1e-7, *(number / 199 for number in range(1, 199)), 1 + 1e-7])
+"""The thresholds of Keras's AUC: beyond 0 and 1, so that the curve has both ends."""
+_RATES: Mapping[str, Callable[[], torchmetrics.Metric]] = {
+    "auc": lambda: classification.BinaryAUROC(thresholds=_THRESHOLDS),
+    "precision": classification.BinaryPrecision,
+    "recall": classification.BinaryRecall,
+}
+_OF_LOSSES = {"root_mean_squared_error": "mse", "log_cosh_error": "log_cosh"}
+"""Metrics that are means of losses of another name; those of their own name are too."""
+_FINISHES: Mapping[str, Callable[[float], float]] = {
+    "root_mean_squared_error": math.sqrt,
+    "cosine_similarity": operator.neg,
+}
+
+
+def _function(given: str, positive: _Positive, ignore_index: int) -> _Function:
+    name = snake(given)
     if name in ("accuracy", "acc"):
         return lambda outputs, targets: _correct(outputs, targets, positive, ignore_index)
     if name in ("sparse_categorical_accuracy", "categorical_accuracy"):
@@ -229,11 +262,20 @@ def _function(name: str, positive: _Positive, ignore_index: int) -> _Function:
     top = re.fullmatch(r"top_(\d+)_accuracy|(?:sparse_)?top_k_categorical_accuracy", name)
     if top:
         return lambda outputs, targets: _among_top(outputs, targets, int(top[1] or 5), ignore_index)
-    if name in _ERRORS:
-        return _ERRORS[name]
+    binary, of_classes = (Loss(each, "the metric ") for each in ("binary_crossentropy", "categorical_crossentropy"))
+    if name in ("crossentropy", "ce"):
+        return lambda outputs, targets: (binary if outputs[:1].numel() <= 1 else of_classes).values(
+            outputs.float(), targets, ignore_index
+        )
+    name = _OF_LOSSES.get(name, name)
+    if name in NAMED:
+        loss = Loss(name, "the metric ")
+        return lambda outputs, targets: loss.values(outputs.float(), targets, ignore_index)
     known = ["accuracy", "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy", "top_5_accuracy"]
-    known += ["top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy", *_ERRORS]
-    raise ConfigurationError(f"expected a metric of {', '.join(known)} or one of torchmetrics, got {name!r}")
+    known += ["top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy", "crossentropy", *_RATES]
+    raise ConfigurationError(
+        f"expected a metric of {', '.join([*known, *_OF_LOSSES, *sorted(NAMED)])} or one of torchmetrics, got {given!r}"
+    )
 
 
 def _correct(outputs: torch.Tensor, targets: torch.Tensor, positive: _Positive, ignore_index: int) -> _Counted:
@@ -262,33 +304,3 @@ def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int, ignore
     targets, counted = _class_numbers(outputs, targets, ignore_index)
     number = min(number, outputs.shape[1])  # of fewer classes each is among them, as in Keras
     return (outputs.topk(number, dim=1).indices == targets.unsqueeze(1)).any(1), counted
-
-
-def _squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.float() - formed(targets, outputs)) ** 2
-
-
-def _distances(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.float() - formed(targets, outputs)).abs()
-
-
-def _relative(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    targets = formed(targets, outputs)
-    return 100 * _distances(outputs, targets) / targets.abs().clamp_min(1e-7)
-
-
-def _logarithmic(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs.float().clamp_min(1e-7).log1p() - formed(targets, outputs).clamp_min(1e-7).log1p()) ** 2
-
-
-_ERRORS: dict[str, MetricFunction] = {
-    "mse": _squares,
-    "mean_squared_error": _squares,
-    "mae": _distances,
-    "mean_absolute_error": _distances,
-    "mape": _relative,
-    "mean_absolute_percentage_error": _relative,
-    "msle": _logarithmic,
-    "mean_squared_logarithmic_error": _logarithmic,
-    "root_mean_squared_error": _squares,
-}

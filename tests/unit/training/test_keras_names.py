@@ -13,6 +13,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
+from stratagem.training.losses import Loss
 from stratagem.training.metrics import metrics_of
 
 X = torch.linspace(-1, 1, 24).reshape(12, 2)
@@ -43,12 +44,74 @@ def one() -> sg.Strategy:
         ("root_mean_squared_error", [[3.0], [0.0]], [[0.0], [4.0]], math.sqrt(12.5)),
         ("mean_absolute_percentage_error", [[3.0], [1.0]], [[2.0], [1.0]], 25.0),
         ("msle", [[math.e - 1]], [[0.0]], 1.0),
+        ("RootMeanSquaredError", [[3.0], [0.0]], [[0.0], [4.0]], math.sqrt(12.5)),
+        ("cosine_similarity", [[3.0, 4.0]], [[1.0, 0.0]], 0.6),
+        ("LogCoshError", [[1.0]], [[0.0]], math.log(math.cosh(1))),
+        ("AUC", [[0.1], [1.0], [0.35], [0.8]], [[0], [1], [1], [0]], 0.75),
+        ("AUC", [[0.0], [1.0], [1.0]], [[0], [1], [0]], 0.75),
+        ("Precision", [[0.9], [0.8], [0.3]], [[1], [0], [1]], 0.5),
+        ("recall", [[0.9, 0.8], [0.3, 0.2]], [[1, 0], [1, 1]], 1 / 3),
+        ("crossentropy", [[0.25], [0.5]], [[0], [1]], -math.log(0.75 * 0.5) / 2),
+        ("ce", [[0.25, 0.75], [0.5, 0.5]], [0, -100], math.log(4)),
+        ("SparseCategoricalCrossentropy", [[0.25, 0.75], [0.5, 0.5]], [[0], [0]], math.log(8) / 2),
     ],
 )
 def test_metrics_of_keras(name: str, outputs: Any, targets: Any, expected: float) -> None:
-    metric = metrics_of([name], torch.device("cpu"))[name]
+    metric = metrics_of([name], torch.device("cpu"), takes_probabilities=True)[name]
     metric.update(torch.tensor(outputs, dtype=torch.float32), torch.tensor(targets))
     assert metric.compute([metric.states()])[""] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [  # computed by Keras 3.15
+        ("KLDivergence", [1.151289, 0]),
+        ("poisson", [0.8504307, 0.7349553]),
+        ("hinge", [1.233333, 0.7066666]),
+        ("SquaredHinge", [1.76, 0.5776666]),
+        ("log_cosh", [0.1801523, 0]),
+        ("huber", [0.1966667, 0]),
+        ("BinaryFocalCrossentropy", [0.6235255, 0.08473529]),
+        ("CosineSimilarity", [-0.3624221, -1]),
+        ("mape", [3.5e08, 0]),
+        ("msle", [0.1932573, 0]),
+    ],
+)
+def test_losses_of_keras(name: str, expected: list[float]) -> None:
+    outputs = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.9, 0.4]])
+    targets = torch.tensor([[0, 1, 0], [1, 0, 0]])
+    found = [float(Loss(name)(outputs, each).mean) for each in (targets, outputs)]
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "refused"),
+    [("bce_with_logits", None), ("cross_entropy", "end the module with a sigmoid"), ("mae", "-1 to 2")],
+)
+def test_rates_are_of_probabilities(loss: str, refused: str | None) -> None:
+    model = sg.Model(nn.Identity())
+    model.compile(loss=loss, metrics=["AUC", "Precision", "Recall"])
+    x, y = torch.tensor([[0.25, -1.0], [2.0, 0.5]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    if refused is not None:
+        with pytest.raises(ConfigurationError, match=refused):
+            model.evaluate(x, y, verbose=0)
+        return
+    found = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert found["AUC"] == pytest.approx(0.5) and found["Precision"] == pytest.approx(2 / 3) and found["Recall"] == 1.0
+
+
+def test_rates_beside_a_softmax_count_probabilities() -> None:
+    model = sg.Model(nn.Softmax(1))
+    model.compile(loss="categorical_crossentropy", metrics=["binary_accuracy", "Recall"])
+    found = model.evaluate(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.eye(2).flip(0), verbose=0)
+    assert found[1:] == [0.0, 0.0]
+
+
+def test_one_number_an_example_is_a_row_of_one() -> None:
+    outputs, targets = torch.tensor([0.5, 0.25]), torch.tensor([1.0, 1.0])
+    for name in ("kld", "cosine_similarity"):
+        flat, rows = (Loss(name)(each, targets, torch.tensor([1.0, 3.0])).mean for each in (outputs, outputs[:, None]))
+        assert flat == rows == Loss(name).weighted({0: 2.0})(outputs, targets, torch.tensor([1.0, 3.0])).mean
 
 
 def test_a_lambda_callback_hears_with_logs_as_in_keras() -> None:
