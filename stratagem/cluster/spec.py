@@ -68,8 +68,8 @@ class ClusterSpec(WithWaysOut):
     """Addresses of every task, by role, in the order of their indices.
 
     Port 0 means "a free one": the task takes a free port and registers it with the chief. The chief's own
-    address cannot have port 0, because all other tasks must find it. As in TensorFlow, a mapping of roles can be passed
-    alone, ``ClusterSpec({"worker": [...]})``; see :meth:`from_mapping`.
+    address cannot have port 0, because all other tasks must find it. As in TensorFlow, a mapping of roles or a
+    ClusterSpec can be passed alone, ``ClusterSpec({"worker": [...]})``; see :meth:`from_mapping`.
     """
 
     chief: tuple[str, ...] = ()
@@ -80,8 +80,9 @@ class ClusterSpec(WithWaysOut):
     """At most one, outside the training cluster."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.chief, Mapping):
-            self.__dict__.update(ClusterSpec.from_mapping(self.chief).__dict__)
+        if isinstance(self.chief, Mapping | ClusterSpec):
+            given = self.chief
+            self.__dict__.update((given if isinstance(given, ClusterSpec) else self.from_mapping(given)).__dict__)
         for role in TASK_TYPES:
             check_kind(getattr(self, role), tuple, list)
             for address in getattr(self, role):

@@ -35,9 +35,12 @@ class CrossReplica:
             raise ConfigurationError(f"expected axis None or 0, got {axis!r}")
         if len(local_values(value)) == 1 < self._num_local:
             if op is not ReduceOp.MEAN or axis is not None:
+                instead = "give it what strategy.run or distribute_values_from_function returned"
+                if isinstance(value, TensorOperators):
+                    instead = "value() is what it has on all of them together"
                 raise ConfigurationError(
                     f"reduce(ReduceOp.{op.name}) expects one value for each of the {self._num_local} local replicas, "
-                    f"got {type(value).__name__}; give it what strategy.run or distribute_values_from_function returned"
+                    f"got {type(value).__name__}; {instead}"
                 )
             value = PerReplica((value,) * self._num_local)
         one = self._over_replicas if axis is None else self._over_batch

@@ -18,7 +18,7 @@ REFRESH_S = 0.1
 LINE_S = 10.0
 REPORT_S = 1.0
 
-Verbose = Literal["auto"] | int
+Verbose = Literal["auto"] | bool | int
 
 
 class Pace(Callback):
@@ -128,7 +128,7 @@ class Bar(Callback):
 def display(verbose: Verbose, is_lead: bool, pace: Pace, stream: TextIO | None = None) -> list[Callback]:
     """What shows the progress of this process. ``verbose``: 0: nothing; 1: a bar on a terminal; 2: plain lines; "auto":
     a bar on a terminal, else plain lines."""
-    if verbose not in ("auto", 0, 1, 2, True, False):
+    if verbose not in ("auto", 0, 1, 2):
         raise ConfigurationError(f"expected verbose 'auto', 0, 1 or 2, got {verbose!r}")
     stream = stream or sys.stderr
     if not verbose or not is_lead:

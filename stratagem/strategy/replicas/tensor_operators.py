@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -55,6 +55,9 @@ class TensorOperators:
 
     def __len__(self) -> int:
         return len(self.value())
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.value())
 
     __neg__, __abs__ = _of_value("__neg__"), _of_value("__abs__")
     __getitem__ = _of_value("__getitem__")

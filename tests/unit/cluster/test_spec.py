@@ -40,6 +40,7 @@ def test_roles_may_be_given_as_tensorflow_s_class_takes_them() -> None:
     roles = {"worker": ["a:1", "b:2"], "ps": ["c:3"]}
     spec = ClusterSpec(roles)  # type: ignore[arg-type]
     assert spec == ClusterSpec.from_mapping(roles) and spec.as_dict() == roles
+    assert ClusterSpec(spec) == spec  # type: ignore[arg-type]
     with pytest.raises(ClusterSpecError, match="did you mean 'worker'"):
         ClusterSpec({"workers": ["a:1"]})  # type: ignore[arg-type]
 

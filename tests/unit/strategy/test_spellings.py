@@ -45,6 +45,17 @@ def test_an_unknown_communication_is_refused() -> None:
         sg.MultiWorkerMirroredStrategy(communication="mpi")
 
 
+def test_a_variable_is_iterated_as_its_tensor_and_not_reduced() -> None:
+    assert [float(each) for each in sg.Variable(torch.tensor([1.0, 2.0]))] == [1.0, 2.0]
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        variable = sg.Variable(torch.tensor(3.0))
+    with pytest.raises(TypeError, match="iteration over a 0-d tensor"):
+        list(variable)
+    with pytest.raises(ConfigurationError, match=r"got Variable; value\(\) is what it has"):
+        strategy.reduce("SUM", variable)
+
+
 @pytest.mark.parametrize("kind", [sg.MultiWorkerMirroredStrategy, sg.ParameterServerStrategy])
 def test_a_strategy_built_in_the_evaluator_evaluates_and_does_not_train(kind: Any) -> None:
     strategy: sg.Strategy = kind(sg.SimpleClusterResolver(CLUSTER, "evaluator", 0))

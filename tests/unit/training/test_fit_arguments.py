@@ -167,6 +167,15 @@ def test_the_order_of_the_arguments_is_that_of_keras() -> None:
     assert model.predict(X, 8).shape == (16, 2)
 
 
+@pytest.mark.parametrize("verbose", [True, False])
+def test_verbose_may_be_a_bool_as_in_keras(verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    model = compiled()
+    model.fit(X, Y, verbose=verbose)
+    model.evaluate(X, Y, verbose=verbose)
+    model.predict(X, verbose=verbose)
+    assert bool("".join(capsys.readouterr())) == verbose
+
+
 def test_class_numbers_of_numpy() -> None:
     weights = dict(zip(np.unique(Y), np.array([2.0, 0.5], np.float32), strict=True))
     assert fit(class_weight=weights) == fit(class_weight={0: 2.0, 1: 0.5})
