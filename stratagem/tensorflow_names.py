@@ -289,7 +289,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("UnavailableError", "AbortedError"), "sg.CollectiveError and sg.PeerUnavailableError are"),
     },
     "Strategy": {
-        "cluster_resolver": "sg.is_lead() says whether this process saves and prints",
+        "cluster_resolver": "all workers save to one path, and the lead writes; sg.is_lead() says which process it is",
         "experimental_run_v2": "its name is run",
         "extended": "strategy.local_devices and parameter_device say where replicas compute and variables are",
         "unwrap": "its name is local_results",

@@ -85,6 +85,8 @@ def test_names_that_begin_with_experimental() -> None:
     assert strategy.experimental_local_results(nested) == ({"loss": 1, "others": [2, 3]},) * 2
     dataset = strategy.experimental_distribute_dataset([torch.arange(4)])
     assert [part.tolist() for part in strategy.local_results(next(iter(dataset)))] == [[0, 1], [2, 3]]
+    with pytest.raises(AttributeError, match="'cluster_resolver': all workers save to one path, and the lead writes"):
+        _ = strategy.cluster_resolver
     with pytest.raises(
         AttributeError, match="MirroredStrategy has no attribute 'experimental_run_v2': its name is run"
     ):
