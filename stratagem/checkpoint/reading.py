@@ -29,6 +29,8 @@ MODEL, OPTIMIZER, VARIABLE, VALUE, OBJECT = "model", "optimizer", "variable", "v
 """What an object was."""
 SERVED_OPTIMIZER = "optimizer on parameter servers"
 """Parameter servers wrote its slots; the rest is its param_groups and the names of its parameters there."""
+CLASS = "class"
+"""Key of the name of an optimizer's class in its state."""
 LEASED = "leased dataset"
 """The chief knows its position."""
 
@@ -138,7 +140,7 @@ def _read(saved: SavedCheckpoint, name: str, servers: ServerState | None) -> Enc
     if kind == SERVED_OPTIMIZER:
         kind = OPTIMIZER
         groups = value["param_groups"]
-        value = {"state": servers.optimizer_state(value["variables"], groups), "param_groups": groups}
+        value["state"] = servers.optimizer_state(value.pop("variables"), groups)
     return encode(value, name, copy=False).of_kind(kind)
 
 
@@ -169,7 +171,9 @@ def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> di
         raise CheckpointError(
             f"expected the name of an object in {found}: it has {len(models)} models among {', '.join(saved.objects)}"
         )
-    _, state = kind_and_state(read_states(saved, [name or models[0]])[name or models[0]])
+    kind, state = kind_and_state(read_states(saved, [name or models[0]])[name or models[0]])
+    if kind == OPTIMIZER:
+        state.pop(CLASS, None)
     if not isinstance(state, dict):
         raise CheckpointError(f"{name} in {found} is a {type(state).__name__}, not a state_dict")
     return state

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from stratagem.checkpoint.reading import (
+    CLASS,
     LEASED,
     MODEL,
     OBJECT,
@@ -88,6 +89,8 @@ def take(
                 if kind == OPTIMIZER and keep:
                     _warn_of_accumulation(name, item)
                 state = _state(kind, item, names)
+            if kind_of(name, item) == OPTIMIZER:
+                state = {**state, CLASS: type(item).__name__}
             if keep:
                 states[name] = encode(state, name, copy=copy).of_kind(kind)
     return states
@@ -202,6 +205,12 @@ def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]]) -> 
     for name, kind in kinds.items():
         if states[name][0] != kind and {states[name][0], kind} != {LEASED, OBJECT}:
             raise CheckpointError(f"expected a {states[name][0]} for {name}, as in the checkpoint, got a {kind}")
+        cls = type(objects[name]).__name__
+        if kind == OPTIMIZER and (saved := states[name][1].pop(CLASS, cls)) != cls:
+            raise CheckpointError(
+                f"expected the state of {cls} for {name}, got that of {saved}: leave {name} out to start it afresh, or "
+                f'give it what fits of sg.load_checkpoint(path, "{name}")'
+            )
     for name in sorted(kinds, key=lambda name: kinds[name] != MODEL):  # models first
         _put_one(objects, name, kinds[name], *states[name])
 

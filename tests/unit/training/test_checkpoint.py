@@ -346,14 +346,28 @@ def test_what_was_read_is_given_back(tmp_path: Path) -> None:
     assert int(done.stdout) < 32 << 20
 
 
-def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam, torch.optim.Adamax])
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, other: Any) -> None:
     model = nn.Linear(2, 1)
-    saved = Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())).save(tmp_path / "adam")
-    of_sgd = Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(
-        CheckpointError, match=r"of a different optimizer than optimizer.* nothing of dampening, momentum"
-    ):
-        of_sgd.restore(saved)
+    Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())).save(tmp_path / "adam")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.weight += 1
+    optimizer = other(model.parameters(), 0.1)
+    with pytest.raises(CheckpointError, match=rf"state of {other.__name__} for optimizer, got that of Adam: leave"):
+        Checkpoint(model=model, optimizer=optimizer).restore(tmp_path)
+    assert torch.equal(model.weight, before["weight"] + 1), "nothing was loaded"
+    state = load_checkpoint(tmp_path, "optimizer")
+    assert state.keys() == torch.optim.Adam(model.parameters()).state_dict().keys()
+
+
+def test_a_state_of_the_same_optimizer_that_lacks_a_setting_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    del optimizer.param_groups[0]["dampening"]
+    saved = Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"of a different optimizer than optimizer.* nothing of dampening"):
+        Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)).restore(saved)
 
 
 def test_what_a_manager_saves_counts_as_saving(tmp_path: Path) -> None:
