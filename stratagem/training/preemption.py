@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stratagem.arguments import checked
+from stratagem.checkpoint.reading import OBJECT, VALUE, VARIABLE
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
+from stratagem.training.saving.object_states import kind_of
 from stratagem.worker import interrupts
 from stratagem.worker.interrupts import preemption
 
@@ -48,7 +50,8 @@ class PreemptionCheckpointHandler:
     :meth:`save_checkpoint_if_preempted` after the optimizer's step.
 
     Parameter servers keep what a worker has trained, and their chief saves when the whole job ends: on them a worker
-    only finishes its step, and nothing is restored here.
+    only finishes its step. What they do not hold (counters, schedulers, buffers) is restored as the script saved it
+    last: call ``manager.save()`` now and then. A warning names it.
 
     Args:
         checkpoint_or_manager: what to save. Every worker makes the handler.
@@ -79,6 +82,14 @@ class PreemptionCheckpointHandler:
             self._manager = CheckpointManager(checkpoint_or_manager, checkpoint_dir, max_to_keep=1)
         self._checkpoint = self._manager.checkpoint
         self._strategy = self._checkpoint.strategy
+        kinds = {name: kind_of(name, item) for name, item in self._checkpoint._objects.items()}
+        own = [name for name, kind in kinds.items() if kind in (VALUE, VARIABLE, OBJECT)]
+        if own and self._strategy.servers is not None and self._strategy.is_lead:
+            logger.warning(
+                "PreemptionCheckpointHandler saves nothing on parameter servers: a worker that is started again has %s "
+                "as the script saved them last. Call CheckpointManager.save() now and then",
+                ", ".join(own),
+            )
         self._checkpoint.add(RUN_CALLS, 0)
         self._is_open = True
         interrupts.watch(grace_s)
@@ -91,7 +102,8 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """Calls of :meth:`run`, including those before an interruption. On parameter servers, those of this process."""
+        """Calls of :meth:`run`, including those before an interruption; on parameter servers those of the worker that
+        saved last, and of this process."""
         return int(getattr(self._checkpoint, RUN_CALLS))
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -123,9 +135,8 @@ class PreemptionCheckpointHandler:
         self.close()
 
     def _restore(self) -> str | None:
-        if self._strategy.servers is not None:
-            return None
-        say_it_resumes()
+        if self._strategy.servers is None:
+            say_it_resumes()
         path = self._manager.restore_or_initialize()
         if path is not None:
             logger.info("Resuming after %d calls of run, from %s", self.total_run_calls, path)

@@ -83,3 +83,12 @@ def test_a_worker_of_parameter_servers_is_told_and_the_others_go_on(cluster: Sta
     assert done.summary["tasks"]["worker:1"]["exit_codes"] == [143, 0]
     assert "worker:1: preempted" in done.stderr
     assert weights(tmp_path / "a.pt").keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
+
+
+def test_a_worker_of_parameter_servers_has_what_its_script_saved_last(cluster: Start, tmp_path: Path) -> None:
+    """The batch of the signal was not closed: it comes again, and its update is recognised."""
+    arguments = ["--by", "hand", "--folder", tmp_path / "saved", "--out", tmp_path / "out.pt", "--every", 2]
+    done = cluster(1, 1, "train_preempted.py", *arguments, faults=[at(4, "terminate", "worker:0")]).succeed()
+    assert done.faults == ["fault-0"] and done.summary["tasks"]["worker:0"]["exit_codes"] == [143, 0], done.stderr
+    assert "started again has steps as the script saved them last" in done.stderr
+    assert "Resuming after 4 calls of run" in done.stderr and "24 steps, 24 calls" in done.stdout, done.stderr

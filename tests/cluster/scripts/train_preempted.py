@@ -48,24 +48,29 @@ def by_fit(strategy: Strategy, x: torch.Tensor, y: torch.Tensor, folder: Path) -
     return model.module
 
 
-def by_hand(strategy: Strategy, x: torch.Tensor, y: torch.Tensor, folder: Path) -> nn.Module:
+def by_hand(strategy: Strategy, x: torch.Tensor, y: torch.Tensor, folder: Path, every: int) -> nn.Module:
     with strategy.scope():
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     model, optimizer = strategy.prepare(model, optimizer)
     data = strategy.distribute_dataset(DataLoader(TensorDataset(x, y), BATCH, shuffle=True))
-    checkpoint = sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer, data=data)
+    checkpoint = sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer, data=data, steps=0)
+    manager = sg.CheckpointManager(checkpoint, folder)
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
         optimizer.step()
 
-    with sg.PreemptionCheckpointHandler(sg.CheckpointManager(checkpoint, folder)) as handler:
+    with sg.PreemptionCheckpointHandler(manager) as handler:
         for _ in range(data.epoch, EPOCHS):
             for batch in data:
                 faults.at_step(task_of(strategy), handler.total_run_calls)
+                checkpoint.steps += 1
                 handler.run(step, args=(batch,))
+                if every and checkpoint.steps % every == 0:
+                    manager.save()
+    print(f"{checkpoint.steps} steps, {handler.total_run_calls} calls")
     assert isinstance(model, nn.Module)
     return model
 
@@ -75,12 +80,16 @@ def main() -> None:
     parser.add_argument("--by", choices=["fit", "hand"], required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--every", type=int, default=0, help="steps between what the script saves by hand; 0: never")
     options = parser.parse_args()
     torch.manual_seed(5)
     x = torch.randn(63, 7)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
     strategy = sg.strategy_from_environment()
-    model = (by_fit if options.by == "fit" else by_hand)(strategy, x, y, options.folder)
+    if options.by == "fit":
+        model = by_fit(strategy, x, y, options.folder)
+    else:
+        model = by_hand(strategy, x, y, options.folder, options.every)
     if strategy.is_lead:
         torch.save(model.state_dict(), options.out)
 
