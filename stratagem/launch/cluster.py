@@ -283,11 +283,11 @@ class LocalCluster:
                 case Start(task):
                     try:
                         self._start(task)
-                    except OSError as error:  # no memory, too many processes or open files
-                        words = (
-                            f"{task} cannot be started: {error.strerror}; `ulimit -a` shows the limits of this shell"
+                    except OSError as error:  # no memory, too many processes or open files; Python or a log is not ours
+                        what = (
+                            f": {error.filename}" if error.filename else "; `ulimit -a` shows the limits of this shell"
                         )
-                        raise StratagemError(words) from None
+                        raise StratagemError(f"{task} cannot be started: {error.strerror}{what}") from None
                 case Signal(task, signum):
                     if task.type == "chief":  # SIGTERM tells it to leave a job that goes on, or while it loads to end
                         signum = signal.SIGTERM if self._poller is None else signal.SIGINT

@@ -39,13 +39,22 @@ WAIT = "import time\nwhile True: time.sleep(0.01)\n"
 DEADLINE_S = 60.0
 
 
-def test_a_task_that_cannot_be_started_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "file", "said"),
+    [
+        (errno.EMFILE, (), "Too many open files; `ulimit -a` shows"),
+        (errno.EACCES, ("/root/bin/python",), "Permission denied: /root/bin/python$"),
+    ],
+)
+def test_a_task_that_cannot_be_started_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, file: tuple[str, ...], said: str
+) -> None:
     def refused(*_: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise OSError(number, os.strerror(number), *file)
 
     monkeypatch.setattr(cluster, "TaskProcess", refused)
     (tmp_path / "train.py").touch()
-    with pytest.raises(StratagemError, match="worker:0 cannot be started: Too many open files; `ulimit -a`"):
+    with pytest.raises(StratagemError, match=f"worker:0 cannot be started: {said}"):
         run_local(LocalJob(script=tmp_path / "train.py"), stdout=io.StringIO(), stderr=io.StringIO())
 
 
