@@ -119,6 +119,7 @@ def form(
         member = RingMember(ring_service, members, meter)
         undo.callback(member.close, "the process group did not form")
         communicator = member.form(of_lanes, torch.device("cpu"), timeout_s)
+        meeting.forget()
         diagnosis = ring_service.diagnosis
         assert diagnosis is not None  # it has formed
         ring_service.elsewhere = functools.partial(elsewhere, tasks[rank], communicator)

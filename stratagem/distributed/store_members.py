@@ -41,6 +41,8 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._called: set[str] = set()
+        self._read_by_all: list[str] = []
+        """Keys of this rank that no rank reads any more once the next exchange is done."""
         name = secrets.token_hex(8)
         store.set(f"arrival/{rank}", "\n".join([name, *tasks]))
         self._is_calling = rank == 0
@@ -49,10 +51,21 @@ class Rendezvous:
     def exchange(self, what: str, word: str) -> list[str]:
         """Every rank's word, in rank order. Raises ClusterTimeoutError: a rank does not come; names those missing;
         ConfigurationError: a rank wants a group of other ranks."""
-        self._store.set(f"{self._prefix}{what}/{self._rank}", "\n".join([word, *self._tasks]))
+        key = f"{self._prefix}{what}/{self._rank}"
+        self._store.set(key, "\n".join([word, *self._tasks]))
         words = [self._word(rank, f"{self._prefix}{what}/{rank}", what) for rank in range(len(self._tasks))]
         self._is_calling = False
+        self.forget()  # who has come to this exchange has read what was written for the one before
+        self._read_by_all.append(key)
         return words
+
+    def forget(self) -> None:
+        """Deletes what this rank has written for exchanges that are over on every rank, if the store can. Arrivals
+        stay: by them a rank that comes late, to another group of the same number, hears of that."""
+        for key in self._read_by_all:
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(key)
+        self._read_by_all.clear()
 
     def _answer(self, name: str) -> str:
         """Waits for rank 0, which says under which keys the ranks meet."""
@@ -71,6 +84,7 @@ class Rendezvous:
             if self._store.check([key]) and (name := self._read(key, _WORD).split("\n")[0]) not in self._called:
                 self._called.add(name)
                 self._store.set(f"call of {name}/0", self._prefix)
+                self._read_by_all.append(f"call of {name}/0")
         time.sleep(0.001 * len(self._tasks))
 
     def _word(self, rank: int, key: str, what: str) -> str:

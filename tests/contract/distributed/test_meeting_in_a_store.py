@@ -8,10 +8,11 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 from torch.distributed import DistNetworkError
 
 from stratagem.cluster.config import WorkerConfig
@@ -150,6 +151,18 @@ def test_a_second_life_of_a_group_does_not_read_words_of_the_first() -> None:
 
     assert life("a") == [["a0", "a1"]] * 2
     assert life("b") == [["b0", "b1"]] * 2
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_of_a_group_that_has_formed_only_arrivals_stay_in_the_store(kind: str, tmp_path: Path) -> None:
+    store = HashStore() if kind == "memory" else FileStore(str(tmp_path / "store"), 3)
+    with ThreadPoolExecutor(3) as pool:
+        groups = list(pool.map(lambda rank: form(store, rank, [0, 1, 2], 20.0), range(3)))
+    num_keys = store.num_keys() - (kind == "file")  # it counts its processes by a key of its own
+    for group in groups:
+        group.shutdown()
+    assert [store.check([f"arrival/{rank}"]) for rank in range(3)] == [True] * 3
+    assert num_keys == 3
 
 
 def test_a_rank_that_is_asked_before_it_has_met_the_others_says_so() -> None:
