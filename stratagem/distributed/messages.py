@@ -99,8 +99,12 @@ class Messages:
         return receive
 
     def waiting_for(self, rank: int | None, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for a message: see :meth:`FailureDiagnosis.waiting_for`. Who has closed the group knows why."""
-        return contextlib.nullcontext() if self._closed else self._diagnosis.waiting_for(rank, what)
+        """Around a wait for a message: see :meth:`FailureDiagnosis.waiting_for`."""
+        return self._diagnosis.waiting_for(rank, what)
+
+    def circle(self, rank: int | None) -> str:
+        """See :meth:`FailureDiagnosis.circle`."""
+        return self._diagnosis.circle(rank)
 
     def close(self, reason: str) -> None:
         """Ends lanes; whoever waits gets ``CollectiveError``."""

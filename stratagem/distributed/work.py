@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,10 @@ from stratagem.distributed.messages import Messages
 from stratagem.errors import ClusterTimeoutError
 from stratagem.worker.ring.group import OutOfStepError
 
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 20.0
+"""After so long, or half of its time, a receive looks whether ranks wait for each other."""
 NO_TIMEOUT = datetime.timedelta()
 DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
 """What a call waits for that is over when it returns."""
@@ -136,11 +142,20 @@ class ReceiveWork(LaneWork):
 
     def _wait_for_message(self) -> None:
         patience_s = self._messages.timeout_s
+        look_s, deadline, circle = min(_LOOK_S, patience_s / 2), time.monotonic() + patience_s, ""
         try:
-            self._done.result(patience_s)
+            self._done.result(look_s)
+            return
+        except TimeoutError:
+            circle = self._messages.circle(self._receive.source)
+        if circle and not self._done.done():
+            circle = f"; after {look_s:g} s {circle}: does one of them have to send first?"
+            logger.warning("no message for %s came%s", self._what, circle)
+        try:
+            self._done.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             if self._messages.mailbox.withdraw(self._receive):
-                text = f"no message for {self._what} came within {patience_s:g} s"
+                text = f"no message for {self._what} came within {patience_s:g} s{circle}"
                 self._receive.done.set_exception(OutOfStepError(text, self._receive.source))
             self._done.result()
 

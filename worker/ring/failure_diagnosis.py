@@ -59,6 +59,8 @@ class FailureDiagnosis:
         """The rank on which this one waited when a collective failed here."""
         self.waits: list[tuple[int | None, str]] = []
         """What is waited for outside of the collectives, the oldest first: a rank (None: any), and what of it."""
+        self.has_ended = False
+        """Whether this rank has ended the group itself."""
         self._lost_rank = ""
         self._cause = ""
         """Of the error that is to be explained, if it was found already."""
@@ -78,12 +80,25 @@ class FailureDiagnosis:
         try:
             yield
         except CollectiveError as error:
+            if self.has_ended:  # that is the cause, and no other rank
+                raise
             cause = self._find_cause(error)
             if error.rank is not None and not isinstance(error, OutOfStepError):
                 self._lost_rank = self._lost_rank or cause
             raise CollectiveError(cause, error.rank) from None
         finally:
             self.waits.remove(wait)
+
+    def circle(self, rank: int | None) -> str:
+        """Who waits for whom, and where, if a wait for a rank leads to ranks that wait for each other; else empty."""
+        asked: dict[int, str] = {}
+        while rank is not None and rank != self._peers.rank and rank not in asked:
+            try:
+                reply = self._peers.position(rank, ASK_S)
+            except PeerUnavailableError:
+                return ""
+            asked[rank], rank = reply.position, reply.waiting_on
+        return "" if rank is None else self._circle(asked, rank, Position())
 
     def answers(self, rank: int) -> bool:
         """Whether a rank says where it stands."""
@@ -95,6 +110,7 @@ class FailureDiagnosis:
     def end(self, reason: str) -> None:
         """This rank ends. When that is because another one is gone, the others hear of it before they see this one's
         lanes close, and take it for the one to blame."""
+        self.has_ended = True
         if self._lost_rank and not self._reason:
             self._peers.abort(f"{reason}: {self._lost_rank}", False, TELL_S)
 

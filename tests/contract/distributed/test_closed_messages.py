@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from stratagem.distributed.forming import form
 from stratagem.distributed.messages import Messages
 from stratagem.errors import CollectiveError, ConfigurationError
 from tests.contract.distributed.ranks import process_groups
+from tests.polling import until
 
 
 class StandingLane:
@@ -64,6 +66,25 @@ def test_a_receive_of_what_nobody_sends_does_not_keep_the_group(
     assert not reader.is_alive()
     with pytest.raises(CollectiveError, match="rank 0 has destroyed its process group"):
         received.wait()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("call", ["recv", "all_reduce"])
+def test_a_wait_during_which_its_own_rank_ends_the_group_says_so(transport: str, call: str) -> None:
+    """And blames no other rank."""
+    with process_groups(2, transport) as (group, _), ThreadPoolExecutor(1) as pool:
+
+        def wait() -> None:
+            with pytest.raises(CollectiveError) as error:
+                (group.recv([torch.zeros(3)], 1, 7) if call == "recv" else group.allreduce([torch.zeros(3)])).wait()
+            assert str(error.value).endswith("rank 0 has destroyed its process group, or ended")
+            assert "worker:1" not in str(error.value)
+
+        waiting = pool.submit(wait)
+        ring = group.communicator
+        until(lambda: ring.waiting() is not None or bool(group._messages._diagnosis.waits))
+        group.shutdown()
+        waiting.result(30.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
