@@ -128,7 +128,7 @@ def _of(error: BaseException) -> Outcome:
             code = EXIT_USAGE if isinstance(error, ConfigurationError | ForbiddenError) else EXIT_FAILED
             return Outcome(code, f"{type(error).__name__}: {error}{_place(error.__traceback__)}")
     if uses_torch_distributed():
-        _kept.append(error)
+        sys.last_value = error  # kept too; the process groups tell it to the other ranks
     frames = _script_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, frames))
     return Outcome(EXIT_FAILED, words_of(error), text)

@@ -133,8 +133,8 @@ def form(
         options.timeout_seconds or timeout_s,
     )
 
-    def close(reason: str) -> None:
-        diagnosis.end(reason)
+    def close(reason: str, has_failed: bool) -> None:
+        diagnosis.end(reason, has_failed)
         messages.close(reason)
         member.close(reason)  # ends what waits for a lane that never came
         messages.join()

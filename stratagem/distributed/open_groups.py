@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from typing import Any
@@ -37,14 +38,14 @@ def _close_all() -> None:
     """A script has ended, well or not, and destroyed no group: a thread that waits for another rank would keep the
     process, and the other ranks would wait for it."""
     for group in list(OPEN):
-        group.shutdown()
+        group.shutdown(getattr(sys, "last_value", None))
 
 
 def _forget_all() -> None:
     """In a forked child (a DataLoader's worker), which comes by :func:`_close_all` too: the groups are not its own."""
     for group in list(OPEN):
         group._ended = f"the process group belongs to the process that this one was forked from: {_SPAWN}"
-        group._close = lambda reason: None  # its threads are not here, and its server does not stand a fork
+        group._close = lambda *_: None  # its threads are not here, and its server does not stand a fork
         _forked.add(os.getpid())
     OPEN.clear()
 

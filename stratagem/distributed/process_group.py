@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import functools
 import inspect
+import sys
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +25,7 @@ from stratagem.distributed.reductions import AllReducePlan, all_reduce_plan, op_
 from stratagem.distributed.tensors import check_writable, flat, listed, plain, put, room_for, told
 from stratagem.distributed.work import DONE, NO_TIMEOUT, LaneWork, ReceiveWork, recorded
 from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.rpc.logs import shortened
 from stratagem.worker.ring.communicator import Communicator
 
 Tensors = list[torch.Tensor]
@@ -40,7 +43,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         messages: for send and recv, also of tensors on GPUs.
         nccl: runs collectives of tensors on GPUs, if NCCL is available.
         split: makes a group of some of these ranks, at a store.
-        close: frees the group's resources, with a reason.
+        close: frees the group's resources, with a reason, and whether this rank has failed.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         nccl: Nccl,
         store: Store,
         split: Callable[[Store, list[int], datetime.timedelta | None], LaneProcessGroup],
-        close: Callable[[str], None],
+        close: Callable[[str, bool], None],
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
         self.tasks = tasks
@@ -311,15 +314,22 @@ class LaneProcessGroup(dist.ProcessGroup):
         self.nccl.close(is_aborted=True)
         self._end("the process group was aborted")
 
-    def shutdown(self) -> None:
-        """Frees lanes, threads and memory; queued operations fail."""
+    def shutdown(self, failure: BaseException | None = None) -> None:
+        """Frees lanes, threads and memory; queued operations fail. The other ranks are told of ``failure``, which has
+        ended the script, or of an error that is being handled where this is called."""
         if not self._ended:
             self.nccl.close(is_aborted=False)
-        self._end(f"rank {self.communicator.rank} has destroyed its process group, or ended")
+        reason, failure = (
+            f"rank {self.communicator.rank} has destroyed its process group, or ended",
+            failure or sys.exception(),
+        )
+        if has_failed := isinstance(failure, Exception):
+            reason += f", at {shortened(traceback.format_exception_only(failure)[-1].strip())}"
+        self._end(reason, has_failed)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, has_failed: bool = False) -> None:
         self._ended = self._ended or reason
-        self._close(reason)
+        self._close(reason, has_failed)
 
     def check_open(self, what: str) -> None:
         """Raises ``CollectiveError`` once the group has ended."""

@@ -107,12 +107,12 @@ class FailureDiagnosis:
         except PeerUnavailableError:
             return False
 
-    def end(self, reason: str) -> None:
-        """This rank ends. When that is because another one is gone, the others hear of it before they see this one's
-        lanes close, and take it for the one to blame."""
+    def end(self, reason: str, has_failed: bool = False) -> None:
+        """This rank ends. When that is because it has failed or another one is gone, the others hear of it before they
+        see this one's lanes close, and know no more than that it has ended."""
         self.has_ended = True
-        if self._lost_rank and not self._reason:
-            self._peers.abort(f"{reason}: {self._lost_rank}", False, TELL_S)
+        if (has_failed or self._lost_rank) and not self._reason:
+            self._peers.abort(": ".join(filter(None, [reason, self._lost_rank])), False, TELL_S)
 
     def told(self, reason: str, is_out_of_step: bool = False) -> None:
         """Somebody else found out."""

@@ -90,7 +90,7 @@ def test_a_wait_during_which_its_own_rank_ends_the_group_says_so(transport: str,
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_child_ends_nothing_of_its_parents_group() -> None:
     with process_groups(1) as (group,):
-        close, group._close = group._close, lambda reason: os._exit(3)
+        close, group._close = group._close, lambda *_: os._exit(3)
         if not (child := os.fork()):
             group.shutdown()
             os._exit(0)
@@ -141,3 +141,20 @@ def test_a_rank_that_ends_because_of_another_says_so() -> None:
         groups[1].shutdown()
         with pytest.raises(CollectiveError, match=r"rank 1 has destroyed its process group.*: worker:2 is at"):
             waiting.wait()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_others_hear_of_the_error_at_which_a_rank_ends(transport: str) -> None:
+    with process_groups(2, transport) as (failing, other), ThreadPoolExecutor(2) as pool:
+        waiting = [
+            pool.submit(other.recv([torch.zeros(3)], 0, 7).wait),
+            pool.submit(other.allreduce([torch.zeros(3)]).wait),
+        ]
+        until(lambda: other.communicator.waiting() is not None and other._messages._diagnosis.waits)
+        try:
+            raise ValueError("the sizes of its parameters are others")
+        except ValueError:
+            failing.shutdown()
+        for each in waiting:
+            with pytest.raises(CollectiveError, match=r"rank 0 has .* ended, at ValueError: the sizes of its"):
+                each.result(30.0)
