@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, GatherOptions
+from torch._C._distributed_c10d import FileStore, GatherOptions, ReduceOptions, ScatterOptions
 
 from stratagem.cluster.communication import CommunicationOptions
 from stratagem.distributed.forming import form
@@ -35,6 +35,29 @@ def gather(group: LaneProcessGroup) -> dist.Work:
     return group.gather(outs, [torch.ones(LENGTH)], options)
 
 
+def scatter(group: LaneProcessGroup) -> dist.Work:
+    options = ScatterOptions()
+    options.rootRank = 1
+    inputs = [[torch.ones(LENGTH) for _ in range(SIZE)]] if group.rank() == 1 else []
+    return group.scatter([torch.empty(LENGTH)], inputs, options)
+
+
+def reduce(group: LaneProcessGroup) -> dist.Work:
+    options = ReduceOptions()
+    options.rootRank = 0
+    return group.reduce([torch.ones(LENGTH)], options)
+
+
+def batch(group: LaneProcessGroup) -> dist.Work:
+    """As ``dist.batch_isend_irecv``: to and from each other rank, then all are waited for."""
+    others = [rank for rank in range(SIZE) if rank != group.rank()]
+    works = [group.recv([torch.empty(LENGTH)], other, 0) for other in others]
+    works += [group.send([torch.ones(LENGTH)], other, 0) for other in others]
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
+
+
 def messages(group: LaneProcessGroup) -> dist.Work:
     """Around the ring: every rank waits for a message."""
     group.send([torch.ones(LENGTH)], (group.rank() + 1) % SIZE, 0)
@@ -48,7 +71,10 @@ CALLS: dict[str, Callable[[LaneProcessGroup], dist.Work]] = {
     "broadcast": lambda group: group.broadcast([torch.ones(LENGTH)], 1),
     "all_to_all": lambda group: group.alltoall_base(torch.empty(LENGTH * SIZE), torch.ones(LENGTH * SIZE), [], []),
     "gather": gather,
+    "scatter": scatter,
+    "reduce": reduce,
     "barrier": lambda group: group.barrier(),
+    "batch": batch,
     "messages": messages,
 }
 

@@ -12,16 +12,21 @@ from tests.contract.distributed.lost_ranks import CALLS, TIMEOUT_S
 
 KNOWN_S = 30.0
 """What finding out and telling may take beyond the timeout, on a busy machine."""
-EVERY = [
-    (name, transport, how) for name in CALLS for transport in ("shm", "tcp", "grpc") for how in ("SIGKILL", "SIGSTOP")
-]
+EVERY = {
+    transport: [(name, transport, how) for name in CALLS for how in ("SIGKILL", "SIGSTOP")]
+    for transport in ("shm", "tcp", "grpc")
+}
 SHORT = [("all_reduce", "shm", "SIGKILL"), ("all_to_all", "tcp", "SIGKILL"), ("all_gather", "tcp", "SIGSTOP")]
 SHORT += [("messages", "tcp", "SIGKILL"), ("messages", "shm", "SIGSTOP")]
 
 
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
-    "cases", [pytest.param(SHORT, id="a few"), pytest.param(EVERY, id="all", marks=pytest.mark.thorough)]
+    "cases",
+    [
+        pytest.param(SHORT, id="a few"),
+        *(pytest.param(cases, id=f"all-{transport}", marks=pytest.mark.thorough) for transport, cases in EVERY.items()),
+    ],
 )
 @pytest.mark.timeout(600)
 def test_the_others_raise_and_name_it(cases: list[tuple[str, str, str]]) -> None:
