@@ -66,6 +66,12 @@ class Mailbox:
             self._posted.remove(receive)
             return True
 
+    def unread(self, source: int | None) -> str:
+        """What has come from a rank, or any, and no receive has taken; empty: nothing."""
+        with self._changed:
+            of_each = [(rank, *early) for rank in self._early if source in (None, rank) for early in self._early[rank]]
+        return ", ".join(f"{told(values)} with tag {tag} from rank {rank}" for rank, tag, values in of_each[:3])
+
     def expected(self, source: int, tag: int, num_elements: int, dtype: torch.dtype) -> PostedReceive | None:
         """The receive whose memory a message may go into straight away."""
         with self._changed:

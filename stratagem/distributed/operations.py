@@ -270,7 +270,7 @@ class Operations:
     def _check_parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
         if whole.numel() != part.numel() * self.size or whole.dtype != part.dtype:
             raise ConfigurationError(
-                f"expected {self.size} × {told(part)} in a {what} of {self.size} ranks, got {told(whole)}"
+                f"expected {self.size} × {told(part)} in {what} of {self.size} ranks, got {told(whole)}"
             )
 
 

@@ -155,7 +155,9 @@ class ReceiveWork(LaneWork):
             self._done.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             if self._messages.mailbox.withdraw(self._receive):
-                text = f"no message for {self._what} came within {patience_s:g} s{circle}"
+                unread = self._messages.mailbox.unread(self._receive.source)
+                came = f"; what came and no receive has taken: {unread}" if unread else ""
+                text = f"no message for {self._what} came within {patience_s:g} s{came}{circle}"
                 self._receive.done.set_exception(OutOfStepError(text, self._receive.source))
             self._done.result()
 

@@ -454,7 +454,7 @@ def test_what_is_chained_to_a_future_may_call_collectives(groups: Groups) -> Non
 def test_what_does_not_fit_is_refused_before_anything_is_sent(groups: Groups) -> None:
     size = len(groups)
     with pytest.raises(
-        ConfigurationError, match=rf"expected {size} × float32 .2. in a all_gather of {size} ranks, got float32 .1."
+        ConfigurationError, match=rf"expected {size} × float32 .2. in all_gather of {size} ranks, got float32 .1."
     ):
         groups[0].all_gather_single(torch.zeros(1), torch.zeros(2))
     with pytest.raises(ConfigurationError, match=f"expected {size} outputs, one for each rank, got 7"):

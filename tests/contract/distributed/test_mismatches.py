@@ -15,6 +15,7 @@ from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.work import LaneWork
 from stratagem.errors import ClusterTimeoutError, CollectiveError
 from tests.contract.distributed.ranks import on_every_rank, process_groups
+from tests.polling import until
 
 Call = Callable[[LaneProcessGroup], Any]
 
@@ -139,9 +140,15 @@ def test_ranks_that_only_receive_hear_early_that_they_wait_for_each_other(
 
 
 def test_a_message_that_does_not_come() -> None:
-    with process_groups(2, "shm", 3.0) as groups:
-        with pytest.raises(CollectiveError, match=r"no message for recv of .* from rank 1 with tag 7 came within 3 s"):
-            groups[0].recv([torch.zeros(3)], 1, 7).wait()
+    with process_groups(2, "shm", 1.0) as groups:
+        receive = groups[0].recv([torch.zeros(3)], 1, 7)
+        groups[1].send([torch.zeros(2, 2)], 0, 6).wait()
+        until(lambda: groups[0]._messages.mailbox.unread(1))
+        with pytest.raises(
+            CollectiveError, match=r"no message for recv of .* from rank 1 with tag 7 came within 1 s"
+        ) as no:
+            receive.wait()
+        assert "no receive has taken: float32 [4] with tag 6 from rank 1" in str(no.value)
         on_every_rank(groups, lambda group: group.barrier().wait())  # the group goes on
 
 
