@@ -319,11 +319,10 @@ class LaneProcessGroup(dist.ProcessGroup):
         ended the script, or of an error that is being handled where this is called."""
         if not self._ended:
             self.nccl.close(is_aborted=False)
-        reason, failure = (
-            f"rank {self.communicator.rank} has destroyed its process group, or ended",
-            failure or sys.exception(),
-        )
-        if has_failed := isinstance(failure, Exception):
+        reason = f"rank {self.communicator.rank} has destroyed its process group, or ended"
+        failure = failure or sys.exception()
+        # Data that end are no error: others may still have to complete the last collective.
+        if has_failed := isinstance(failure, Exception) and not isinstance(failure, StopIteration):
             reason += f", at {shortened(traceback.format_exception_only(failure)[-1].strip())}"
         self._end(reason, has_failed)
 
