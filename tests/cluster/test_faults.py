@@ -111,8 +111,8 @@ def test_bounded_staleness_with_a_slow_worker(cluster: Start, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("num_ps", "flags", "words"),
     [
-        (0, [], r"worker:0 live step \d+, waits for worker:1 in \w+ .* since \d+ s"),
-        (1, ["--staleness", "0"], r"worker:0 live step \d+, waits for worker:1 to deliver their part of step \d+"),
+        (0, [], r"in \w+ "),
+        (1, ["--staleness", "0"], r"to deliver their part of step \d+"),
     ],
     ids=["ring", "staleness 0"],
 )
@@ -122,5 +122,5 @@ def test_a_worker_that_is_slow_is_named_while_the_others_wait(
     faults = [{"task": "worker:1", "step": 3, "action": "slow", "seconds": 8}]
     done = cluster(2, num_ps, "train_small.py", "--epochs", 1, flags=flags, faults=faults).finish()
     assert (done.code, done.faults) == (0, ["fault-0"]), done.stderr
-    assert re.search(words, done.stderr), done.stderr
+    assert re.search(rf"worker:0 live step \d+, has waited \d+ s for worker:1 {words}", done.stderr), done.stderr
     assert "worker:1 live step" not in done.stderr, "it waits for nobody"
