@@ -12,7 +12,7 @@ from typing import Any
 
 from stratagem.cluster.task import TaskId
 from stratagem.launch.chaos.events import ON_CONNECTIONS, STANDBY, ChaosEvent, connections, parse, word_of
-from stratagem.launch.chaos.relay import Relay, owner_of
+from stratagem.launch.chaos.relay import Address, Relay, owner_of
 from stratagem.launch.processes import TaskProcess
 from stratagem.rpc.binding import free_port
 from stratagem.rpc.status_view import StatusView
@@ -74,9 +74,10 @@ class ChaosInjector:
         suffer |= {task for event in events if event.verb in ON_CONNECTIONS for task in event.targets}
         called = {server for _, server in connections(tasks)} & suffer
         self._binds = {task: f"127.0.0.1:{free_port()}" for task in called if task.type != "chief"}
-        self._relays = {
-            task: Relay(self._binds.get(task, ""), lambda port: owner_of(port, self._pids)) for task in called
-        }
+        self._relays = {task: Relay(self._binds.get(task, ""), self._client_of) for task in called}
+
+    def _client_of(self, client: Address, server: Address) -> str:
+        return owner_of(client, server, self._pids)
 
     def bind(self, task: TaskId) -> tuple[str, str]:
         """Where a task is to listen, and what it is to say to others; empty: as ever."""

@@ -156,7 +156,7 @@ def echo() -> Iterator[str]:
 
 def test_a_relay_holds_and_resets_the_connections_of_one_client(echo: str) -> None:
     me = {"me": os.getpid()}
-    relay = Relay(echo, lambda port: owner_of(port, me))
+    relay = Relay(echo, lambda client, server: owner_of(client, server, me))
     host, _, port = relay.address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), 60.0) as one:
@@ -182,8 +182,11 @@ def test_a_relay_holds_and_resets_the_connections_of_one_client(echo: str) -> No
         relay.close()
 
 
-def test_a_port_has_an_owner_or_none() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        port = client.getsockname()[1]
-        assert owner_of(port, {"parent": os.getppid(), "me": os.getpid()}) == "me"
-        assert owner_of(port, {"nobody": 1 << 22}) == ""
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "as gRPC"])
+def test_a_connection_has_an_owner_or_none(family: socket.AddressFamily) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(family) as client:
+        host, port = server.getsockname()
+        client.connect((f"::ffff:{host}" if family is socket.AF_INET6 else host, port))
+        ends = (host, client.getsockname()[1]), (host, port)
+        assert owner_of(*ends, {"parent": os.getppid(), "me": os.getpid()}) == "me"
+        assert owner_of(*ends, {"nobody": 1 << 22}) == ""
