@@ -294,6 +294,8 @@ class Recovery(ChiefPart):
             saved = plus(saved, await self._close_applied(units_of(begun), descriptions))
         self._lease_book.roll_back(saved, reopen=True)
         self._begin_anew()
+        for name, logs in {} if origin is None else origin.manifest.logs.items():
+            self._journal.write("logs", topic=[name.group, name.ordinal], logs=logs)
         self._lease_book.know_accepted(saved)
         self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()), reopen=True)
 

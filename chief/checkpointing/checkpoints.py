@@ -18,9 +18,10 @@ from stratagem.checkpoint import catalog
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.durable import way_out
 from stratagem.checkpoint.manifest import Manifest
+from stratagem.chief.counting.metric_states import Logs, decode_logs, encode_logs
 from stratagem.chief.journal.history import decode_positions, encode_positions
 from stratagem.chief.leasing.positions import Positions, minus, plus
-from stratagem.cluster.units import Plan, UnitBitmap
+from stratagem.cluster.units import Plan, Topic, UnitBitmap
 from stratagem.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -46,6 +47,8 @@ class ServersManifest(Manifest):
     num_updates: int = 0
     """In it, of all groups together: a model may be trained at the same step too, that of another one before it.
     Another number of ps goes on from this number. 0: it is not known."""
+    logs: Mapping[Topic, Logs] = dataclasses.field(default_factory=dict)
+    """What came of epochs that were over."""
 
     @property
     def done(self) -> Positions:
@@ -73,6 +76,7 @@ class ServersManifest(Manifest):
             "accepted": encode_positions(self.accepted),
             "applied": encode_positions(self.applied),
             "unfinished": encode_positions(self.unfinished),
+            "logs": encode_logs(self.logs),
         }
 
     @classmethod
@@ -92,6 +96,7 @@ class ServersManifest(Manifest):
             next_step=content["next_step"],
             num_groups=int(content.get("num_groups", 0)),
             num_updates=int(content.get("num_updates", 0)),
+            logs=decode_logs(content.get("logs", [])),
         )
 
 

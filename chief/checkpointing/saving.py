@@ -104,6 +104,7 @@ class Saving(ChiefPart):
         # all lack these: they hear of that with its worker's next update.
         unfinished = unfinished_units(described.values(), self._lease_book.steps.per_unit)
         accepted = minus(self._lease_book.positions(), unfinished)
+        logs = self._journal.history.metric_states.logs_of_epochs()
         beginning = asyncio.ensure_future(asyncio.to_thread(checkpoints.begin, directory))
         try:
             draft = await asyncio.shield(beginning)
@@ -132,6 +133,7 @@ class Saving(ChiefPart):
                 num_groups=content.num_groups,
                 num_updates=content.num_updates,
                 automatic=automatic,
+                logs=logs,
             )
         except BaseException:
             await asyncio.shield(asyncio.to_thread(draft.close))  # else a second cancellation may come before it

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stratagem.cluster.units import MAX_STATE_BYTES, Topic, Unit, UnitBitmap
+from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, MAX_STATE_BYTES, Topic, Unit, UnitBitmap
 from stratagem.errors import LimitError
 
 MAX_TOPIC_BYTES = 256 << 20
@@ -127,6 +127,15 @@ class MetricStates:
         """What came of a topic; None while it is open."""
         return self._logs.get(name)
 
+    def logs_of_epochs(self) -> dict[Topic, Logs]:
+        """What came of all epochs that are over, as a job that resumes has it."""
+        return {
+            Topic(name.group.removesuffix(end) + EARLIER_LOGS, name.ordinal): logs
+            for name, logs in self._logs.items()
+            for end in (EPOCH_LOGS, EARLIER_LOGS)
+            if name.group.endswith(end)
+        }
+
     def record(self, name: Topic, logs: Logs) -> None:
         """Says what came of a topic, if nobody has."""
         if name not in self._logs:
@@ -162,15 +171,15 @@ class MetricStates:
             "open": [
                 encode_state(MetricState(name, *each)) for name, states in self._open.items() for each in states.items()
             ],
-            "logs": [[name.group, name.ordinal, logs] for name, logs in self._logs.items()],
+            "logs": encode_logs(self._logs),
             "in_logs": [[*key, base64.b64encode(units.to_bytes()).decode()] for key, units in self._in_logs.items()],
         }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> MetricStates:
         metric_states = cls()
-        for group, ordinal, logs in record["logs"]:
-            metric_states.record(Topic(group, ordinal), decode_logs(logs))
+        for name, logs in decode_logs(record["logs"]).items():
+            metric_states.record(name, logs)
         for state in record["open"]:
             metric_states.add(decode_state(state))
         for group, dataset, epoch, units in record["in_logs"]:
@@ -192,5 +201,13 @@ def decode_state(value: Mapping[str, Any]) -> MetricState:
     return MetricState(Topic(*value["topic"]), Unit(*value["unit"]), base64.b64decode(value["data"]))
 
 
-def decode_logs(value: Iterable[Iterable[Any]]) -> Logs:
+def encode_logs(logs: Mapping[Topic, Logs]) -> list[list[Any]]:
+    return [[name.group, name.ordinal, numbers] for name, numbers in logs.items()]
+
+
+def decode_logs(value: Iterable[Iterable[Any]]) -> dict[Topic, Logs]:
+    return {Topic(str(group), int(ordinal)): decode_numbers(numbers) for group, ordinal, numbers in value}
+
+
+def decode_numbers(value: Iterable[Iterable[Any]]) -> Logs:
     return tuple((str(name), float(number)) for name, number in value)

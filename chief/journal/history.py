@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
+from stratagem.chief.counting.metric_states import MetricStates, decode_numbers, decode_state
 from stratagem.chief.leasing.evaluations import Pin
 from stratagem.chief.leasing.positions import common, has, plus
 from stratagem.cluster.config import MAX_TASKS
@@ -191,7 +191,7 @@ class JobHistory:
             case "state":
                 self.metric_states.add(decode_state(record["state"]))
             case "logs":
-                self.metric_states.record(Topic(*record["topic"]), decode_logs(record["logs"]))
+                self.metric_states.record(Topic(*record["topic"]), decode_numbers(record["logs"]))
             case "evaluation":
                 name, pin = Topic(*record["name"]), Pin.from_record(record["pin"])
                 known = self.evaluations.get(name)

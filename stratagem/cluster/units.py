@@ -247,3 +247,9 @@ class Topic:
 
     def __str__(self) -> str:
         return f"{self.group}/{self.ordinal}"
+
+
+EPOCH_LOGS = ", logs of epochs"
+"""Ends the name of a group that has what came of each epoch of a ``fit``: checkpoints keep it."""
+EARLIER_LOGS = ", logs of epochs before the job was resumed"
+"""Ends the name of the group in which a resumed job has these."""

@@ -61,6 +61,20 @@ def test_every_worker_has_the_same_history_and_one_stops_all(cluster: Start, tmp
     assert [one["num_steps"] for one in news] == [3 * NUM_TRAINED // 2] * 2  # a slice of each batch for each
 
 
+def test_a_job_that_is_started_again_has_the_epochs_that_were_over(cluster: Start, tmp_path: Path) -> None:
+    out, flags = tmp_path / "out", ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    faults = [{"task": "worker:0", "step": NUM_TRAINED, "action": "terminate", "target": "launcher"}]  # 2 epochs
+    first = cluster(1, 1, "fit_counted.py", "--out", out, flags=flags, faults=faults).finish()
+    assert (first.code, first.faults) == (143, ["fault-0"]), first.stderr
+    cluster(1, 1, "fit_counted.py", "--out", out, "--pause-s", 0, flags=flags).succeed()
+    news = json.loads(Path(f"{out}.worker:0").read_text())
+    assert (news["num_epochs_lived"], news["num_validated"]) == (1, NUM_EVALUATED // 2)
+    assert news["epochs"] == [0, 1, 2]
+    assert news["history"]["number"][:2] == [NUM_TRAINED] * 2
+    assert news["history"]["val_number"] == [NUM_EVALUATED] * 3
+    assert news["history"]["learning_rate"] == [1e-2, 5e-3, 2.5e-3]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("alone", [0, 1])
 def test_an_evaluation_on_one_worker_alone_puts_no_later_one_out_of_order(

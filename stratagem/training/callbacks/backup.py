@@ -35,8 +35,8 @@ class BackupAndRestore(Callback):
 
     Parameter servers and their chief do this themselves (``stratagem run --checkpoint-dir``), so on them this callback
     does not save, and a worker that gets such a signal only finishes its step. A job that restarts as a whole resumes
-    with its weights, the optimizer's state and its data; the history, the other callbacks and a learning rate that
-    they have set start fresh.
+    with its weights, the optimizer's state and its data; callbacks hear of the epochs that were over by
+    ``on_epoch_missed``, with their logs, and the logs of the epoch that was cut are those of its rest.
 
     Args:
         backup_dir: folder of this backup alone: each ``fit`` of a script has its own, all but the last with
@@ -112,7 +112,7 @@ class BackupAndRestore(Callback):
                 )
             logger.info(
                 "BackupAndRestore: the chief and the parameter servers resume this job by themselves; if the whole job "
-                "is restarted, the history, the callbacks and a learning rate that they set start over"
+                "is restarted, callbacks hear of epochs that were over by on_epoch_missed, not by on_epoch_end"
             )
             return
         say_it_resumes()

@@ -52,6 +52,8 @@ class LearningRateScheduler(Callback):
         if logs is not None:
             logs["learning_rate"] = self.model.learning_rate
 
+    on_epoch_missed = on_epoch_begin  # the next rate may be one of this
+
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch}
 

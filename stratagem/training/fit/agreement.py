@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.cluster.units import Plan, Topic
+from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, Plan, Topic
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.position import FitPosition
@@ -27,6 +27,8 @@ class FitAgreement:
     """There are no others: it may stop in the middle of an epoch."""
     shares_epochs = False
     """Others may do all of an epoch before this worker does anything of it."""
+    is_earlier = False
+    """The epoch was over when the job was resumed: nobody validates it again."""
 
     def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
         """Around the training; ``flush`` makes an update of gradients that wait for further ones."""
@@ -107,7 +109,7 @@ class FitOnServers(FitAgreement):
         self._chief = servers.chief
         self._units = UnitCounts(self._chief, running)
         self._counted = self._chief.new_group("fit")
-        self._logs = f"{self._counted}, logs of epochs"
+        self._logs = self._counted + EPOCH_LOGS
         self.group = f"{self._counted}, ends of epochs"
         self._epoch = 0
         servers.place = f"{self._counted}, "
@@ -145,7 +147,9 @@ class FitOnServers(FitAgreement):
     def begin(self, epoch: int) -> dict[str, float] | None:
         self._epoch = epoch
         self._servers.place = f"{self._counted}, epoch {epoch + 1}, "
-        return self._chief.logs(self._logs, epoch)
+        earlier = self._chief.logs(self._counted + EARLIER_LOGS, epoch)
+        self.is_earlier = earlier is not None
+        return earlier or self._chief.logs(self._logs, epoch)
 
     def add(self, results: Sequence[StepResult]) -> None:
         self._units.running.add(results)

@@ -84,7 +84,7 @@ class Training:
         if self._agreement.shares_epochs:
             first = list(itertools.islice(batches, 1))
             if not first and others_logs is not None:  # others have lived it: callbacks hear only what came of it
-                if self._validate is not None:
+                if self._validate is not None and not self._agreement.is_earlier:
                     self._validate(number, True)
                 callbacks.call("on_epoch_missed", number, dict(others_logs))
                 return None

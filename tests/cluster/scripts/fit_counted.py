@@ -45,7 +45,7 @@ class Faults(callbacks.Callback):
     def __init__(self, task: str, pause_s: float) -> None:
         self._task = task
         self._pause_s = pause_s
-        self._num_evaluated = 0
+        self.num_evaluated = 0
         self.num_epochs_lived = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -53,8 +53,8 @@ class Faults(callbacks.Callback):
         time.sleep(self._pause_s)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._num_evaluated += 1
-        faults.at_step(f"{self._task} evaluates", self._num_evaluated)
+        self.num_evaluated += 1
+        faults.at_step(f"{self._task} evaluates", self.num_evaluated)
         time.sleep(self._pause_s)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -105,7 +105,8 @@ def main() -> None:
         model = Model(make_net())
     model.compile(lambda parameters: torch.optim.Adam(parameters, 1e-2), "cross_entropy", metrics())
     watching = Faults(task, options.pause_s)
-    chosen: list[callbacks.Callback] = [callbacks.LearningRateScheduler(lambda epoch: 1e-2 * 0.5**epoch), watching]
+    halving = callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5 ** (epoch > 0))
+    chosen: list[callbacks.Callback] = [halving, watching]
     if options.stop_in_epoch is not None and task == "worker:1":
         chosen.append(StopInEpoch(options.stop_in_epoch))
     history = model.fit(
@@ -121,6 +122,7 @@ def main() -> None:
         "history": history.history,
         "epochs": history.epoch,
         "num_epochs_lived": watching.num_epochs_lived,
+        "num_validated": watching.num_evaluated,
         "evaluation": model.evaluate(x, y, batch_size=2, return_dict=True, callbacks=[watching]),
         "of_an_iterable": model.evaluate(test, return_dict=True),
         "first_batches": model.evaluate(x, y, batch_size=10, steps=3, return_dict=True),

@@ -20,7 +20,7 @@ from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import untaken
 from stratagem.chief.servers.servers import ServerDescription
-from stratagem.cluster.units import Plan, UnitBitmap
+from stratagem.cluster.units import Plan, Topic, UnitBitmap
 from stratagem.errors import CheckpointError
 
 
@@ -35,6 +35,7 @@ def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automati
         applied={(2, 0): UnitBitmap.of([1])},
         next_step=12,
         automatic=automatic,
+        logs={Topic("fit 1", 0): (("loss", 0.5),)},
     )
 
 
