@@ -149,7 +149,9 @@ class Maintenance(ChiefPart):
             newest, described = self.newest or self._found(), [*await self._described()]
             if newest is None or newest.lacks(described):
                 # One without what no model has is to be the newest one. Nobody is waited for to prepare it.
-                leaves_out = is_done and newest is not None and content_of(described).step > newest.manifest.step
+                # Of a ps that came back when all had gone nobody says what it is to hold, though a model may have that.
+                is_newest = newest is not None and content_of(described).step > newest.manifest.step
+                leaves_out = is_done and is_newest and all(each.complete for each in described)
                 if is_done and not leaves_out and untaken(described):
                     raise CheckpointError(of_untaken(untaken(described)))
                 # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.

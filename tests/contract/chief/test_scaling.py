@@ -571,12 +571,16 @@ async def test_what_no_ps_takes_of_a_checkpoint_of_another_number_is_told_before
         assert "needs all variables, and 4 elements" in maintenance._delay[0]
 
 
-@pytest.mark.parametrize(("exit_code", "step", "is_saved"), [(0, 2, True), (0, 0, False), (143, 2, False)])
+@pytest.mark.parametrize(
+    ("exit_code", "step", "is_told", "is_saved"),
+    [(0, 2, True, True), (0, 0, True, False), (143, 2, True, False), (0, 2, False, False)],
+)
 async def test_what_no_model_has_is_left_out_of_the_last_checkpoint_of_a_job_that_is_done(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, exit_code: int, step: int, is_saved: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, exit_code: int, step: int, is_told: bool, is_saved: bool
 ) -> None:
     """The chief waited for a minute, and what was trained was not saved. It is not where another one would stay the
-    newest, nor of a job that is shut down, which may prepare the rest yet."""
+    newest, nor of a job that is shut down, which may prepare the rest yet, nor where a ps died as the workers ended and
+    nobody tells its next process what it is to hold: the newest checkpoint lacked that, and the job ended with 0."""
     sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "keep_checkpoints": 1}
     made = Path((await saved_by_one_ps(sizes)).path)
     both = Told(0), Told(1)
@@ -595,6 +599,8 @@ async def test_what_no_model_has_is_left_out_of_the_last_checkpoint_of_a_job_tha
         await worker.next([0], wait=False)
         for each in both:
             each.step = step
+        if not is_told:
+            both[1].num_taken = None
         if exit_code:
             running.job.stop(exit_code, "the chief got SIGINT")
         worker.goodbye(exit_code)
