@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.leasing.clocks import Clocks
 from stratagem.chief.leasing.leases import EpochLeases, Leases
+from stratagem.chief.leasing.loops import WorkerLoops
 from stratagem.chief.leasing.positions import Positions, RollBack, plus, positions_of
 from stratagem.chief.leasing.steps import JobSteps, Removal, SliceState
 from stratagem.cluster.task import Incarnation
@@ -41,8 +42,7 @@ class LeaseBook:
         """The newest epoch that a worker has asked about and that was not closed then, with its dataset before it."""
         self._leasing: dict[tuple[int, int], EpochLeases] = {}
         """Of the epochs, those that may have units leased: of many thousands these are few."""
-        self._asked: dict[Incarnation, set[int]] = {}
-        self._left: set[tuple[Incarnation, int, int]] = set()
+        self.loops = WorkerLoops(lambda key: key in self.epochs and not self.epochs[key].closed)
         self._counting: set[Incarnation] = set()
 
     @property
@@ -168,8 +168,7 @@ class LeaseBook:
         if not leases.closed and (epoch >= self.current[1] or self.epochs[self.current].closed):
             self.current = dataset, epoch
         stop = leases.plan.num_units if stop is None else stop
-        self._asked.setdefault(incarnation, set()).add(dataset)
-        self._left.discard((incarnation, dataset, epoch))
+        self.loops.asked(incarnation, dataset, epoch)
         waits_for: list[Incarnation] = []
         if leases.plan.staleness == 0:
             units = [Unit(dataset, epoch, index) for index in leases.held_by(incarnation) if index not in held]
@@ -184,7 +183,7 @@ class LeaseBook:
                 assert lease is not None
                 granted.append(lease)
         else:
-            num_workers = sum(dataset in asked for asked in self._asked.values())
+            num_workers = self.loops.num_workers(dataset)
             indices = leases.ask(incarnation, held, want, at_most, stop, self.restores, num_workers)
             granted = [Lease(Unit(dataset, epoch, i), leases.plan.unit_examples(i)) for i in indices]
         if granted or waits_for:
@@ -216,7 +215,10 @@ class LeaseBook:
             first = leases.first_pending
             if first is None or first >= stop:
                 return None, []
-            members = [worker for worker in workers if self._takes_part(worker, dataset, epoch)]
+            members = [one for one in workers if self.loops.takes_part(one, dataset, epoch, self.founders)]
+            # What one has yet to do elsewhere would be in later steps than this one, which waits for its slice.
+            if behind := [one for one in members if one != incarnation and self.loops.is_before(one, dataset, epoch)]:
+                return None, behind
             batch = leases.plan.units_of(leases.plan.batch_of(first))
             indices = [index for index in batch if leases.is_pending(index)]
             places = [leases.plan.slice_of(index) for index in indices]
@@ -228,12 +230,6 @@ class LeaseBook:
         if waits_for:
             return None, waits_for
         return self.steps.grant(incarnation, step).unit, []
-
-    def _takes_part(self, worker: Incarnation, dataset: int, epoch: int) -> bool:
-        """A worker that was restarted takes part once it asks for the dataset: until then nobody waits for it."""
-        if (worker, dataset, epoch) in self._left:
-            return False
-        return worker in self.founders or dataset in self._asked.get(worker, ())
 
     def _lease_of(self, unit: Unit) -> Lease | None:
         """What the holder is told about a unit; None while it is only reserved."""
@@ -273,13 +269,9 @@ class LeaseBook:
 
     def leave(self, incarnation: Incarnation, dataset: int, epoch: int) -> Removal:
         """``incarnation`` left its loop. Its units stay leased until :meth:`give_back`."""
-        self._left.add((incarnation, dataset, epoch))
+        self.loops.left(incarnation, dataset, epoch)
         units = [Unit(dataset, epoch, index) for index in self.epoch(dataset, epoch).held_by(incarnation)]
         return self.remove(units, {})
-
-    def who_left(self, dataset: int, epoch: int) -> list[str]:
-        """Tasks that left their loop over this epoch, and run on."""
-        return sorted(worker.task for worker, *of in self._left if of == [dataset, epoch])
 
     def remove(self, units: Sequence[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
         """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`, or
@@ -323,9 +315,8 @@ class LeaseBook:
         """``incarnation`` is over: nobody waits for its clock."""
         self.clocks.forget(incarnation)
         self.steps.forget(incarnation)
-        self._asked.pop(incarnation, None)
+        self.loops.forget(incarnation)
         self._counting.discard(incarnation)
-        self._left = {left for left in self._left if left[0] != incarnation}
 
     def readmit(self, steps: Mapping[int, Sequence[Unit]]) -> None:
         """Puts back the steps that were open when the chief died, before workers say what they hold: a slice that was
@@ -354,7 +345,7 @@ class LeaseBook:
                 continue  # that step is over, or goes on without the unit; the worker may not have heard of it
             self.steps.claim(unit, incarnation)
             leases.acquire(unit.index, incarnation)  # it may have been computed before a ps went back
-            self._asked.setdefault(incarnation, set()).add(unit.dataset)
+            self.loops.asked(incarnation, unit.dataset, unit.epoch)
             self._counting.add(incarnation)  # until it says otherwise
         if self.plans:
             self.clocks.expect(incarnation)

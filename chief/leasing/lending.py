@@ -180,10 +180,12 @@ class TrainingUnits(UnitLender[TrainingPass]):
         if request.steps_per_unit not in (0, steps.per_unit):
             steps.per_unit = request.steps_per_unit
             self._journal.write("steps_per_unit", number=steps.per_unit)
-        first = steps.next_number
+        first, before = steps.next_number, self._lease_book.loops.where(incarnation)
         leases = self._lease_book.ask(
             incarnation, data.dataset, data.epoch, held, request.want, workers, data.stop, data.group, request.at_most
         )
+        if before != self._lease_book.loops.where(incarnation):
+            self._changed.notify()  # others may have waited for it to come here
         for number in range(first, steps.next_number):
             self._recovery.composed(number)
             self._tell_of_rest(number, self._lease_book.plans[data.dataset])
@@ -194,7 +196,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
         units = self._lease_book.steps.open[number].units
         num_parts = len(plan.units_of(plan.batch_of(units[0].index)))
         if len(units) < num_parts and not self._has_rest:
-            left = ", ".join(self._lease_book.who_left(units[0].dataset, units[0].epoch))
+            left = ", ".join(self._lease_book.loops.who_left(units[0].dataset, units[0].epoch))
             logger.warning(
                 "Step %d has %d of the %d parts of its batch, as %s: the other parts become an update of their own, in "
                 "later batches too, unlike in a single process",

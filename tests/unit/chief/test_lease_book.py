@@ -294,8 +294,27 @@ def test_a_worker_that_left_a_step_to_the_others_refreshes() -> None:
     waiting = lease_book.ask(B, 1, 1, (), 1, [A, B])
     assert (waiting.granted, waiting.waits_for) == ((), (A,))
     lease_book.accept(A, 1, 0, [0])
+    lease_book.leave(A, 1, 0)
     [lease] = lease_book.ask(B, 1, 1, (), 1, [A, B]).granted
     assert lease.refresh
+
+
+@pytest.mark.parametrize("after", [(1, 1), (2, 0)])
+def test_who_left_a_loop_begins_the_next_one_when_nobody_has_that_loop_to_go_through(after: tuple[int, int]) -> None:
+    """It made a step with a slice for the other one, who had later steps to make before: each waited for the other."""
+    lease_book = sync_lending()
+    lease_book.open_dataset(2, Plan(8, 4, num_slices=2, staleness=0))
+    lease_book.ask(B, 1, 0, (), 1, [A, B])  # A has not even come to it
+    lease_book.give_back(lease_book.leave(B, 1, 0).returned)
+    if after[0] == 1:
+        assert lease_book.ask(B, *after, (), 1, [A, B]).waits_for == (A,)
+    for indices in ([0], [1], [2], [3]):
+        lease_book.ask(A, 1, 0, (), 1, [A, B])
+        assert lease_book.ask(B, *after, (), 1, [A, B]).waits_for == (A,)
+        lease_book.accept(A, 1, 0, indices)
+    assert lease_book.ask(A, 1, 0, (), 1, [A, B]).end
+    [lease] = lease_book.ask(B, *after, (), 1, [A, B]).granted
+    assert len(lease.step_units) == 2, "the other one has its slice"
 
 
 def test_a_part_of_an_epoch_ends_when_its_units_are_accepted_and_no_others_are_lent() -> None:

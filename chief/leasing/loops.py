@@ -1,0 +1,61 @@
+"""Which worker goes through which dataset, and where: in whose steps at staleness 0 it takes part. Pure, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from stratagem.cluster.task import Incarnation
+
+Key = tuple[int, int]
+"""(dataset, epoch)."""
+
+
+class WorkerLoops:
+    """The loops of all workers. ``is_open``: whether units of an epoch that somebody has asked for are left."""
+
+    def __init__(self, is_open: Callable[[Key], bool]) -> None:
+        self._is_open = is_open
+        self._asked: dict[Incarnation, dict[int, int]] = {}
+        """Of each dataset that it asked for the last epoch; the last of them is where it is."""
+        self._left: set[tuple[Incarnation, Key]] = set()
+
+    def asked(self, incarnation: Incarnation, dataset: int, epoch: int) -> None:
+        """It goes through this epoch."""
+        self._left.discard((incarnation, (dataset, epoch)))
+        of_all = self._asked.setdefault(incarnation, {})
+        of_all.pop(dataset, None)
+        of_all[dataset] = epoch
+
+    def left(self, incarnation: Incarnation, dataset: int, epoch: int) -> None:
+        """It left this epoch early."""
+        self._left.add((incarnation, (dataset, epoch)))
+
+    def where(self, incarnation: Incarnation) -> Key | None:
+        """What it asked for last; None: it has not asked since the chief started."""
+        return next(reversed(self._asked.get(incarnation, {}).items()), None)
+
+    def num_workers(self, dataset: int) -> int:
+        """That have asked for it."""
+        return sum(dataset in of_all for of_all in self._asked.values())
+
+    def who_left(self, dataset: int, epoch: int) -> list[str]:
+        """Tasks that left this epoch early, and run on."""
+        return sorted(worker.task for worker, key in self._left if key == (dataset, epoch))
+
+    def takes_part(self, worker: Incarnation, dataset: int, epoch: int, founders: Container[Incarnation]) -> bool:
+        """A worker that was restarted takes part once it asks for the dataset: until then nobody waits for it."""
+        if (worker, (dataset, epoch)) in self._left:
+            return False
+        return worker in founders or dataset in self._asked.get(worker, ())
+
+    def is_before(self, worker: Incarnation, dataset: int, epoch: int) -> bool:
+        """Whether it has yet to go through something, before this epoch, that others have left early."""
+        at, first = self.where(worker) or (dataset, 0)
+        stop = epoch if at == dataset else first + 1
+        keys = [(at, number) for number in range(first, stop)]
+        return any(self._is_open(key) and (worker, key) not in self._left for key in keys)
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """``incarnation`` is over."""
+        self._asked.pop(incarnation, None)
+        self._left = {left for left in self._left if left[0] != incarnation}
