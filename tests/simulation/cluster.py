@@ -55,11 +55,13 @@ class Job:
     num_models: int = 1
     """Trained in turn, an epoch each; each has its share of the variables and an optimizer."""
     prepares_late: bool = False
-    """The second of these is prepared when its turn comes."""
+    """Those after the first are prepared when their turn comes."""
     prepares_apart: bool = False
     """Another model, which nothing changes, is prepared first."""
     fits: bool = False
     """Workers call ``Model.fit``, with a validation after each epoch."""
+    steps_per_epoch: int = 0
+    """Batches of an epoch of ``Model.fit``, fewer than there are; 0: all."""
     ps_replicas: int = 1
     max_ps: int = 0
     num_examples: int = 24
@@ -81,6 +83,10 @@ class Job:
     """Workers load other values once their model is prepared."""
     reloads: int = 0
     """After so many epochs they load the first variable; 0: they do not."""
+    meets: bool = False
+    """Workers call ``barrier()`` after each epoch."""
+    breaks: float = 0.0
+    """The share of batches after which a worker other than the first one leaves its pass."""
     min_workers: int = 0
     """Above 0 there are no ps: a ring that goes on while it has so many workers."""
     max_workers: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training.callbacks.base import Callback
@@ -32,17 +32,30 @@ class Counted(Counters):
         return torch.stack([each[examples] for each in self.counts], dim=1)
 
 
+class Examples(Dataset[tuple[int, float]]):
+    """Numbers of examples, and what each adds in this pass."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._pass = 0
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, float(BASE**self._pass)
+
+    def set_epoch(self, epoch: int) -> None:
+        """A pass begins."""
+        self._pass = epoch
+
+
 class Steps(Callback):
-    """Batches take a while, and count for their epoch."""
+    """Batches take a while."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.epoch = 0
-
-    @property
-    def value(self) -> float:
-        """What an example of this epoch adds."""
-        return float(BASE**self.epoch)
 
     def _wait(self) -> None:
         communicator = self.model.strategy.communicator
@@ -72,12 +85,12 @@ def train(cluster: Cluster, process: Process) -> None:
 def fit(cluster: Cluster, process: Process, model: Model, optimizer: OptimizerFactory, steps: Steps) -> None:
     """Trains a :class:`Counted` module, and keeps the history."""
     job = cluster.job
-    model.compile(optimizer, lambda outputs, _: -steps.value * outputs.sum(1).mean(), {"number": NumExamples()})
-    examples = torch.arange(job.num_examples)
+    model.compile(optimizer, lambda outputs, added: -(outputs.sum(1) * added).mean(), {"number": NumExamples()})
     few = torch.arange(NUM_EVALUATED)
     history = model.fit(
-        DataLoader(TensorDataset(examples, examples), batch_size=job.batch_size, shuffle=True),
+        DataLoader(Examples(job.num_examples), batch_size=job.batch_size, shuffle=True),
         epochs=job.epochs,
+        steps_per_epoch=job.steps_per_epoch or None,
         validation_data=DataLoader(TensorDataset(few, few), batch_size=2),
         callbacks=[steps],
         verbose=0,
@@ -91,10 +104,11 @@ def check_histories(cluster: Cluster, may_lack: bool) -> None:
     Args:
         may_lack: what was counted last may be lost, with the chief and a worker that it does not hear of again.
     """
-    expected = {"number": cluster.job.num_examples, "val_number": NUM_EVALUATED}
+    job = cluster.job
+    expected = {"number": job.steps_per_epoch * job.batch_size or job.num_examples, "val_number": NUM_EVALUATED}
     workers = [process for process in cluster.world.processes if process.name.startswith("worker:")]
     # What a worker had committed of a step and did not live to report counts in the weights alone.
-    may_lack_slice = cluster.job.staleness == 0 and any(process.exit_code != 0 for process in workers)
+    may_lack_slice = job.staleness == 0 and any(process.exit_code != 0 for process in workers)
     for process in cluster.world.processes:
         if process.exit_code != 0 or (history := process.globals.get("history")) is None:
             continue

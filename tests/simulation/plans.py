@@ -14,6 +14,12 @@ from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Moment, Schedule
 
 GRACE_S = 30.0
 """Seconds after which a supervisor kills what it has told to end."""
+MEETS = 0.15
+"""The share of jobs whose workers meet after each epoch."""
+BREAKS = 0.15
+"""The share of jobs in which workers leave passes before their end."""
+IN_PARTS = 0.3
+"""The share of fits whose epochs are parts of passes."""
 ADMITS = 0.1
 """The share of rings in which workers die as others admit a newcomer."""
 AT_MOMENTS = 0.2
@@ -98,8 +104,10 @@ def plan(seed: int, form: str = "") -> Schedule:
     models = random.Random(-26 * seed - 1)
     if form != "fit" and (models.random() < 0.1 or form == "models") and not (job.has_table and form == "table"):
         # On each ps some of each: one without a part of a model may be said to lack what that was given.
-        job = dataclasses.replace(job, has_table=False, num_models=2, num_variables=2 * max(3, job.num_variables))
-        job = dataclasses.replace(job, epochs=max(3, job.epochs), prepares_late=models.random() < 0.5)
+        is_late, num_models = models.random() < 0.5, models.choice((2, 2, 3))
+        num_variables, epochs = num_models * max(3, job.num_variables), max(num_models + 1, job.epochs)
+        job = dataclasses.replace(job, has_table=False, num_models=num_models, num_variables=num_variables)
+        job = dataclasses.replace(job, epochs=epochs, prepares_late=is_late)
     share = 0.5 if job.ps_replicas == 1 else 0.2
     can_have_two = job.num_variables > 1 and job.num_models == 1 and not job.has_table and form != "fit"
     if forms.random() < share and can_have_two:
@@ -121,7 +129,9 @@ def plan(seed: int, form: str = "") -> Schedule:
     else:
         num_examples = random.Random(-7 * seed - 1).choice((8, 12, 16))
         job = dataclasses.replace(job, fits=True, has_table=False, num_optimizers=1, prepares_apart=False)
-        job = dataclasses.replace(job, num_examples=num_examples, batch_size=2)
+        parts = random.Random(-28 * seed - 1)
+        steps_per_epoch = parts.randrange(1, num_examples // 2) if parts.random() < IN_PARTS else 0
+        job = dataclasses.replace(job, num_examples=num_examples, batch_size=2, steps_per_epoch=steps_per_epoch)
     share = 0.1 if job.has_table or job.saves else 0.3 if job.staleness else 0.15
     if job.num_optimizers > 1 or job.fits or job.loads or job.reloads:
         share = 0.0
@@ -135,6 +145,11 @@ def plan(seed: int, form: str = "") -> Schedule:
             faults += [Fault(0.5 + 2 * batches.random(), "kill", worker) for worker in workers]
     if not (job.fits or job.loads or job.reloads):
         job = dataclasses.replace(job, has_slots=random.Random(-22 * seed - 1).random() < 0.3)
+    if not job.fits:
+        passes = random.Random(-27 * seed - 1)
+        job = dataclasses.replace(job, meets=passes.random() < MEETS)
+        if job.accumulates == 1 and passes.random() < BREAKS:
+            job = dataclasses.replace(job, breaks=passes.choice((0.1, 0.3)))
     if (drains := random.Random(-17 * seed - 1)).random() < 0.06:
         faults.append(Fault(0.3 + 2.5 * drains.random(), "drain", for_s=GRACE_S))
         # A script that begins anew with all others restores what it saved itself, and loads once more; it is warned.

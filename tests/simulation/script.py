@@ -167,8 +167,8 @@ def train(cluster: Cluster, process: Process) -> None:
                 checks().trained_on(rows, weights)
 
     for epoch in range(job.epochs):
-        if job.prepares_late and epoch == 1:
-            prepare(slice(1, None))
+        if job.prepares_late and 0 < epoch < job.num_models:
+            prepare(slice(epoch, epoch + 1))
         model, optimizer = models[epoch % job.num_models], optimizers[epoch % job.num_models]
         parameters = [*model.counts]
         for batch in batches:
@@ -176,7 +176,11 @@ def train(cluster: Cluster, process: Process) -> None:
             strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
             if save is not None and world.random.random() < job.saves:
                 save()
+            if job.breaks and process.name != "worker:0" and world.random.random() < job.breaks:
+                break
         num_taken = 0
+        if job.meets:
+            strategy.barrier()
         if job.reloads == epoch + 1:
             strategy.load_once(lambda: load([*models[0].counts[:1]]))
 
