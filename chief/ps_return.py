@@ -24,7 +24,7 @@ from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.membership import backup_of
 from stratagem.cluster.task import Incarnation
-from stratagem.errors import CheckpointError, PeerUnavailableError, StratagemError
+from stratagem.errors import PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)
 
@@ -181,13 +181,9 @@ class PsReturn(ChiefPart):
 
     async def _has_begun(self, server: Server, checkpoint: str) -> bool:
         """Whether a ps begins from the checkpoint that was just made; else it goes back to one that is whole."""
-        num_ps = self._ps_pool.num_ps
-        try:
-            await self._ps_pool.insist(server, lambda each: each.restore_shards(checkpoint, num_ps, is_fresh=True))
-        except CheckpointError as error:
-            logger.warning("%s cannot start from what was just written: %s", server.incarnation.task, error)
-            return False
-        return True
+        if refusal := await self._restoring.refusal(server, checkpoint, is_fresh=True):
+            logger.warning("%s cannot start from what was just written: %s", server.incarnation.task, refusal)
+        return not refusal
 
     async def take_back(self, server: Server) -> None:
         """A ps lost its memory in the middle of the job."""

@@ -86,13 +86,14 @@ class Restoring:
     async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: ServersManifest | None) -> str:
         if manifest is None:
             return f"its {MANIFEST} is missing, cannot be read or was altered"
-        answers = await asyncio.gather(*(self._restore(server, path) for server in servers))
+        answers = await asyncio.gather(*(self.refusal(server, str(path)) for server in servers))
         return "; ".join(answer for answer in answers if answer)
 
-    async def _restore(self, server: Server, path: pathlib.Path) -> str:
+    async def refusal(self, server: Server, path: str, *, is_fresh: bool = False) -> str:
+        """Puts one ps back to a checkpoint; why it could not be; empty: it was, or is lost."""
         num_ps = self._ps_pool.num_ps
         try:
-            await self._ps_pool.insist(server, lambda each: each.restore_shards(str(path), num_ps))
+            await self._ps_pool.insist(server, lambda each: each.restore_shards(path, num_ps, is_fresh=is_fresh))
         except CheckpointError as error:
             return str(error)
         return ""

@@ -15,13 +15,9 @@ from stratagem.cluster.config import MAX_TASKS
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import MAX_UNITS, Plan, Topic, Unit, UnitBitmap
 
-_AS_THEY_ARE = (
-    *("chief_epoch", "newest_incarnation", "live", "prepared", "done", "fenced", "ready", "initialized", "next_step"),
-    *("checkpoint", "restored", "updates_undone", "ending", "stopped", "earlier_incarnations", "put_back"),
-    *("is_rerouted", "num_routings", "steps_per_unit", "joining", "taken_in", "has_begun", "unsaved", "exit_code"),
-    *("updates_in_part", "pids"),
-)
-"""Fields of the history that are JSON."""
+_ENCODED = {"plans", "accepted", "steps", "lost", "metric_states", "evaluations", "agreed"}
+_ENCODED |= {"wanted_workers", "wanted_ps", "num_ps", "told_ps"}
+"""Fields of the history that are not in its record as they are."""
 
 
 @dataclasses.dataclass
@@ -137,10 +133,8 @@ class JobHistory:
             case "taken_in":
                 self.joining.pop(record["task"], None)
                 self.taken_in[record["task"]] = record["incarnation"]
-            case "prepared":
-                self.prepared[record["task"]] = record["incarnation"]
-            case "put_back":
-                self.put_back[record["task"]] = record["incarnation"]
+            case "prepared" | "put_back" as kind:
+                getattr(self, kind)[record["task"]] = record["incarnation"]
             case "over":
                 task, incarnation = record["task"], record["incarnation"]
                 if self.live.get(task) == incarnation:
@@ -240,7 +234,7 @@ class JobHistory:
         """One record that says what all records so far said."""
         return {
             "kind": "summary",
-            **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            **{name: value for name, value in vars(self).items() if name not in _ENCODED},
             "wanted": [self.wanted_workers, self.wanted_ps],
             "num_ps": [self.num_ps, self.told_ps],
             "plans": [[dataset, dataclasses.asdict(plan)] for dataset, plan in self.plans.items()],
@@ -253,7 +247,7 @@ class JobHistory:
         }
 
     def _replace_by(self, record: Mapping[str, Any]) -> None:
-        for name in _AS_THEY_ARE:
+        for name in vars(self).keys() - _ENCODED:
             setattr(self, name, copy.copy(record[name]))
         self.wanted_workers, self.wanted_ps = record["wanted"]
         self.num_ps, self.told_ps = record["num_ps"]
