@@ -218,3 +218,9 @@ def _gives(convert: Callable[[Any], float], value: Any) -> bool:
 def _in_words(kinds: tuple[Any, ...]) -> str:
     named = [kind for kind in kinds if not (kind is str and os.PathLike in kinds)]
     return " or ".join(dict.fromkeys(_WORDS.get(kind) or str(getattr(kind, "__name__", kind)) for kind in named))
+
+
+def is_metric(item: Any) -> bool:
+    """Whether it is of torchmetrics, which is loaded then."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(item, torchmetrics.Metric | torchmetrics.MetricCollection)

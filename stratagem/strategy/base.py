@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -14,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import check_call, checked, known_arguments, uncompiled
+from stratagem.arguments import check_call, checked, is_metric, known_arguments, uncompiled
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.errors import ConfigurationError
@@ -154,7 +153,7 @@ class Strategy(WithWaysOut):
                     f"{type(item).__name__}; loaders go to distribute_dataset"
                 )
         preparation = Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile, memory_format)
-        others = [item for item in objects if not _is_metric(item)]
+        others = [item for item in objects if not is_metric(item)]
         for item in others:
             if isinstance(item, torch.nn.Module):
                 preparation.lay_out(item)
@@ -162,9 +161,9 @@ class Strategy(WithWaysOut):
                 check_made(item)
         rest = iter(self._prepare(others, preparation) if others else ())
         self._check_parameters([original(item) for item in others])
-        for metric in filter(_is_metric, objects):
+        for metric in filter(is_metric, objects):
             self._prepare_metric(metric)
-        prepared = [item if _is_metric(item) else next(rest) for item in objects]
+        prepared = [item if is_metric(item) else next(rest) for item in objects]
         return prepared[0] if len(objects) == 1 else tuple(prepared)
 
     def _prepare_metric(self, metric: Any) -> None:
@@ -392,9 +391,3 @@ class Strategy(WithWaysOut):
     def exposed_communication(self) -> float:
         """Fraction of the last steps' time spent waiting for communication, 0 to 1."""
         return 0.0 if self._meter is None else self._meter.exposed_fraction
-
-
-def _is_metric(item: Any) -> bool:
-    """Whether it is of torchmetrics, which is loaded then."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(item, torchmetrics.Metric | torchmetrics.MetricCollection)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from stratagem.arguments import is_metric, warn_once
 from stratagem.checkpoint.reading import (
     CLASS,
     LEASED,
@@ -124,6 +125,12 @@ def _state(kind: str, item: Any, names: Mapping[Place, str]) -> Any:
     if kind in (VALUE, LEASED):
         return item if kind == VALUE else item.epoch
     state = item.state_dict()
+    if kind == MODEL and not state and is_metric(item):
+        warn_once(
+            logger,
+            "A checkpoint has no states of metrics of torchmetrics: one that is restored in the middle of an epoch "
+            "counts the rest of that epoch alone. Leave metrics out, and compute them over epochs that no restart cut",
+        )
     if kind == MODEL and names:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and place_of(value) in names:

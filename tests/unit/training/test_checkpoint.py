@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torchmetrics
 from torch import nn
 
+from stratagem.arguments import warn_once
 from stratagem.checkpoint.catalog import find_damage
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
@@ -75,6 +77,24 @@ def test_gradients_that_wait_for_more_are_said_to_be_in_no_checkpoint(
     checkpoint.save(tmp_path / "amid")
     assert backward(begins=False) == 1
     assert backward(begins=False) == 1
+
+
+def test_what_a_metric_has_counted_is_said_to_be_in_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restored one counted the rest of its epoch alone, without a word."""
+    warn_once.cache_clear()
+    lasting = torchmetrics.MeanMetric()
+    lasting.persistent(True)
+    lasting.update(3.0)
+    path = Checkpoint(metric=lasting).save(tmp_path / "lasting")
+    assert "metrics of torchmetrics" not in caplog.text
+    other = torchmetrics.MeanMetric()
+    other.persistent(True)
+    Checkpoint(metric=other).restore(path)
+    assert other.metric_state == lasting.metric_state
+    Checkpoint(metric=torchmetrics.MeanMetric()).save(tmp_path / "usual")
+    assert caplog.text.count("A checkpoint has no states of metrics of torchmetrics") == 1
 
 
 def test_the_model_file_is_a_plain_state_dict(tmp_path: Path) -> None:
