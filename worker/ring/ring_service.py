@@ -102,7 +102,11 @@ class RingService:
         self._membership = membership
         self._meter = meter
         self._room: MeetingRoom[RankInfo] = MeetingRoom()
-        self.is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it opens nothing any more."""
+        return self.grpc_lanes.closed.is_set()
 
     def meet(
         self, caller: Incarnation, generation: int, meeting: int, info: RankInfo, patience_s: float = PATIENCE_S
@@ -196,10 +200,9 @@ class RingService:
 
     def close(self) -> None:
         """Opens nothing any more."""
-        self.is_closed = True
+        self.grpc_lanes.close()
         self._room.close()
         self.listener.close()
-        self.grpc_lanes.close()
 
     def _check(self, caller: Incarnation) -> None:
         # What the chief said last; it may tell the caller of a change before it tells this worker.

@@ -90,7 +90,7 @@ def take(
                 if kind == OPTIMIZER and keep:
                     _warn_of_accumulation(name, item)
                 state = _state(kind, item, names)
-            if kind_of(name, item) == OPTIMIZER:
+            if kind in (OPTIMIZER, SERVED_OPTIMIZER):
                 state = {**state, CLASS: type(item).__name__}
             if keep:
                 states[name] = encode(state, name, copy=copy).of_kind(kind)
