@@ -93,7 +93,7 @@ class SyncCommits:
         with state.changed:
             state.senders.check(sender)
             store_epoch = state.store_epoch
-            keys = state.steps.close(step, included, committed, state.units.is_applied)
+            keys = state.steps.close(sender, step, included, committed, state.units.is_applied)
             state.changed.notify_all()
         for key in keys:
             with Turn(state, sender, Update((), key[1]), store_epoch, call):

@@ -70,6 +70,14 @@ class _Closing:
     """Slices whose worker is gone."""
     committed: frozenset[tuple[Unit, int]]
     """These, in the updates that it had committed."""
+    chief: Sender
+
+    def after(self, earlier: _Closing | None) -> _Closing:
+        """With what the same chief has said: its calls may overtake each other, and what it closes out stays out."""
+        if earlier is None or earlier.chief != self.chief:
+            return self
+        included, orphans = self.included & earlier.included, self.orphans | earlier.orphans
+        return _Closing(included, orphans, self.committed | earlier.committed, self.chief)
 
     def counts(self, unit: Unit, ordinal: int) -> bool:
         """Whether a slice is in an update of the step: one whose worker is gone is in those that it had committed."""
@@ -179,6 +187,7 @@ class SyncSteps:
 
     def close(
         self,
+        chief: Sender,
         step: int,
         included: Iterable[Unit],
         committed: Iterable[Update],
@@ -190,7 +199,8 @@ class SyncSteps:
         here."""
         pairs = [(unit, update.ordinal) for update in committed for unit in update.units]
         came = [pair for pair in pairs if self.is_prepared((step, pair[1]), pair[0]) or not is_applied(*pair)]
-        closing = _Closing(frozenset(included), frozenset(unit for unit, _ in pairs), frozenset(came))
+        said = _Closing(frozenset(included), frozenset(unit for unit, _ in pairs), frozenset(came), chief)
+        closing = said.after(self._closings.get(step))
         keys = [key for key in self._open if key[0] == step]
         self._closings[step] = closing
         while len(self._closings) > NUM_REMEMBERED:

@@ -270,6 +270,21 @@ def test_a_fence_says_of_an_update_each_unit_that_was_accumulated_for_it() -> No
         waiting.result()
 
 
+def test_what_a_chief_has_closed_out_stays_out_though_its_calls_overtake_each_other() -> None:
+    """Two workers leave a loop at once. The chief that follows this one may have lost that from its journal."""
+    store, (one, two) = started(2)
+    units, followed = units_of(1, 3), CHIEF._replace(incarnation=CHIEF.incarnation + 1)
+    for included in (units[:1], units[:2]):
+        store.commits.sync.close_step(CHIEF, 1, included, [], CALL)
+    assert commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2)).result(10.0).applied
+    others = units_of(2, 2)
+    for chief, included in ((CHIEF, others[:1]), (followed, others)):
+        store.commits.sync.close_step(chief, 2, included, [], CALL)
+    pairs = zip((one, two), others, strict=True)
+    calls = [commit(worker, torch.ones(SIZE), unit, part_of(2, others, 2)) for worker, unit in pairs]
+    assert all(call.result(10.0).applied for call in calls)
+
+
 def test_live_worker_left_out_is_told_so() -> None:
     store, (one, two) = started(2)
     units = units_of(1, 2)
