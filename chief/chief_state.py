@@ -137,6 +137,8 @@ class ChiefState(abc.ABC):
             self.lease_book.open_dataset(dataset, plan)
         self.lease_book.know_accepted(history.accepted)
         self.lease_book.readmit(history.steps)
+        for (task, dataset), epoch in history.left.items():
+            self.lease_book.loops.left(Incarnation(task, history.live.get(task, 0)), dataset, epoch)
         self.connect = functools.partial(Server, chief=config.task, chief_epoch=self.epoch, security=security)
         """Makes the connection to a ps, also to one that does not serve yet."""
         self.ps_pool = PsPool(self.connect, self.sessions)

@@ -314,7 +314,7 @@ class Recovery(ChiefPart):
         lost = [unit for unit in orphans if committed[unit]]
         await self.carry_out(lease_book.remove(lost, committed))
         # What is left was granted in a reply that nobody got: workers without a slice in the step may have it.
-        for unit, incarnation in steps.reserve_orphans(self._sessions.live("worker")):
+        for unit, incarnation in steps.reserve_orphans(self._sessions.live("worker"), lease_book.loops.has_left):
             lease_book.give_back({unit: NOBODY})
             lease_book.to_lease(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
         await self.carry_out(lease_book.remove(steps.orphans(), {}))

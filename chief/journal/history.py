@@ -15,7 +15,7 @@ from stratagem.cluster.config import MAX_TASKS
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import MAX_UNITS, Plan, Topic, Unit, UnitBitmap
 
-_ENCODED = {"plans", "accepted", "steps", "lost", "metric_states", "evaluations", "agreed"}
+_ENCODED = {"plans", "accepted", "left", "steps", "lost", "metric_states", "evaluations", "agreed"}
 _ENCODED |= {"wanted_workers", "wanted_ps", "num_ps", "told_ps"}
 """Fields of the history that are not in its record as they are."""
 
@@ -64,6 +64,8 @@ class JobHistory:
     """How often their number has changed."""
     plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
     accepted: dict[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
+    left: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    """Of workers that live, and datasets at staleness 0, the last epoch that they left early."""
     steps: dict[int, tuple[Unit, ...]] = dataclasses.field(default_factory=dict)
     """Synchronous steps that may be in progress, with the units of their slices."""
     next_step: int = 1
@@ -128,6 +130,7 @@ class JobHistory:
                 self.live[record["task"]] = record["incarnation"]
                 self.pids[record["task"]] = record.get("pid", 0)
                 self.done.pop(record["task"], None)
+                self._forget_left(record["task"])
                 if record.get("joining"):
                     self.joining[record["task"]] = record["incarnation"]
             case "taken_in":
@@ -139,6 +142,7 @@ class JobHistory:
                 task, incarnation = record["task"], record["incarnation"]
                 if self.live.get(task) == incarnation:
                     del self.live[task]
+                    self._forget_left(task)
                 if record["done"]:
                     self.done[task] = incarnation
                 if task.startswith("worker:"):
@@ -167,6 +171,8 @@ class JobHistory:
                     self.accepted.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(index)
                 oldest = record["oldest_step"]
                 self.steps = {number: units for number, units in self.steps.items() if number >= oldest}
+            case "left":
+                self.left[record["task"], record["dataset"]] = record["epoch"]
             case "step":
                 units = self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["units"])
                 if (plan := self.plans.get(units[0].dataset)) is not None:
@@ -227,7 +233,8 @@ class JobHistory:
             TaskId.parse(str(task))
         for name in ("num_ps", "told_ps", "wanted_ps", "wanted_workers"):
             _checked(name, getattr(self, name), MAX_TASKS)
-        for number in (*self.plans, *self.steps, *(part for key in self.accepted for part in key)):
+        left = (number for (_, dataset), epoch in self.left.items() for number in (dataset, epoch))
+        for number in (*self.plans, *self.steps, *left, *(part for key in self.accepted for part in key)):
             _checked("a dataset, epoch or step", number)
 
     def to_record(self) -> dict[str, Any]:
@@ -239,12 +246,16 @@ class JobHistory:
             "num_ps": [self.num_ps, self.told_ps],
             "plans": [[dataset, dataclasses.asdict(plan)] for dataset, plan in self.plans.items()],
             "accepted": encode_positions(self.accepted),
+            "left": [[*key, epoch] for key, epoch in self.left.items()],
             "steps": [*self.steps.items()],
             "lost": [[task, encode_positions(units)] for task, units in self.lost.items()],
             "metric_states": self.metric_states.to_record(),
             "evaluations": [[name.group, name.ordinal, pin.to_record()] for name, pin in self.evaluations.items()],
             "agreed": [[topic.group, topic.ordinal, value] for topic, value in self.agreed.items()],
         }
+
+    def _forget_left(self, task: str) -> None:
+        self.left = {key: epoch for key, epoch in self.left.items() if key[0] != task}
 
     def _replace_by(self, record: Mapping[str, Any]) -> None:
         for name in vars(self).keys() - _ENCODED:
@@ -253,6 +264,7 @@ class JobHistory:
         self.num_ps, self.told_ps = record["num_ps"]
         self.plans = {dataset: Plan(**plan) for dataset, plan in record["plans"]}
         self.accepted = decode_positions(record["accepted"])
+        self.left = {(task, dataset): epoch for task, dataset, epoch in record["left"]}
         self.steps = {number: tuple(Unit(*unit) for unit in units) for number, units in record["steps"]}
         self.lost = {task: decode_positions(units) for task, units in record["lost"]}
         self.metric_states = MetricStates.from_record(record["metric_states"])

@@ -162,8 +162,10 @@ class TrainingUnits(UnitLender[TrainingPass]):
             self._changed.notify()
 
     async def leave(self, request: LeaseRequest[TrainingPass]) -> None:
-        data = request.units_of
-        removal = self._lease_book.leave(request.incarnation, data.dataset, data.epoch)
+        who, data = request.incarnation, request.units_of
+        if self._lease_book.plans[data.dataset].staleness == 0:  # a chief that follows gives it no slice there
+            self._journal.write("left", task=who.task, dataset=data.dataset, epoch=data.epoch)
+        removal = self._lease_book.leave(who, data.dataset, data.epoch)
         await self._recovery.carry_out(removal)
 
     async def ask(self, request: LeaseRequest[TrainingPass]) -> Leases:

@@ -17,18 +17,24 @@ class WorkerLoops:
         self._is_open = is_open
         self._asked: dict[Incarnation, dict[int, int]] = {}
         """Of each dataset that it asked for the last epoch; the last of them is where it is."""
-        self._left: set[tuple[Incarnation, Key]] = set()
+        self._left: dict[Incarnation, dict[int, int]] = {}
+        """Of each dataset the last epoch that it left early."""
 
     def asked(self, incarnation: Incarnation, dataset: int, epoch: int) -> None:
         """It goes through this epoch."""
-        self._left.discard((incarnation, (dataset, epoch)))
+        if self.has_left(incarnation, dataset, epoch):
+            self._left[incarnation][dataset] = epoch - 1
         of_all = self._asked.setdefault(incarnation, {})
         of_all.pop(dataset, None)
         of_all[dataset] = epoch
 
     def left(self, incarnation: Incarnation, dataset: int, epoch: int) -> None:
         """It left this epoch early."""
-        self._left.add((incarnation, (dataset, epoch)))
+        self._left.setdefault(incarnation, {})[dataset] = epoch
+
+    def has_left(self, incarnation: Incarnation, dataset: int, epoch: int) -> bool:
+        """Whether it left this epoch early, or is over with it and left a later one."""
+        return self._left.get(incarnation, {}).get(dataset, -1) >= epoch
 
     def where(self, incarnation: Incarnation) -> Key | None:
         """What it asked for last; None: it has not asked since the chief started."""
@@ -40,11 +46,11 @@ class WorkerLoops:
 
     def who_left(self, dataset: int, epoch: int) -> list[str]:
         """Tasks that left this epoch early, and run on."""
-        return sorted(worker.task for worker, key in self._left if key == (dataset, epoch))
+        return sorted(worker.task for worker in self._left if self.has_left(worker, dataset, epoch))
 
     def takes_part(self, worker: Incarnation, dataset: int, epoch: int, founders: Container[Incarnation]) -> bool:
         """A worker that was restarted takes part once it asks for the dataset: until then nobody waits for it."""
-        if (worker, (dataset, epoch)) in self._left:
+        if self.has_left(worker, dataset, epoch):
             return False
         return worker in founders or dataset in self._asked.get(worker, ())
 
@@ -53,9 +59,9 @@ class WorkerLoops:
         at, first = self.where(worker) or (dataset, 0)
         stop = epoch if at == dataset else first + 1
         keys = [(at, number) for number in range(first, stop)]
-        return any(self._is_open(key) and (worker, key) not in self._left for key in keys)
+        return any(self._is_open(key) and not self.has_left(worker, *key) for key in keys)
 
     def forget(self, incarnation: Incarnation) -> None:
         """``incarnation`` is over."""
         self._asked.pop(incarnation, None)
-        self._left = {left for left in self._left if left[0] != incarnation}
+        self._left.pop(incarnation, None)

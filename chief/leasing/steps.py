@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Unit
@@ -165,14 +165,16 @@ class JobSteps:
             if each.unfinished:
                 each.incarnation, each.state = incarnation, SliceState.GRANTED
 
-    def reserve_orphans(self, workers: Sequence[Incarnation]) -> list[tuple[Unit, Incarnation]]:
+    def reserve_orphans(
+        self, workers: Sequence[Incarnation], has_left: Callable[[Incarnation, int, int], bool]
+    ) -> list[tuple[Unit, Incarnation]]:
         """Reserves slices without a worker for workers that have none in the step: the reply that granted them got
-        lost. Returns what was reserved."""
+        lost. ``has_left``: whether a worker has left an epoch of a dataset. Returns what was reserved."""
         reserved: list[tuple[Unit, Incarnation]] = []
         for step in self.open.values():
-            idle = [
-                incarnation for incarnation in workers if all(each.incarnation != incarnation for each in step.slices)
-            ]
+            having = {each.incarnation for each in step.slices}
+            dataset, epoch = step.units[0][:2]
+            idle = [one for one in workers if one not in having and not has_left(one, dataset, epoch)]
             for each in step.slices:
                 if each.unfinished and each.incarnation is None and idle:
                     each.incarnation = idle.pop(0)

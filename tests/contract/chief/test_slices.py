@@ -100,6 +100,36 @@ async def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path:
             await worker.die()
 
 
+async def test_a_restarted_chief_knows_who_has_left_a_pass(tmp_path: Path) -> None:
+    """It gave them slices there, for which all others waited."""
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
+            port = first.address
+            server = await stack.enter_async_context(ps(port, FakePs(0)))
+            workers = [Task(port, f"worker:{index}") for index in (0, 1)]
+            for worker in workers:
+                await worker.ready()
+                await worker.open(**SYNC)
+            await workers[0].next(want=0, wait=False, leave=True)
+            [lost] = (await workers[1].next()).leases
+            assert list(lost.step_units) == [0]
+            await first.kill()
+        async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
+            tasks = [Task(port, f"worker:{index}", resume=one.incarnation) for index, one in enumerate(workers)]
+            tasks.append(Task(port, "ps:0", server.session.address, server.session.incarnation))
+            for task in tasks:
+                await task.welcomed()
+            [again] = (await tasks[1].next()).leases
+            assert (again.unit, again.step) == (lost.unit, lost.step)
+            applied([server], 0)
+            [alone] = (await tasks[1].next([0])).leases
+            assert list(alone.step_units) == [1]
+            for task in tasks:
+                await task.die()
+        for worker in workers:
+            await worker.die()
+
+
 async def test_a_worker_comes_back_to_no_job_in_step_whose_updates_are_of_several_batches() -> None:
     """Its first batch was the others' second one: all waited for each other."""
     async with cluster(num_workers=2, num_ps=1) as (running, [first, second], [server]):
