@@ -121,7 +121,7 @@ class Commits(Applying):
                     self._drop_duplicate(request, running)
                     return False
                 self.forget(request)
-                state.units.record(request.update, request.num_servers)
+                state.units.record(request.update, request.num_servers, (each.group for each in request.groups))
                 if state.backup is not None and not applies:
                     state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
                 if running is not None:  # before the reply: who does not get it has been applied all the same

@@ -75,7 +75,7 @@ class StoreCopy:
                 self._applying.apply(request.groups, dict(gradient), present, request.scale)
             with state.changed:
                 if is_new:
-                    state.units.record(request.update, request.num_servers)
+                    state.units.record(request.update, request.num_servers, (each.group for each in request.groups))
                 state.senders.inherit((sender,))
 
     @contextlib.contextmanager

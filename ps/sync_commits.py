@@ -157,7 +157,7 @@ class SyncCommits:
         with state.changed:
             for one in state.steps.contributions(key):
                 if one.contributes:
-                    state.units.record(one.update, one.num_servers)
+                    state.units.record(one.update, one.num_servers, (each.group for each in one.groups))
             state.steps.finish(key)
             state.changed.notify_all()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stratagem.cluster.units import MAX_UNITS, Unit, UnitBitmap, Update
@@ -56,8 +56,9 @@ class UnitLedger:
         """What workers count of open units that have fewer."""
         self._joined: frozenset[Unit] = frozenset()
         """Open units that came from several ps: each has what any of them had."""
-        self._own: set[int] = set()
-        """Ordinals of updates that came to this process: it has a part in these."""
+        self._groups: dict[int, set[int]] = collections.defaultdict(set)
+        """Of each ordinal the groups that its updates change, here or on the ps of the checkpoint that this one began
+        from."""
         self._accumulates = False
 
     def is_applied(self, unit: Unit, ordinal: int) -> bool:
@@ -78,9 +79,10 @@ class UnitLedger:
             )
         return not applied
 
-    def record(self, update: Update, num_servers: int) -> None:
-        """Notes an applied (or skipped) update; ``num_servers`` is the number of ps that take part in it."""
-        self._own.add(update.ordinal)
+    def record(self, update: Update, num_servers: int, groups: Iterable[int]) -> None:
+        """Notes an applied (or skipped) update; ``num_servers`` is the number of ps that take part in it, ``groups``
+        what it changes here."""
+        self._groups[update.ordinal].update(groups)
         self._accumulates |= len(update.units) > 1
         for unit in update.units:
             if not self._is_closed(unit):
@@ -120,8 +122,9 @@ class UnitLedger:
         self._counted = {unit: number for unit, number in self._counted.items() if unit in self._open}
         return num_lost
 
-    def describe(self, *, lacks_first: bool = False) -> AppliedUnits:
-        """``lacks_first``: an optimizer that has a part here has had no update yet, so that no unit has all of its."""
+    def describe(self, trained: Collection[int] = (), *, lacks_first: bool = False) -> AppliedUnits:
+        """``trained``: groups here that an optimizer changes; ``lacks_first``: one of these optimizers has had no
+        update yet, so that no unit has all of its."""
         entries = (
             (Update((unit,), ordinal), num_servers)
             for unit, ordinals in sorted(self._open.items())
@@ -129,9 +132,10 @@ class UnitLedger:
         )
         known = (len(ordinals) for unit, ordinals in self._open.items() if unit not in self._joined)
         per_unit = self._per_unit or max(known, default=0) + lacks_first
+        own = {ordinal for ordinal, groups in self._groups.items() if not groups.isdisjoint(trained)}
         halves: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
         for unit, ordinals in self._open.items():
-            lacks_own = unit in self._joined and not self._own <= ordinals.keys()
+            lacks_own = unit in self._joined and not own <= ordinals.keys()
             if lacks_own or len(ordinals) < max(per_unit, self._counted.get(unit, 0)):
                 halves[unit.dataset, unit.epoch].add(unit.index)
         return AppliedUnits(dict(self._closed), tuple(entries), dict(halves), self._accumulates)
@@ -143,6 +147,7 @@ class UnitLedger:
             "per_unit": self._per_unit,
             "counted": [[*unit, number] for unit, number in sorted(self._counted.items())],
             "joined": sorted(self._joined.intersection(self._open)),
+            "groups": [[ordinal, sorted(groups)] for ordinal, groups in sorted(self._groups.items())],
             "accumulates": self._accumulates,
         }
 
@@ -156,6 +161,7 @@ class UnitLedger:
         ledger._per_unit = data.get("per_unit", 0)  # a checkpoint of before has none
         ledger._counted = {Unit(*unit): number for *unit, number in data.get("counted", ())}
         ledger._joined = frozenset(Unit(*unit) for unit in data.get("joined", ()))
+        ledger._groups.update((ordinal, set(groups)) for ordinal, groups in data.get("groups", ()))
         ledger._accumulates = data.get("accumulates", False)
         return ledger
 
@@ -180,6 +186,8 @@ class UnitLedger:
             if not ledger._is_closed(unit):
                 ledger._open.setdefault(unit, {})[ordinal] = 1
         ledger._joined = frozenset(ledger._open)
+        for ordinal, groups in (each for one in ledgers for each in one._groups.items()):
+            ledger._groups[ordinal] |= groups
         ledger._accumulates = any(each._accumulates for each in ledgers)
         return ledger, num_torn
 

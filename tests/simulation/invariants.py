@@ -623,8 +623,8 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield Store, "__init__", on_store
 
     def on_record(real: Any) -> Any:
-        def record(self: Any, update: Any, num_servers: int) -> None:
-            real(self, update, num_servers)
+        def record(self: Any, update: Any, num_servers: int, groups: Any) -> None:
+            real(self, update, num_servers, groups)
             if self not in checks().copied:
                 checks().recorded.update(((checks().task(), unit.epoch, unit.index), self) for unit in update.units)
 

@@ -213,11 +213,11 @@ def test_ledgers_of_one_cut_are_joined() -> None:
     first, second = UnitLedger(), UnitLedger()
     parted = Unit(1, 0, 5)
     for ledger in (first, second):
-        ledger.record(Update((Unit(1, 0, 0),), 0), 2)
-        ledger.record(Update((Unit(1, 0, 1),), 0), 2)
+        ledger.record(Update((Unit(1, 0, 0),), 0), 2, (0,))
+        ledger.record(Update((Unit(1, 0, 1),), 0), 2, (0,))
     first.close([UnitClose(Unit(1, 0, 0), 1)])  # the other has not heard of it yet
-    first.record(Update((parted,), 0), 1)  # one optimizer's variables lie here, another's there
-    second.record(Update((parted,), 1), 1)
+    first.record(Update((parted,), 0), 1, (0,))  # one optimizer's variables lie here, another's there
+    second.record(Update((parted,), 1), 1, (1,))
     joined, num_torn = UnitLedger.joined([first, second])
     assert num_torn == 0
     described = joined.describe()
@@ -227,36 +227,39 @@ def test_ledgers_of_one_cut_are_joined() -> None:
         (5, 0, 1),
         (5, 1, 1),
     ]
-    first.record(Update((Unit(1, 0, 7),), 0), 2)
+    first.record(Update((Unit(1, 0, 7),), 0), 2, (0,))
     joined, num_torn = UnitLedger.joined([first, second])
     assert num_torn == 1 and not joined.is_new(Update((Unit(1, 0, 7),), 0))
 
 
 def test_what_came_from_other_ps_is_half_until_it_has_an_update_of_each_kind_that_comes_here() -> None:
     """Of two optimizers: the one whose variables lie elsewhere had stepped, and that was taken for the whole batch."""
-    first, one, another = UnitLedger(), Unit(1, 0, 0), Unit(1, 0, 1)
-    first.record(Update((one,), 0), 1)
-    joined, _ = UnitLedger.joined([first])
-    assert not joined.describe().halves, "nobody knows yet which updates come here"
-    joined.record(Update((another,), 1), 1)
-    assert joined.describe().halves == {(1, 0): UnitBitmap.of([0])}
-    joined.record(Update((one,), 1), 1)
-    assert not joined.describe().halves
+    first, second, one, another = UnitLedger(), UnitLedger(), Unit(1, 0, 0), Unit(1, 0, 1)
+    first.record(Update((one,), 0), 1, (0,))
+    first.record(Update((another,), 0), 1, (0,))
+    second.record(Update((another,), 1), 1, (1,))
+    saved = [UnitLedger.from_json(each.to_json()) for each in (first, second)]
+    joined, _ = UnitLedger.joined(saved)
+    assert not joined.describe((0,)).halves
+    for ledger in (joined, UnitLedger.from_json(joined.to_json())):
+        assert ledger.describe((1,)).halves == ledger.describe((0, 1)).halves == {(1, 0): UnitBitmap.of([0])}
+        ledger.record(Update((one,), 1), 1, (1,))
+        assert not ledger.describe((0, 1)).halves
 
 
 @pytest.mark.parametrize("is_restored", [False, True])
 def test_what_a_worker_counted_among_other_ps_says_nothing_of_how_many_updates_come_here(is_restored: bool) -> None:
     """Of two optimizers, one of whose variables lie elsewhere by now: each batch was a half, and told to be lost."""
     first, one, another = UnitLedger(), Unit(1, 0, 0), Unit(1, 0, 1)
-    first.record(Update((one,), 0), 1)
-    first.record(Update((one,), 1), 1)
+    first.record(Update((one,), 0), 1, (0,))
+    first.record(Update((one,), 1), 1, (1,))
     first.close([UnitClose(one, 2)])
     joined, _ = UnitLedger.joined([first])
     if is_restored:
         joined = UnitLedger.from_json(joined.to_json())
-    joined.record(Update((another,), 0), 1)
+    joined.record(Update((another,), 0), 1, (0,))
     joined.close([UnitClose(one, 2)])
-    assert not joined.describe().halves
+    assert not joined.describe((0,)).halves
 
 
 def test_the_number_of_ps_changes_while_a_worker_attaches(
