@@ -253,8 +253,12 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 
 def _check_copies(schedule: Schedule, cluster: Cluster) -> None:
-    """Ps that die one at a time, when another one has all of what they hold, cost no update."""
+    """Ps that die one at a time, when another one has all of what they hold, cost no update; unless a worker ended too
+    (it was silent, say), in the middle of an update of several batches, which nobody completes."""
     is_copied = all(fault.kind in KILLS_OF_COPIED for fault in schedule.faults)
+    if cluster.job.accumulates > 1:
+        workers = [each.name for each in cluster.world.processes if each.name.startswith("worker:")]
+        is_copied = is_copied and len(workers) == len({*workers})
     if cluster.job.ps_replicas > 1 and is_copied and (num_lost := cluster.chief_job.journal.history.updates_lost):
         cluster.world.fail(f"{num_lost} updates are lost, though there were copies")
 
