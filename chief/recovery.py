@@ -165,6 +165,10 @@ class Recovery(ChiefPart):
         if not self._lease_book.synchronous:
             await self.ps_return.lost_after_restarts(positions_of(doubtful))
             return list(indices)
+        gone = await asyncio.shield(self._give_back_undone(incarnation, doubtful))  # whoever asks may break off
+        return [index for index in indices if index not in gone]
+
+    async def _give_back_undone(self, incarnation: Incarnation, doubtful: Sequence[Unit]) -> set[int]:
         async with self.ps_return.closing_steps():
             described = [each for each in (await self._ps_pool.describe()).values() if each.has_part]
             halves = unfinished_units(described, self._lease_book.steps.per_unit)
@@ -186,8 +190,7 @@ class Recovery(ChiefPart):
             await self.carry_out(removal)
         if missing:
             logger.warning("%d units of %s are recomputed: a restore undid them", len(missing), incarnation)
-        gone = {unit.index for unit in missing}
-        return [index for index in indices if index not in gone]
+        return {unit.index for unit in missing}
 
     async def count_lost(self) -> None:
         """Of a ps that was put back alone, what it lacks of what is accepted, or what others have closed: in another

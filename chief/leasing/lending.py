@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import dataclasses
 import logging
 import math
@@ -79,7 +80,7 @@ class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
         await self._admit(request.incarnation)
         await self.accept(request)
         if request.leave:
-            await self.leave(request)
+            await asyncio.shield(self.leave(request))  # a caller that breaks off may find it done when it asks again
         if not request.want:
             return Leases()
         with self._waits.of(request.incarnation):
@@ -163,10 +164,11 @@ class TrainingUnits(UnitLender[TrainingPass]):
 
     async def leave(self, request: LeaseRequest[TrainingPass]) -> None:
         who, data = request.incarnation, request.units_of
-        if self._lease_book.plans[data.dataset].staleness == 0:  # a chief that follows gives it no slice there
-            self._journal.write("left", task=who.task, dataset=data.dataset, epoch=data.epoch)
-        removal = self._lease_book.leave(who, data.dataset, data.epoch)
-        await self._recovery.carry_out(removal)
+        async with self._recovery.ps_return.closing_steps():
+            await self._admit(who)  # or it was lost meanwhile
+            if self._lease_book.plans[data.dataset].staleness == 0:  # a chief that follows gives it no slice there
+                self._journal.write("left", task=who.task, dataset=data.dataset, epoch=data.epoch)
+            await self._recovery.carry_out(self._lease_book.leave(who, data.dataset, data.epoch))
 
     async def ask(self, request: LeaseRequest[TrainingPass]) -> Leases:
         """Leases units, the first ones once there is a checkpoint."""

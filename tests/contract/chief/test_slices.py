@@ -130,6 +130,31 @@ async def test_a_restarted_chief_knows_who_has_left_a_pass(tmp_path: Path) -> No
             await worker.die()
 
 
+async def test_what_a_worker_leaves_is_closed_though_its_call_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection was reset between two steps that were closed for it; the call that followed closed nothing."""
+    close_step, may_close = FakePs.CloseStep, asyncio.Event()
+
+    async def close(self: FakePs, request: Any, context: Any) -> Any:
+        self.calls.append("CloseStep")
+        await may_close.wait()
+        return await close_step(self, request, context)
+
+    monkeypatch.setattr(FakePs, "CloseStep", close)
+    async with cluster(num_ps=1) as (_, workers, [server]):
+        for worker in workers:
+            await worker.open(**SYNC)
+            await worker.next()
+        applied([server], 0)
+        await workers[0].next([0])  # its slice of step 2, of which the other one has one too
+        leaving = asyncio.create_task(workers[1].next(want=0, wait=False, leave=True))
+        await until(lambda: "CloseStep" in server.calls)
+        leaving.cancel()
+        again = asyncio.create_task(workers[1].next(want=0, wait=False, leave=True))
+        may_close.set()
+        await again
+        assert server.closings == {1: ([Unit(1, 0, 0)], []), 2: ([Unit(1, 0, 2)], [])}
+
+
 async def test_a_worker_comes_back_to_no_job_in_step_whose_updates_are_of_several_batches() -> None:
     """Its first batch was the others' second one: all waited for each other."""
     async with cluster(num_workers=2, num_ps=1) as (running, [first, second], [server]):
