@@ -387,9 +387,9 @@ class Supervisor:
         return [Finish(self._exit_code())]
 
     def _exit_code(self) -> int:
-        if self._interrupted_by:  # unless the chief could not take the last checkpoint
-            chiefs = [codes[-1:] for task, codes in self.exits.items() if task.type == "chief"]
-            return EXIT_FAILED if [EXIT_FAILED] in chiefs else 128 + self._interrupted_by
+        if self._interrupted_by:  # unless the chief could not take the last checkpoint; it takes none of a ring
+            last = [codes[-1:] for task, codes in self.exits.items() if task.type == "chief"]
+            return EXIT_FAILED if [EXIT_FAILED] in last and not self.policy.min_workers else 128 + self._interrupted_by
         if self.failure is None:
             return EXIT_DONE
         return self.failure.code if self.failure.code > 0 else EXIT_FAILED

@@ -808,6 +808,16 @@ def test_a_ring_that_the_chief_has_ended_starts_none_of_its_workers_again() -> N
     assert parameter_servers.exited(W0, 1, 1.0) == [Start(W0)], "that is for the chief to say"
 
 
+def test_such_a_ring_that_is_told_to_end_ends_as_one_without_min_workers_does() -> None:
+    """Its chief ends with 1, as too few are left; 143 asks for a restart."""
+    supervisor = _shrinking(num_workers=2)
+    supervisor.was_complete = True
+    supervisor.interrupted(signal.SIGTERM, 1.0)
+    for worker in (W0, W1):
+        supervisor.exited(worker, 143, 2.0)
+    assert supervisor.exited(CHIEF, 1, 3.0) == [Finish(143)]
+
+
 @pytest.mark.parametrize("first", [W1, CHIEF], ids=str)
 def test_such_a_ring_begins_anew_if_its_script_goes_on_where_it_was(first: TaskId) -> None:
     supervisor = _shrinking(max_restarts=3)
