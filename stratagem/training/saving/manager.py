@@ -42,6 +42,7 @@ class CheckpointManager(WithWaysOut):
         self.directory = pathlib.Path(directory)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
+        self._is_warned = False
         if checkpoint.strategy.servers is not None and checkpoint.strategy.is_lead:
             try:  # the first save may be long after the first step
                 checkpoint.strategy.servers.chief.check_folder(str(self.directory.absolute()))
@@ -61,7 +62,16 @@ class CheckpointManager(WithWaysOut):
     @checked
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> str:
         """Saves, and removes checkpoints beyond ``max_to_keep``. See :meth:`Checkpoint.save`."""
-        return self.checkpoint._save(self.directory, self._name, step, blocking, self._prune)
+        path = self.checkpoint._save(self.directory, self._name, step, blocking, self._prune)
+        if pathlib.Path(path).parent != self.directory and not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "The workers save one checkpoint together: %s, where the lead said, and nothing in %s. Name the same "
+                "directory on every worker: one that takes the lead's place saves where no restarted job looks",
+                path,
+                self.directory,
+            )
+        return path
 
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint that is not damaged and returns its path; None when there is no checkpoint.

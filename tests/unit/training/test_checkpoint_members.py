@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,23 @@ def test_one_checkpoint_with_averaged_buffers_whoever_calls(tmp_path: Path) -> N
     assert {path for path, _ in found} == {str(tmp_path / "step-00000001")}
     assert load_checkpoint(tmp_path)["running_mean"].tolist() == [1.0, 1.0]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
+
+
+def test_a_worker_with_a_directory_of_its_own_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the lead died, another worker would save where the next job does not look."""
+    caplog.set_level(logging.WARNING)
+
+    def save(communicator: Communicator, name: str) -> None:
+        checkpoint = Checkpoint(strategy=InStep(communicator), number=1)
+        manager = CheckpointManager(checkpoint, tmp_path / name.format(communicator.rank))
+        for step in (1, 2):
+            assert Path(manager.save(step)).parent == tmp_path / name.format(0)
+
+    run_ranks(2, lambda communicator: save(communicator, "same"))
+    assert not caplog.messages
+    run_ranks(2, lambda communicator: save(communicator, "{}"))
+    [said] = caplog.messages
+    assert str(tmp_path / "0" / "step-00000001") in said and f"nothing in {tmp_path / '1'}. Name the same" in said
 
 
 def test_every_worker_has_its_own_random_numbers(tmp_path: Path) -> None:
