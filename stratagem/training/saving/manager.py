@@ -43,6 +43,7 @@ class CheckpointManager(WithWaysOut):
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
         self._is_warned = False
+        self._known: set[str] | None = None
         if checkpoint.strategy.servers is not None and checkpoint.strategy.is_lead:
             try:  # the first save may be long after the first step
                 checkpoint.strategy.servers.chief.check_folder(str(self.directory.absolute()))
@@ -91,10 +92,24 @@ class CheckpointManager(WithWaysOut):
         return None if restored is None else restored.path
 
     def _prune(self, newest: pathlib.Path) -> None:
+        complete = named(self.directory, self._name)
+        self._look_for_others({path.name for path in complete}, newest.name)
         if self._max_to_keep is None:
             return
-        complete = named(self.directory, self._name)
         mine = [path for path in complete if (found := Manifest.read(path)) and not found.automatic]
         for path in mine[: -self._max_to_keep]:
             if path.name != newest.name:
                 remove(path)
+
+    def _look_for_others(self, found: set[str], own: str) -> None:
+        """Not on parameter servers, where any worker may save and the chief has a lock."""
+        others = set() if self._known is None else found - self._known - {own}
+        if others and self.checkpoint.strategy.servers is None and not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "%s in %s was saved by another job, or by another CheckpointManager of this one: each removes the "
+                "other's checkpoints and may resume from them. Give each a directory or a checkpoint_name of its own",
+                max(others),
+                self.directory,
+            )
+        self._known = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import random
 import subprocess
@@ -399,3 +400,20 @@ def test_what_a_manager_saves_counts_as_saving(tmp_path: Path) -> None:
     before = meter.values().get(measures.SAVE, 0.0)
     CheckpointManager(script.checkpoint, tmp_path).save()
     assert meter.values()[measures.SAVE] > before
+
+
+def test_two_that_save_into_one_directory_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each removed the other's checkpoints, and resumed from them."""
+    caplog.set_level(logging.WARNING)
+    first, second, named = (
+        CheckpointManager(Script().checkpoint, tmp_path, max_to_keep=2, checkpoint_name=name)
+        for name in ("step", "step", "other")
+    )
+    for manager in (first, first, second, second, named, second, named):
+        manager.save()
+    assert not caplog.messages, "what was there before it began may be what it goes on with"
+    for manager in (first, second, first):
+        manager.save()
+    said, again = caplog.messages
+    assert said != again, "each once"
+    assert "saved by another job, or by another CheckpointManager" in said and str(tmp_path) in said
