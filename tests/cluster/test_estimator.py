@@ -145,6 +145,20 @@ def test_max_steps_is_exact_on_parameter_servers_whatever_dies(cluster: Start, t
 
 
 @pytest.mark.thorough
+def test_a_job_on_parameter_servers_goes_on_after_the_updates_that_its_checkpoint_has(
+    cluster: Start, tmp_path: Path
+) -> None:
+    """It went on after the lead's own last batch, and made those of the other worker once more."""
+    folder = tmp_path / "model"
+    arguments = ["--count", "--model-dir", folder, "--max-steps", 400]
+    faults = [{"task": "worker:0", "step": 40, "action": "kill"}]
+    cut = cluster(2, 2, "estimate.py", *arguments, flags=["--max-restarts", "0"], faults=faults).finish()
+    assert cut.code and cut.faults and 0 < steps_in(folder)[-1] < 400
+    cluster(2, 2, "estimate.py", *arguments).succeed()
+    assert weights(folder, 400, "counts")["table.weight"].sum() == 400 * BATCH_SIZE
+
+
+@pytest.mark.thorough
 def test_a_ring_that_is_told_to_end_saves_its_step_and_is_started_again(
     cluster: Start, tmp_path: Path, alone: Path
 ) -> None:

@@ -27,7 +27,7 @@ MetricValue = torch.Tensor | tuple[MetricKind, Any, Any]
 """What is averaged (one number an example, or a scalar), or a metric with a batch's outputs and targets."""
 T = TypeVar("T")
 
-RESERVED = ("global_step", "input_position")
+RESERVED = ("global_step", "job_start", "input_position")
 """Names of what the Estimator itself saves."""
 _KNOWN = ("features", "labels", "mode", "params", "config")
 

@@ -17,6 +17,7 @@ from torch import nn
 from stratagem.arguments import check_kind
 from stratagem.checkpoint.catalog import find_damage, newest, newest_undamaged, read_step
 from stratagem.checkpoint.draft import CheckpointDraft
+from stratagem.checkpoint.manifest import Manifest
 from stratagem.checkpoint.reading import describe, kind_and_state, read_states
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -74,7 +75,7 @@ class EstimatorTraining:
         self._arguments: dict[str, Any] = {}
         self._has_servers = strategy.servers is not None
         self._is_prepared = self._is_restored = False
-        self._step = 0
+        self._step = self._job_start = 0
         self._saved: SavedStep | None = None
 
     def run(
@@ -136,11 +137,11 @@ class EstimatorTraining:
         """Has the objects prepared and restored, if that has not been done."""
         if not self._is_prepared and self._has_servers:
             self._step = _prepare_on_servers(self.strategy, self._objects, self._model_dir, self._arguments)
-            self._is_restored = True
+            self._is_restored, self._job_start = True, self._step
         elif not self._is_prepared:
             self._objects.prepare(self.strategy, True, self._arguments)
         self._is_prepared = True
-        objects = {**self._objects.in_use, "input_position": feed}
+        objects = {**self._objects.in_use, "input_position": feed, "job_start": self._job_start}
         checkpoint = Checkpoint(strategy=self.strategy, global_step=self._step, **objects)
         keep = self._config.keep_checkpoint_max or None
         manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)
@@ -258,7 +259,7 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     whoever has got it knows that the state of the optimizers is in place as well. CheckpointError: there are
     checkpoints, and none can be restored, or the newest is of another model.
     """
-    path, step, states = _read_newest(model_dir, objects.made)
+    path, step, states = _read_newest(model_dir, objects.made, is_counted=len(objects.optimizers) == 1)
     put_back({name: module for name, module in objects.modules.items() if name in states}, states)
     objects.prepare(strategy, True, arguments)
     assert strategy.servers is not None
@@ -276,13 +277,22 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     return job_step
 
 
-def _read_newest(model_dir: Path, made: dict[str, Any]) -> tuple[Path | None, int, dict[str, tuple[str, Any]]]:
-    """The newest checkpoint, its step, and the states in it with their kinds; None, 0 and none if there is none."""
+def _read_newest(
+    model_dir: Path, made: dict[str, Any], is_counted: bool
+) -> tuple[Path | None, int, dict[str, tuple[str, Any]]]:
+    """The newest checkpoint, the updates in it, and its states with their kinds; None, 0 and none if there is none.
+
+    The lead numbers a checkpoint by its own batches. Of parameter servers it has what all workers have made since the
+    job started. ``is_counted``: the chief has counted these: one optimizer makes them all.
+    """
     while (path := newest_undamaged(model_dir, CHECKPOINT_NAME)) is not None:
         try:
             saved = describe(path)
             states = read_states(saved, list(made), tables_of(made, saved))
-            return path, saved.step, {name: kind_and_state(state, str(path)) for name, state in states.items()}
+            step = saved.step
+            if is_counted and "job_start" in saved.objects and saved.has_servers and (counted := Manifest.read(path)):
+                step = kind_and_state(read_states(saved, ["job_start"])["job_start"])[1] + counted.step
+            return path, step, {name: kind_and_state(state, str(path)) for name, state in states.items()}
         except CheckpointError:
             if path.exists():
                 raise  # else the job that runs has newer ones, and removed it
