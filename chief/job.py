@@ -78,8 +78,8 @@ class ChiefJob(ChiefState):
         await self.admit(incarnation)
         self.metric_store.agreements.leave(incarnation, group)
         self.changed.notify()
-        reserved = self.lease_book.steps.reserved_in(incarnation, group)
-        await self.recovery.carry_out(self.lease_book.remove(reserved, {}))
+        book = self.lease_book
+        await self.recovery.take_out(incarnation, lambda: book.remove(book.steps.reserved_in(incarnation, group), {}))
 
     async def save_checkpoint(self, incarnation: Incarnation, directory: str) -> CommittedCheckpoint:
         """Takes a checkpoint. ConfigurationError: no directory is given and the chief has none. ForbiddenError: the

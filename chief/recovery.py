@@ -120,6 +120,17 @@ class Recovery(ChiefPart):
             committed[unit] = sorted(ordinals)
         return committed
 
+    async def take_out(self, incarnation: Incarnation, removed: Callable[[], Removal]) -> None:
+        """Carries out a removal for a worker that lives. To its end, though a broken connection cancels the call: when
+        it comes again the books do not say any more which steps the ps have yet to hear of."""
+
+        async def locked() -> None:
+            async with self.ps_return.closing_steps():
+                await self._admit(incarnation)  # or it was lost meanwhile
+                await self.carry_out(removed())
+
+        await asyncio.shield(locked())
+
     async def carry_out(self, removal: Removal) -> list[Unit]:
         """Journals and tells every ps what a removal closed, then accepts what is accepted by it, and makes its other
         units pending; returns those. Not before: a chief that follows would not know that somebody was told."""
@@ -165,10 +176,11 @@ class Recovery(ChiefPart):
         if not self._lease_book.synchronous:
             await self.ps_return.lost_after_restarts(positions_of(doubtful))
             return list(indices)
-        gone = await asyncio.shield(self._give_back_undone(incarnation, doubtful))  # whoever asks may break off
+        gone = await asyncio.shield(self._take_back(incarnation, doubtful))  # to its end, as in take_out
         return [index for index in indices if index not in gone]
 
-    async def _give_back_undone(self, incarnation: Incarnation, doubtful: Sequence[Unit]) -> set[int]:
+    async def _take_back(self, incarnation: Incarnation, doubtful: Sequence[Unit]) -> set[int]:
+        """Takes out of their steps those of the units that are to be computed again; their indices."""
         async with self.ps_return.closing_steps():
             described = [each for each in (await self._ps_pool.describe()).values() if each.has_part]
             halves = unfinished_units(described, self._lease_book.steps.per_unit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 import dataclasses
 import logging
 import math
@@ -14,7 +13,7 @@ from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.counting.metric_store import MetricStore
 from stratagem.chief.leasing.leases import Leases
-from stratagem.chief.leasing.steps import is_late
+from stratagem.chief.leasing.steps import Removal, is_late
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.recovery import Recovery
 from stratagem.cluster.task import Incarnation
@@ -80,7 +79,7 @@ class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
         await self._admit(request.incarnation)
         await self.accept(request)
         if request.leave:
-            await asyncio.shield(self.leave(request))  # a caller that breaks off may find it done when it asks again
+            await self.leave(request)
         if not request.want:
             return Leases()
         with self._waits.of(request.incarnation):
@@ -164,11 +163,13 @@ class TrainingUnits(UnitLender[TrainingPass]):
 
     async def leave(self, request: LeaseRequest[TrainingPass]) -> None:
         who, data = request.incarnation, request.units_of
-        async with self._recovery.ps_return.closing_steps():
-            await self._admit(who)  # or it was lost meanwhile
+
+        def left() -> Removal:
             if self._lease_book.plans[data.dataset].staleness == 0:  # a chief that follows gives it no slice there
                 self._journal.write("left", task=who.task, dataset=data.dataset, epoch=data.epoch)
-            await self._recovery.carry_out(self._lease_book.leave(who, data.dataset, data.epoch))
+            return self._lease_book.leave(who, data.dataset, data.epoch)
+
+        await self._recovery.take_out(who, left)
 
     async def ask(self, request: LeaseRequest[TrainingPass]) -> Leases:
         """Leases units, the first ones once there is a checkpoint."""

@@ -231,6 +231,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.restore_gate.set()
         self.save_gate = asyncio.Event()
         self.save_gate.set()
+        self.close_gate = asyncio.Event()
+        self.close_gate.set()
 
     def apply(self, unit: Unit, ordinal: int = 0, num_servers: int = 2) -> None:
         self.open[Update((unit,), ordinal)] = num_servers
@@ -250,6 +252,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
     async def CloseStep(self, request: Any, context: Any) -> Any:
         included = [Unit(unit.dataset, unit.epoch, unit.index) for unit in request.included]
         self.closings[request.step] = (included, [_update(each) for each in request.committed])
+        await self.close_gate.wait()
         return ps_pb2.CloseStepReply()
 
     def describe(self) -> Any:
