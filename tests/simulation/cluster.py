@@ -86,7 +86,9 @@ class Job:
     meets: bool = False
     """Workers call ``barrier()`` after each epoch."""
     breaks: float = 0.0
-    """The share of batches after which a worker other than the first one leaves its pass."""
+    """The share of batches after which a worker leaves its pass; one stays: the first, or each in turn."""
+    returns: bool = False
+    """It leaves the script with it."""
     min_workers: int = 0
     """Above 0 there are no ps: a ring that goes on while it has so many workers."""
     max_workers: int = 0

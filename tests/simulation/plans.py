@@ -18,6 +18,8 @@ MEETS = 0.15
 """The share of jobs whose workers meet after each epoch."""
 BREAKS = 0.15
 """The share of jobs in which workers leave passes before their end."""
+RETURNS = 0.2
+"""The share of these in which their scripts end with it."""
 IN_PARTS = 0.3
 """The share of fits whose epochs are parts of passes."""
 ADMITS = 0.1
@@ -149,7 +151,7 @@ def plan(seed: int, form: str = "") -> Schedule:
         passes = random.Random(-27 * seed - 1)
         job = dataclasses.replace(job, meets=passes.random() < MEETS)
         if job.accumulates == 1 and passes.random() < BREAKS:
-            job = dataclasses.replace(job, breaks=passes.choice((0.1, 0.3)))
+            job = dataclasses.replace(job, breaks=passes.choice((0.1, 0.3)), returns=passes.random() < RETURNS)
     if (drains := random.Random(-17 * seed - 1)).random() < 0.06:
         faults.append(Fault(0.3 + 2.5 * drains.random(), "drain", for_s=GRACE_S))
         # A script that begins anew with all others restores what it saved itself, and loads once more; it is warned.

@@ -171,12 +171,15 @@ def train(cluster: Cluster, process: Process) -> None:
             prepare(slice(epoch, epoch + 1))
         model, optimizer = models[epoch % job.num_models], optimizers[epoch % job.num_models]
         parameters = [*model.counts]
+        stays = f"worker:{0 if job.staleness or job.returns else epoch % job.num_workers}"  # the job has so many
         for batch in batches:
             cluster.compute(0)
             strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
             if save is not None and world.random.random() < job.saves:
                 save()
-            if job.breaks and process.name != "worker:0" and world.random.random() < job.breaks:
+            if job.breaks and process.name != stays and world.random.random() < job.breaks:
+                if job.returns:
+                    return
                 break
         num_taken = 0
         if job.meets:
