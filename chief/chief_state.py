@@ -79,6 +79,10 @@ SAME_S = 2.0
 """A call that follows within this on one that waited for the same goes on waiting."""
 
 
+Note = Callable[[str, Sequence[Incarnation]], None]
+"""Of a call: what it waits for, and for whom to do it."""
+
+
 class Waits:
     """Records who waits for what, and since when, by a monotonic ``clock`` of seconds."""
 
@@ -89,20 +93,32 @@ class Waits:
         self.others: dict[Incarnation, Sequence[Incarnation]] = {}
         """Who is waited for, of each that is noted for others."""
         self._left: dict[Incarnation, tuple[str, float, float]] = {}
+        self._calls: dict[Incarnation, object] = {}
 
     @contextlib.contextmanager
-    def of(self, incarnation: Incarnation, what: str = "") -> Iterator[None]:
-        """Around a call of ``incarnation``, which waits for nothing after it; all the time for ``what``, if given."""
+    def of(self, incarnation: Incarnation, what: str = "") -> Iterator[Note]:
+        """Around a call of ``incarnation``, which waits for nothing after it; all the time for ``what``, if given, else
+        for what it notes. A worker makes one call at a time: one that it has given up, and that has yet to end here,
+        notes nothing any more, and its end ends nothing."""
+        self._end(incarnation)
+        call = self._calls[incarnation] = object()
         if what:
             self.noted[incarnation] = what, self._clock()
         try:
-            yield
+            yield functools.partial(self._note, incarnation, call)
         finally:
-            self.others.pop(incarnation, None)
-            if incarnation in self.noted:
-                self._left[incarnation] = (*self.noted.pop(incarnation), self._clock())
+            if self._calls.get(incarnation) is call:
+                del self._calls[incarnation]
+                self._end(incarnation)
 
-    def note(self, incarnation: Incarnation, what: str, others: Sequence[Incarnation]) -> None:
+    def _end(self, incarnation: Incarnation) -> None:
+        self.others.pop(incarnation, None)
+        if incarnation in self.noted:
+            self._left[incarnation] = (*self.noted.pop(incarnation), self._clock())
+
+    def _note(self, incarnation: Incarnation, call: object, what: str, others: Sequence[Incarnation]) -> None:
+        if self._calls.get(incarnation) is not call:
+            return
         self.others[incarnation] = others
         text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
         if self.noted.get(incarnation, ("",))[0] != text:

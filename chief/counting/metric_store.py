@@ -135,12 +135,12 @@ class MetricStore(ChiefPart):
         await self._admit(incarnation)
         self.agreements.say(incarnation, topic, value)
         self._changed.notify()
-        with self._waits.of(incarnation):
+        with self._waits.of(incarnation) as note:
             while (decided := self.agreements.decided(topic)) is None:
                 live, founders = self._sessions.live("worker"), self._lease_book.founders
                 missing = self.agreements.waits_for(topic, live, founders)
                 if missing:
-                    self._waits.note(incarnation, f"to come to {topic}", missing)
+                    note(f"to come to {topic}", missing)
                     await self._changed.wait()
                     await self._admit(incarnation)
                 else:

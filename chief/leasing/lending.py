@@ -82,12 +82,12 @@ class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
             await self.leave(request)
         if not request.want:
             return Leases()
-        with self._waits.of(request.incarnation):
+        with self._waits.of(request.incarnation) as note:
             while True:
                 leases = await self.ask(request)
                 if leases.granted or leases.end or not request.wait:
                     return leases
-                self._waits.note(request.incarnation, self.what_for(request), leases.waits_for)
+                note(self.what_for(request), leases.waits_for)
                 await self._changed.wait()
                 await self._admit(request.incarnation)
 
@@ -219,7 +219,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
         incarnation = request.incarnation
         await self._admit(incarnation)
         await self.accept(request)
-        with self._waits.of(incarnation):
+        with self._waits.of(incarnation) as note:
             while True:
                 workers = self._sessions.live("worker")
                 known = self._lease_book.clocks.clock(incarnation)
@@ -229,6 +229,6 @@ class TrainingUnits(UnitLender[TrainingPass]):
                     self._changed.notify()
                 if not late:
                     return now, limit
-                self._waits.note(incarnation, f"to finish steps before step {now} may start", late)
+                note(f"to finish steps before step {now} may start", late)
                 await self._changed.wait()
                 await self._admit(incarnation)

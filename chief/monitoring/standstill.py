@@ -25,8 +25,8 @@ class Standstill:
     def __init__(self, state: ChiefState, streams: SessionStreams) -> None:
         self._state = state
         self._streams = streams
-        self._seen: dict[Incarnation, str] = {}
-        self._since = self._seen_at = 0.0
+        self._seen: dict[Incarnation, tuple[str, float, float]] = {}
+        """Who is stuck: for what it waits, since when, and when it was seen last."""
 
     def found(self) -> str:
         """Who waits for whom, in words, if it is to end; else empty."""
@@ -40,14 +40,12 @@ class Standstill:
             elif whom:
                 words[one], others[one] = what, whom
         stuck = {one: words[one] for one in _stuck(others)}
-        if not stuck:
-            if now - self._seen_at > SAME_S:  # a call that waits long is made anew
-                self._seen = {}
-            return ""
-        if stuck != self._seen:
-            self._seen, self._since = stuck, now
-        self._seen_at = now
-        if now - self._since < STANDSTILL_S:
+        for one, what in stuck.items():
+            said, since, until = self._seen.get(one, ("", now, now))
+            is_same = said == what and now - until <= SAME_S  # a call that waits long is made anew, each at its time
+            self._seen[one] = what, since if is_same else now, now
+        self._seen = {one: seen for one, seen in self._seen.items() if now - seen[-1] <= SAME_S}
+        if not stuck or any(now - self._seen[one][1] < STANDSTILL_S for one in stuck):
             return ""
         told = "; ".join(f"{one.task} waits for {what}" for one, what in sorted(stuck.items()))
         return (
