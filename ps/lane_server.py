@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from stratagem.errors import FencedError, LimitError, StratagemError
+from stratagem.errors import FencedError, LimitError, PeerUnavailableError, StratagemError
 from stratagem.ps.frames import WEIGHTS
 from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
@@ -199,7 +199,7 @@ def _read(requests: LaneRequests, sender: Sender, messages: Iterator[bytes], lan
             frames = codec.decode_frames(message)
             del message  # staging holds what is needed; nothing else keeps the last message alive
             requests.take(frames)
-    except FencedError as error:
+    except (FencedError, PeerUnavailableError) as error:
         lane.close(error)
     except StratagemError as error:
         THROTTLE.log(logger, logging.WARNING, error.reason, "Transfer from %s refused: %s", sender, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from stratagem.errors import ProtocolError, StaleStoreError
+from stratagem.errors import PeerUnavailableError, ProtocolError, StaleStoreError
 from stratagem.ps.applying import send_weights
 from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.requests import AssignValues, FrameKind, GroupVersion, PullResult, PullWeights, Sender
@@ -116,14 +116,14 @@ class Variables:
     def stage(self, sender: Sender, kind: FrameKind, frame: Frame, call: Call | None = None) -> None:
         """Takes one frame that came over a lane: keeps it until a request names it, or answers it. Waits while there is
         no room for it, unless there is no ``call``: the lane is not read meanwhile, its sender keeps what is in it.
-        FencedError: the sender has been declared dead. FrameError: the piece does not fit its group. LimitError: more
-        than the group can hold, or than one sender may have here."""
+        PeerUnavailableError: that lane is over. FencedError: the sender has been declared dead. FrameError: the piece
+        does not fit its group. LimitError: more than the group can hold, or than one sender may have here."""
         state = self._state
         if kind is FrameKind.WANTED_ROWS:
-            self._send_rows(sender, frame)
+            self._send_rows(sender, frame, call)
             return
         with state.lock:
-            state.senders.check(sender)
+            self._check_lane(sender, call)
             spec = state.locked_group(frame.group).spec
             may_wait = kind is FrameKind.GRADIENT and frame.tensor.nbytes >= MIN_AWAITED_BYTES
             if call is not None and may_wait and not spec.is_table:
@@ -191,10 +191,17 @@ class Variables:
                         state.senders.tokens.pop(locked.spec.group, None)
                 state.leave(sender)
 
-    def _send_rows(self, sender: Sender, frame: Frame) -> None:
+    def _check_lane(self, sender: Sender, lane: Call | None) -> None:
+        """With the store locked. After a restore frames still come that were read before it: groups that they name may
+        not be here any more, or be others."""
+        self._state.senders.check(sender)
+        if lane is not None and not lane.is_active():
+            raise PeerUnavailableError(f"the lane of {sender} is over")
+
+    def _send_rows(self, sender: Sender, frame: Frame, call: Call | None) -> None:
         state = self._state
         with state.lock:
-            state.senders.check(sender)
+            self._check_lane(sender, call)
             locked, lane = state.locked_group(frame.group), state.senders.lanes.get(sender.key)
         if lane is not None:
             locked.send_rows(lane, frame.transfer, frame.offset, frame.tensor)

@@ -14,10 +14,12 @@ import torch
 from stratagem.cluster.communication import Transport
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member, Membership
-from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, SequenceError
+from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, SequenceError, StaleStoreError
 from stratagem.ps.sequences import WINDOW
+from stratagem.ps.snapshot import Content
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
+from stratagem.ps.units import UnitLedger
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.lane_meter import BytesMeter
@@ -25,7 +27,7 @@ from stratagem.rpc.security import OPEN
 from stratagem.worker.push.ps_client import PsClient
 from tests.contract.ps.serving import serving
 from tests.polling import until
-from tests.unit.ps.driver import CALL, CHIEF
+from tests.unit.ps.driver import CALL, CHIEF, staged_bytes
 
 SIZE = 6
 MAX_IDS = 100
@@ -164,6 +166,23 @@ def test_what_cannot_be_ends_the_lane_and_changes_nothing(worker: Worker, store:
         client.start("CommitUpdate", request, sequenced=True).result()
     until(lambda: not store.state.senders.lanes)
     assert store.state.locked_groups[1].group.num_updates == 0
+
+
+def test_what_came_behind_a_commit_that_a_restore_ended_is_no_fault(
+    worker: Worker, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As rows for the next batch. Of another number of ps, none has a group before workers say which."""
+    store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
+    with worker.client.lane.corked():
+        call = worker.client.start("CommitUpdate", worker.request(0), sequenced=True)
+        worker.stage(torch.ones(SIZE))
+    until(lambda: staged_bytes(store))
+    with store.state.changed:
+        store.checkpoints.become(Content([], UnitLedger(), 0), store.state.store_epoch + 1)
+    with pytest.raises((PeerUnavailableError, StaleStoreError)):
+        call.result()
+    until(lambda: not store.state.senders.lanes)
+    assert not [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_a_worker_that_leaves_while_its_commit_waits_is_noticed(worker: Worker, store: Store) -> None:
