@@ -62,14 +62,15 @@ class Recovery(ChiefPart):
             if self._state.is_open:  # else it is not known yet which units these are of
                 self._committed.pop(incarnation, None)
             units = lease_book.held(incarnation)
-            if units and lease_book.is_done_unreported(incarnation):
+            if units and not lease_book.synchronous:
                 known, everybody = self._journal.history.initialized, await self._ps_pool.describe()
                 # Without one that has come back and is yet to be put back.
                 described = {who: each for who, each in everybody.items() if each.initialized or who.task not in known}
-                if len(described) >= self._ps_pool.num_ps:
-                    units = await self._accept_done(units, described)
-                elif not described or any(each.accumulates for each in described.values()):
+                accumulates = any(each.accumulates for each in described.values())
+                if not described or (accumulates and len(described) < self._ps_pool.num_ps):
                     return False  # one that has an update of these could not take another one of some of them
+                if len(described) >= self._ps_pool.num_ps and (accumulates or not lease_book.counts(incarnation)):
+                    units = await self._accept_done(units, described)
             committed = await self._committed_ordinals(units, slices) if lease_book.synchronous and units else {}
             back = await self.carry_out(lease_book.remove(units, committed))
             lease_book.forget(incarnation)

@@ -292,9 +292,9 @@ class LeaseBook:
         """Whether what ``incarnation`` counts on a unit is wanted: then a unit that it did not report is not done."""
         (self._counting.add if counts else self._counting.discard)(incarnation)
 
-    def is_done_unreported(self, incarnation: Incarnation) -> bool:
-        """Whether units of ``incarnation`` are done with their updates, though it did not report them."""
-        return not self.synchronous and incarnation not in self._counting
+    def counts(self, incarnation: Incarnation) -> bool:
+        """Whether a unit that ``incarnation`` did not report is not done, though its updates are."""
+        return incarnation in self._counting
 
     def give_back(self, holders: Mapping[Unit, Incarnation | None]) -> list[Unit]:
         """Makes units pending that are (still) leased to those who had them; returns them."""

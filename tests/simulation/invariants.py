@@ -489,9 +489,9 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         return take
 
     def on_release(real: Any) -> Any:
-        async def release(self: Any, incarnation: Any) -> Any:
+        async def release(self: Any, incarnation: Any) -> None:
+            await real(self, incarnation)
             checks().released.add((incarnation.task, incarnation.number))
-            return await real(self, incarnation)
 
         return release
 

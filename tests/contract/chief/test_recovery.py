@@ -390,12 +390,15 @@ class Accumulated(FakePs):
         return reply
 
 
-async def test_what_the_only_ps_has_of_a_dead_worker_is_known_before_it_is_leased_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("counts", [False, True])
+async def test_what_the_only_ps_has_of_a_dead_worker_is_known_before_it_is_leased_again(
+    tmp_path: Path, counts: bool
+) -> None:
     """It was away, or back and not put back yet: all went to others, whose updates it refused."""
     async with cluster(num_workers=2, num_ps=1, checkpoint_dir=str(tmp_path)) as (running, [first, second], servers):
         await until(lambda: running.job.journal.history.checkpoint)
         await first.open(num_examples=16)
-        assert indices(await first.next(want=4, steps_per_unit=1)) == [0, 1, 2, 3]
+        assert indices(await first.next(want=4, steps_per_unit=1, counts=counts)) == [0, 1, 2, 3]
         lost = running.job.sessions.tasks["worker:0"].incarnation
         await lose(running, servers[0])
         first.goodbye(exit_code=1)
