@@ -278,12 +278,12 @@ class Sessions(Roster):
         for session in self.tasks.values():
             silent_s = now - session.heard_at
             is_awaited = session.state is SessionState.AWAITED
-            patience_s = config.session_timeout_s * AWAITED_TIMEOUTS
-            if not is_awaited:
-                patience_s = session.heartbeats.patience_s(config.session_timeout_s)
+            patience_s, grace_s = map(session.heartbeats.patience_s, (config.session_timeout_s, config.session_grace_s))
+            if is_awaited:
+                patience_s = config.session_timeout_s * AWAITED_TIMEOUTS
             if (session.open or is_awaited) and silent_s > patience_s:
                 actions += self._lose(session, now, f"it was silent for {silent_s:.1f} s")
-            elif session.open and not session.stream and (broken_s := now - session.broken_at) > config.session_grace_s:
+            elif session.open and not session.stream and (broken_s := now - session.broken_at) > grace_s:
                 why = f"its connection broke without a goodbye {broken_s:.1f} s ago and it did not reconnect"
                 actions += self._lose(session, now, why)
         return actions

@@ -169,8 +169,9 @@ def test_a_ps_that_waits_to_serve_and_is_to_end_does_not_wait_any_more() -> None
     assert sessions.newcomers == [] and [str(session.task) for session in sessions.leaving] == ["ps:1"]
 
 
-def test_who_was_often_late_may_be_silent_for_longer() -> None:
-    sessions = ready()
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_who_was_often_late_may_be_silent_or_away_for_longer(is_broken: bool) -> None:
+    sessions = ready(session_grace_s=3.0)
     now = 0.0
     for _ in range(40):  # worker:0 comes twice a second, worker:1 every half second or every five
         for pause_s in (0.5, 0.5, 0.5, 4.5):
@@ -180,8 +181,12 @@ def test_who_was_often_late_may_be_silent_for_longer() -> None:
                 sessions.heartbeat("ps:0", 3, now)
             sessions.heartbeat("worker:1", 2, now)
     assert sessions.tasks["worker:0"].heartbeats.phi(1.2) > 3 > sessions.tasks["worker:1"].heartbeats.phi(4.5)
-    assert sessions.tick(now + 5.9) == []
-    assert [action.incarnation for action in sessions.tick(now + 6.1) if isinstance(action, Fence)] == [W0]
+    if is_broken:
+        sessions.stream_ended("worker:0", 1, now)
+        sessions.stream_ended("worker:1", 2, now)
+    bound_s = 3 if is_broken else 6
+    assert sessions.tick(now + bound_s - 0.1) == []
+    assert [one.incarnation for one in sessions.tick(now + bound_s + 0.1) if isinstance(one, Fence)] == [W0]
     assert sessions.is_live(W1)
     sessions.tick(now + 18.1)
     assert not sessions.is_live(W1)
