@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs, and which it leaves to `make test-all` and to the share of `.ci/run`."""
+"""Which cases of a test `make test` runs, and which it leaves to `make test-all` and to the day's share."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.thorough  # `.ci/run` runs some hundreds; a process starts in as long as a hundred of them take
+@pytest.mark.thorough  # `.ci/run` runs some thousands each day; a process starts in as long as a hundred of them take
 @pytest.mark.parametrize("form", ["table", "models", "fit", "ring"])
 def test_schedules_of_each_form_hold_every_invariant(form: str) -> None:
     done = simulate("--first", "1", "--seeds", "3", "--form", form)
