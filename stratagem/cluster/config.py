@@ -12,7 +12,7 @@ import pydantic
 
 from stratagem.cluster.choice import StrategyOrAuto
 from stratagem.cluster.communication import CommunicationOptions, Compression, Transport, WireDType
-from stratagem.cluster.spec import is_port, split_address
+from stratagem.cluster.spec import split_address
 
 MAX_COUNT = 1 << 30
 """gRPC has 32 bits for a number, and we double some."""
@@ -58,9 +58,8 @@ class RoleConfig(pydantic.BaseModel):
 
     @pydantic.field_validator("bind", "advertise", "metrics_bind", "web", check_fields=False)
     @classmethod
-    def _is_address(cls, address: str, info: pydantic.ValidationInfo) -> str:
-        is_to_listen_on = info.field_name in ("bind", "metrics_bind")  # where ":2222" is every address of the machine
-        if address and not (is_to_listen_on and address[0] == ":" and is_port(address[1:])):
+    def _is_address(cls, address: str) -> str:
+        if address:
             split_address(address)
         return address
 

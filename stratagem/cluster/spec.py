@@ -19,9 +19,12 @@ def split_address(address: str) -> tuple[str, int]:
     is no host, or no port between 0 and 65535."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not _is_host(host) or (":" in host and not bracketed) or not is_port(port):
+    if not colon or not _is_host(host) or (":" in host and not bracketed) or not _is_port(port):
         shown = address[: 2 * _MAX_HOST]
-        raise ClusterSpecError(f"expected an address like 'host:2222' ('[::1]:2222' for IPv6), got {shown!r}")
+        raise ClusterSpecError(
+            "expected an address like 'host:2222' ('[::1]:2222' for IPv6, '0.0.0.0:2222' to listen on all addresses), "
+            f"got {shown!r}"
+        )
     return (host[1:-1] if bracketed else host), int(port)
 
 
@@ -35,7 +38,7 @@ def _is_host(text: str) -> bool:
     return 0 < len(text) <= _MAX_HOST and is_plain
 
 
-def is_port(text: str) -> bool:
+def _is_port(text: str) -> bool:
     """Whether it is the number of a port, at most five digits: Python reads no number of thousands."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
 

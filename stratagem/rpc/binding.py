@@ -8,7 +8,7 @@ import logging
 import socket
 from typing import Any
 
-from stratagem.cluster.spec import is_port, split_address
+from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -20,9 +20,7 @@ ANY_HOST = ("0.0.0.0", "::")
 def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
     """Refuses to listen beyond loopback in the clear. With TLS, or if the user says that it is all right
     (``insecure``), it may be. ConfigurationError: with the ways out."""
-    host, colon, port = bind.rpartition(":")
-    if not colon or not is_port(port):
-        raise ConfigurationError(f"expected host:port to listen on, got {bind!r}")
+    host, _ = split_address(bind)
     if insecure or tls or is_loopback(host):
         return
     raise ConfigurationError(

@@ -176,6 +176,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
             ["chief", "--num-workers", "1", "--bind", "127.0.0.1:\u00b2"],
             "bind from flag --bind: expected an address",
         ),
+        (["chief", "--num-workers", "1", "--bind", ":2222"], "flag --bind: expected an address like 'host:2222' ("),
         (["chief", "--num-workers", "1", "--web", "8080"], "web from flag --web: expected an address like"),
         (["chief", "--num-workers", "1", "--metrics-bind", "x"], "metrics_bind from flag --metrics-bind: expected an"),
         (

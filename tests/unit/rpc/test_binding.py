@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.binding import advertised_address, check_binding, free_port, is_loopback, listening, warn_of_loopback
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "example.org", "127.0.0.1.example.org", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "example.org", "127.0.0.1.example.org"])
 def test_beyond_loopback_needs_tls_or_insecure(host: str) -> None:
     with pytest.raises(ConfigurationError, match="--tls DIR") as refused:
         check_binding(f"{host}:2222", insecure=False)
@@ -33,10 +32,8 @@ def test_loopback_needs_nothing(host: str) -> None:
 
 @pytest.mark.parametrize("port", ["", ":", ":x", ":70000", ":-1", ":" + "9" * 5000])
 def test_what_is_no_address_is_refused_whatever_was_allowed(port: str) -> None:
-    with pytest.raises(ConfigurationError, match="expected host:port"):
-        check_binding(f"127.0.0.1{port}", insecure=True, tls=True)
     with pytest.raises(ConfigurationError, match="expected an address"):
-        split_address(f"127.0.0.1{port}")
+        check_binding(f"127.0.0.1{port}", insecure=True, tls=True)
 
 
 @pytest.mark.parametrize(
