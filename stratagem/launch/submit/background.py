@@ -21,7 +21,7 @@ PARTIAL = f"{EXIT_CODE}.partial"
 def main(folder: Path) -> int:
     """Runs the job that ``order.json`` describes: arguments of `stratagem run`."""
     lock = os.open(folder / ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # shared with the child, which keeps it
+    fcntl.flock(lock, fcntl.LOCK_EX)  # who looks whether the job lives has it for a moment; the child keeps it
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -118,15 +118,15 @@ def _pid(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        # The child writes its id right after it has been forked.
-        while not (text := os.pread(fd, 32, 0)):
-            time.sleep(0.01)
-        return int(text)
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            if text := os.pread(fd, 32, 0):
+                return int(text)
+            time.sleep(0.01)  # the child writes its id right after it has been forked
     finally:
         os.close(fd)
-    return None
 
 
 def _send(pid: int, signum: int) -> None:

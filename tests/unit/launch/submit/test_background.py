@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from tests.polling import until
 
 PROGRAM = """
 import sys
+import time
 from pathlib import Path
 import stratagem.cli.__main__ as cli
 from stratagem.launch.submit.background import main
@@ -42,6 +45,29 @@ def test_a_launcher_that_fails_with_a_traceback_has_an_exit_code(tmp_path: Path)
     until((tmp_path / EXIT_CODE).exists, (tmp_path / OUTPUT).read_text)
     assert (tmp_path / EXIT_CODE).read_text() == "1"
     assert (tmp_path / OUTPUT).read_text().endswith("RuntimeError: a defect of the launcher\n")
+
+
+def test_a_job_starts_although_somebody_looks_whether_it_lives(tmp_path: Path) -> None:
+    (tmp_path / ORDER).write_text(json.dumps(["train.py"]))
+    with (tmp_path / ALIVE).open("w") as looked:
+        fcntl.flock(looked, fcntl.LOCK_SH)
+        with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)]) as process:
+            waits = f":{os.fstat(looked.fileno()).st_ino} 0 EOF"
+            until(lambda: process.poll() is not None or Path("/proc/locks").read_text().count(waits) == 2)
+            assert process.poll() is None
+            fcntl.flock(looked, fcntl.LOCK_UN)
+            assert process.wait(60) == 0
+    until((tmp_path / EXIT_CODE).exists)
+
+
+def test_a_job_that_dies_before_it_has_said_its_id_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / ALIVE).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        dies = iter([lambda: fcntl.flock(held, fcntl.LOCK_UN)])
+        monkeypatch.setattr(time, "sleep", lambda _: next(dies)())
+        assert local_target._pid(tmp_path) is None
 
 
 def test_a_job_that_ends_as_it_is_cancelled_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
