@@ -10,7 +10,7 @@ from typing import Any
 from stratagem.launch.actions import rank_of
 from stratagem.launch.manifests import compose
 from stratagem.launch.manifests.pod import to_yaml
-from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
+from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push, started
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, Record
 
@@ -65,10 +65,8 @@ def state(record: JobRecord, folder: Path) -> JobState:
 
 
 def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
-    command = ["docker", *_project(folder, record.id), "logs", "--no-color", *(["--follow"] if follow else [])]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
+    arguments = [*_project(folder, record.id), "logs", "--no-color", *(["--follow"] if follow else [])]
+    with started(arguments, stdin=subprocess.DEVNULL, text=True, errors="replace") as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:

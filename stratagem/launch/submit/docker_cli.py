@@ -28,20 +28,23 @@ def docker(arguments: Sequence[str], what: str) -> str:
     return done.stdout
 
 
+def started(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """``docker ARGUMENTS``, whose output comes through a pipe; ``options``: of ``Popen``. ConfigurationError: there is
+    no docker command."""
+    try:
+        return subprocess.Popen(["docker", *arguments], stdout=subprocess.PIPE, **options)
+    except FileNotFoundError:
+        raise _no_docker() from None
+
+
 def build(image: ImagePlan) -> None:
     """Builds the image, with the errors of :func:`docker`; the context goes through a pipe, so that nothing is written
     into the project."""
     _say(f"building the image {image.name}; the first build takes minutes")
     network = ["--network", image.network] if image.network else []
-    command = ["docker", "build", "--progress=plain", *network, "--tag", image.name, "-"]
+    arguments = ["build", "--progress=plain", *network, "--tag", image.name, "-"]
     environ = {**os.environ, "DOCKER_BUILDKIT": "1"}
-    try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
-        )
-    except FileNotFoundError:
-        raise _no_docker() from None
-    with process:
+    with started(arguments, stdin=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
             image.context.write_tar(process.stdin, image.made)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from stratagem.errors import ConfigurationError
 from stratagem.launch.submit import compose_target
 from stratagem.launch.submit.compose_target import FILE
 from stratagem.launch.submit.entry_point import EntryPoint
@@ -50,6 +52,15 @@ def test_what_was_started_is_taken_back_also_when_the_user_stops_it(
 def test_logs_are_shown_whatever_bytes_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_docker(tmp_path, monkeypatch, "printf '\\033[2Kworker-0 | \\377 is no UTF-8\\n'")
     assert list(compose_target.logs(RECORD, tmp_path, follow=False)) == ["worker-0 | \ufffd is no UTF-8"]
+
+
+@pytest.mark.parametrize("ask", [compose_target.state, lambda job, folder: [*compose_target.logs(job, folder, False)]])
+def test_without_a_docker_command_a_job_is_asked_for_in_vain(
+    ask: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="install Docker's command line"):
+        ask(RECORD, tmp_path)
 
 
 def test_who_had_too_little_memory_comes_before_a_worker_that_failed_without_it(
