@@ -95,7 +95,7 @@ class Mailbox:
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    bool(self._broken)
+                    source in self._broken
                     or any(receive.source in (None, source) for receive in self._posted)
                     or sum(values.nbytes for _, values in self._early[source]) < UNREAD_BYTES
                 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from stratagem.distributed import mailbox
 from stratagem.distributed.forming import form
 from stratagem.distributed.messages import Messages
 from stratagem.errors import CollectiveError, ConfigurationError
@@ -53,6 +54,20 @@ def test_a_message_that_waits_hears_why_the_group_was_closed() -> None:
             waiting.result(30.0)
     with pytest.raises(CollectiveError, match="rank 0 has left"):
         messages.send(large, 1, 3)
+
+
+def test_a_rank_that_has_ended_lets_no_other_one_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "UNREAD_BYTES", 8)
+    box = mailbox.Mailbox(0, [1, 2])
+    box.broke(1, CollectiveError("rank 1 has left", 1))
+    box.put(2, 7, torch.zeros(2))
+    reads = threading.Thread(target=box.wait_for_room, args=(2,), daemon=True)
+    reads.start()
+    reads.join(0.2)
+    assert reads.is_alive()
+    box.post(mailbox.PostedReceive(2, 7, torch.empty(2)))
+    reads.join(30.0)
+    assert not reads.is_alive()
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
