@@ -15,6 +15,8 @@ from stratagem.launch.processes import Stream
 TAIL_LINES = 20
 _COLOURS = {"chief": 35, "ps": 33, "worker": 36, "evaluator": 32}
 _TRACEBACK = "Traceback (most recent call last):"
+_MAX_TRACEBACKS = 1024
+"""Different ones that are remembered: a long job may log one for each bad example."""
 
 
 class TracebackFilter:
@@ -45,6 +47,8 @@ class TracebackFilter:
         is_whole = block[-1] != "" and not block[-1].startswith(" ") and len(block) > 1
         if not is_whole and any(one[: len(block)] == tuple(block) for one in self._first):
             return []
+        if len(self._first) >= _MAX_TRACEBACKS and tuple(block) not in self._first:
+            self._first.clear()
         first = self._first.setdefault(tuple(block), task)
         return block if first == task else [f"{block[-1]} (same traceback as {first})"]
 

@@ -112,6 +112,15 @@ def test_a_traceback_is_shown_once_and_other_lines_always() -> None:
     assert [line for text in other for line in once.feed(W1, text)] == other
 
 
+def test_tracebacks_that_are_all_different_take_no_more_and_more_memory() -> None:
+    once = TracebackFilter()
+    for number in range(2000):
+        other = [*BLOCK[:2], f"KeyError: {number}"]
+        assert [line for text in other for line in once.feed(W0, text)] == other
+    assert len(once._first) <= 1024
+    assert [line for text in other for line in once.feed(W1, text)] == ["KeyError: 1999 (same traceback as worker:0)"]
+
+
 def test_a_traceback_cut_short_is_shown_at_the_end() -> None:
     once = TracebackFilter()
     assert [line for text in BLOCK[:2] for line in once.feed(W0, text)] == []
