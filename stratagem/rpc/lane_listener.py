@@ -272,17 +272,17 @@ def connect_lane(
     ``host``: not used for a Unix socket; ``deadline``: ``time.monotonic()`` seconds. PeerUnavailableError: nobody is
     there, or it does not let us in."""
     timeout_s = max(0.1, deadline - time.monotonic())
+    is_unix = bool(ticket.socket_name)
     try:
-        if ticket.socket_name:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(timeout_s)
-            sock.connect(f"\0{ticket.socket_name}")
-        else:
-            sock = connected(host, ticket.port, timeout_s)
-            tune(sock)
-            if (tls := security.client_context()) is not None:
-                sock = tls.wrap_socket(sock, server_hostname=server_name(peer))
+        sock = socket.socket(socket.AF_UNIX) if is_unix else connected(host, ticket.port, timeout_s)
         try:
+            if is_unix:
+                sock.settimeout(timeout_s)
+                sock.connect(f"\0{ticket.socket_name}")
+            else:
+                tune(sock)
+                if (tls := security.client_context()) is not None:
+                    sock = tls.wrap_socket(sock, server_hostname=server_name(peer))
             sock.sendall(ticket.token)
             if _read_exactly(sock, 1, max(deadline, time.monotonic() + 0.1)) != b"\1":
                 raise PermissionError("the token was refused")

@@ -248,23 +248,25 @@ class ShmSender(SocketSender):
             if not stop:
                 raise ConnectionError("the peer closed it")
             at = 0
-            while at < stop:
-                stop = self._complete(at + RELEASE.size, stop)
-                (number,) = RELEASE.unpack_from(words, at)
-                at += RELEASE.size
-                if number in (LENT_SEGMENT, LENT_SLOT) and self._on_wait is not None:
-                    stop = self._complete(at + LENT.size, stop)
-                    segment, slot, first, size = LENT.unpack_from(words, at)
-                    at += LENT.size
-                    if number == LENT_SLOT:
-                        self._borrowed.came(segment, slot, first, size)
-                    elif descriptor is not None:
-                        self._borrowed.share(descriptor, segment, size)
-                        descriptor = None
-                else:
-                    self._let_go(number)
-            if descriptor is not None:
-                os.close(descriptor)
+            try:
+                while at < stop:
+                    stop = self._complete(at + RELEASE.size, stop)
+                    (number,) = RELEASE.unpack_from(words, at)
+                    at += RELEASE.size
+                    if number in (LENT_SEGMENT, LENT_SLOT) and self._on_wait is not None:
+                        stop = self._complete(at + LENT.size, stop)
+                        segment, slot, first, size = LENT.unpack_from(words, at)
+                        at += LENT.size
+                        if number == LENT_SLOT:
+                            self._borrowed.came(segment, slot, first, size)
+                        elif descriptor is not None:
+                            shared, descriptor = descriptor, None  # which closes it, whatever it is
+                            self._borrowed.share(shared, segment, size)
+                    else:
+                        self._let_go(number)
+            finally:
+                if descriptor is not None:
+                    os.close(descriptor)
 
     def _complete(self, wanted: int, stop: int) -> int:
         """Reads on until so many bytes of what the receiver says are here; how many are."""

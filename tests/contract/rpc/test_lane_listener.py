@@ -148,6 +148,13 @@ def test_waiting_ends_at_the_deadline_and_with_the_door(listener: LaneListener) 
         listener.expect("b", "tcp")
 
 
+def test_a_connection_that_does_not_come_about_leaves_no_socket_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(PeerUnavailableError, match="could not open a lane at nobody") as refused:
+        connect_lane(LaneTicket(b"", socket_name="nobody"), "", soon())
+    assert len(os.listdir("/proc/self/fd")) == before and refused.tb is not None  # which has its variables
+
+
 @pytest.mark.parametrize("host", ["::1", "::", "localhost", "0.0.0.0"])
 def test_it_listens_wherever_a_server_does(host: str) -> None:
     listener = LaneListener(host)

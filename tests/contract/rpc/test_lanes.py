@@ -28,7 +28,7 @@ from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
 from stratagem.rpc.lane import ReceivingLane, SendingLane, nothing
 from stratagem.rpc.lane_listener import LaneListener, connect_lane
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.lent_slots import Lender
+from stratagem.rpc.lent_slots import RELEASE, Lender
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmSender
 from stratagem.rpc.shm_receiver import ShmReceiver
@@ -505,6 +505,17 @@ def test_a_slot_that_is_not_lent_and_more_slots_than_may_be_lent_are_refused() -
             pair.receiver.receive(0, soon())
         pair.receiver.close("it asks for too much")
     pool.close()
+
+
+def test_a_descriptor_that_comes_with_what_cannot_be_understood_is_closed() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        sender = ShmSender(ours, "b", BytesMeter(), lambda: 1 << 20)
+        socket.send_fds(theirs, [RELEASE.pack(99)], [theirs.fileno()])
+        before = len(os.listdir("/proc/self/fd"))
+        sender.collect()
+        assert not sender.alive and len(os.listdir("/proc/self/fd")) == before
+        sender.close("it was not understood")
 
 
 def _total(meter: BytesMeter, name: str) -> float:
