@@ -16,7 +16,7 @@ import yaml
 from pydantic_core import PydanticUndefined
 
 from stratagem.cluster.config import RoleConfig
-from stratagem.cluster.sources import ENV_PREFIX, ROLES, Resolved, gather
+from stratagem.cluster.sources import ENV_PREFIX, ROLES, Resolved, flag_of, gather
 from stratagem.cluster.tf_config import TaskPlacement
 from stratagem.errors import ConfigurationError
 from stratagem.launch.replica import own_environment
@@ -53,21 +53,16 @@ SECONDS = Number(0, 86400, min_open=True)
 """How long to wait for an answer; a call of gRPC takes neither 0 nor inf."""
 
 
-def flag(name: str) -> str:
-    """The flag of a field: ``peer_timeout_s`` is ``--peer-timeout-s``."""
-    return "--" + name.replace("_", "-")
-
-
 def _option(name: str, field: pydantic.fields.FieldInfo) -> Callable[[Command], Command]:
     annotation: Any = field.annotation
     needed = field.default is PydanticUndefined
     default = "" if needed or field.default == "" else f" [default: {field.default}]"
     text = " ".join((field.description or "").split()) + default
     if annotation is bool:
-        return click.option(f"{flag(name)}/--no-{name.replace('_', '-')}", name, default=None, help=text)
+        return click.option(f"{flag_of(name)}/{flag_of(f'no_{name}')}", name, default=None, help=text)
     if typing.get_origin(annotation) is typing.Literal:
-        return click.option(flag(name), name, type=click.Choice(list(typing.get_args(annotation))), help=text)
-    return click.option(flag(name), name, type=annotation, help=text)
+        return click.option(flag_of(name), name, type=click.Choice(list(typing.get_args(annotation))), help=text)
+    return click.option(flag_of(name), name, type=annotation, help=text)
 
 
 def role_options(role: str) -> Callable[[Command], Command]:

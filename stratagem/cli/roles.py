@@ -18,7 +18,7 @@ from stratagem.checkpoint.ended import has_run, note_run, take_away_at_exit
 from stratagem.cli.options import configure, role_options, script_arguments
 from stratagem.cluster.choice import strategy_in
 from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, RoleConfig, WorkerConfig
-from stratagem.cluster.sources import ENV_PREFIX, Resolved
+from stratagem.cluster.sources import Resolved, variable_of
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
@@ -103,7 +103,7 @@ def script_environment(
     """What a training script finds in its environment: TF_CONFIG and torchrun's names; and what flags or a cluster file
     say, as ``STRATAGEM_<FIELD>``, because the script's strategy reads its configuration there."""
     values = resolved.config.model_dump(exclude_defaults=True).items()
-    variables = {ENV_PREFIX + name.upper(): str(value) for name, value in values}
+    variables = {variable_of(name): str(value) for name, value in values}
     if placement is None or placement.task is None:
         return variables
     variables["TF_CONFIG"] = emit_tf_config(placement.cluster, placement.task)
@@ -161,7 +161,7 @@ def _run_script(
     if placement is not None and placement.task == TaskId("worker", 0) and not placement.cluster.chief:
         chief = configure("chief", cluster_file, {"task": "chief:0"})[0].config  # which this task starts
         told = chief.model_dump(exclude_defaults=True, exclude={"num_workers", "num_ps", *WorkerConfig.model_fields})
-        variables |= {ENV_PREFIX + name.upper(): str(value) for name, value in told.items()}
+        variables |= {variable_of(name): str(value) for name, value in told.items()}
     os.environ.update(variables)
     return _once(role, config, str(script), list(args), module)
 

@@ -18,14 +18,13 @@ from stratagem.cli.options import (
     FILE,
     FOLDER,
     field_options,
-    flag,
     script_arguments,
     variable_option,
     warn_of_late_flags,
 )
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES
 from stratagem.cluster.config import WorkerConfig
-from stratagem.cluster.sources import ENV_PREFIX, ROLES, gather
+from stratagem.cluster.sources import ENV_PREFIX, ROLES, flag_of, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.local import only_writer, run_local
@@ -206,7 +205,7 @@ def run_command(**options: Any) -> int:
     job = LocalJob(**options, communication=communication)
     for name, way_out in _OF_A_CLUSTER.items() if job.chosen_strategy in ONE_PROCESS else ():
         if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            words = no_effect(flag(name), job.chosen_strategy) + way_out
+            words = no_effect(flag_of(name), job.chosen_strategy) + way_out
             raise ConfigurationError(words)  # a variable may be for all jobs
     _check_tasks(job)
     _check_script(job)

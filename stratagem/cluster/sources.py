@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import pydantic
@@ -37,11 +37,13 @@ class Layer:
     """Values from one source."""
 
     origin: str
-    """Where they come from, for people; "{name}" and "{NAME}" stand for the field, "{flag}" for its flag."""
+    """Where they come from, for people."""
     values: Mapping[str, Any]
     """Field name to value."""
     textual: bool = False
     """The values are text to be read as the field's type (environment)."""
+    written: Callable[[str], str] | None = None
+    """What a field is called there; None: as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,25 +54,35 @@ class Resolved(Generic[Config]):
     origins: Mapping[str, str]
 
 
+def flag_of(name: str) -> str:
+    """``peer_timeout_s`` is ``--peer-timeout-s``."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """``peer_timeout_s`` is ``STRATAGEM_PEER_TIMEOUT_S``."""
+    return ENV_PREFIX + name.upper()
+
+
 def flag_layer(values: Mapping[str, Any]) -> Layer:
     """The flags that were given; None means "not given"."""
-    return Layer("flag --{flag}", {name: value for name, value in values.items() if value is not None})
+    return Layer("flag", {name: value for name, value in values.items() if value is not None}, written=flag_of)
 
 
 def environment_layer(model: type[RoleConfig], environ: Mapping[str, str]) -> Layer:
     """The variables ``STRATAGEM_<FIELD>`` of a role; those of other roles are left alone. An empty one is not set:
     docker-compose passes ``${NAME:-}`` so. ConfigurationError: a variable belongs to no role; offers the nearest one
     that does."""
-    known = {ENV_PREFIX + name.upper() for role in ROLES.values() for name in role.model_fields}
+    known = {variable_of(name) for role in ROLES.values() for name in role.model_fields}
     for variable in environ:
         other = any(variable == name or (name[-1] == "_" and variable.startswith(name)) for name in OTHER_VARIABLES)
         if variable.startswith(ENV_PREFIX) and variable not in known and not other:
             raise ConfigurationError(
                 f"unknown variable {variable}={environ[variable]!r} in the environment; {nearest(variable, known)}"
             )
-    names = {name: ENV_PREFIX + name.upper() for name in model.model_fields}
+    names = {name: variable_of(name) for name in model.model_fields}
     values = {name: environ[variable] for name, variable in names.items() if environ.get(variable)}
-    return Layer("environment " + ENV_PREFIX + "{NAME}", values, textual=True)
+    return Layer("environment", values, textual=True, written=variable_of)
 
 
 def file_layers(role: str, document: Mapping[str, Any], file: str) -> list[Layer]:
@@ -185,10 +197,10 @@ def resolve(model: type[Config], layers: Sequence[Layer]) -> Resolved[Config]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for layer in layers:
-        refuse_unknown("key", layer.values, model.model_fields.keys(), f" in {layer.origin.split('{')[0].strip()}")
+        refuse_unknown("key", layer.values, model.model_fields.keys(), f" in {layer.origin}")
         for name, value in layer.values.items():
             if name not in values:
-                origins[name] = layer.origin.format(name=name, NAME=name.upper(), flag=name.replace("_", "-"))
+                origins[name] = f"{layer.origin} {layer.written(name)}" if layer.written else layer.origin
                 values[name] = _read(model, name, value, origins[name]) if layer.textual else value
     for name in model.model_fields:
         origins.setdefault(name, "default")
@@ -212,7 +224,7 @@ def _explain(error: pydantic.ValidationError, origins: Mapping[str, str], name: 
         return str(first["ctx"]["error"])
     field = name or str(first["loc"][0])
     if first["type"] == "missing":
-        flag, variable = "--" + field.replace("_", "-"), ENV_PREFIX + field.upper()
-        return f"{field} is needed, but no flag ({flag}), variable ({variable}) or cluster file gives it"
+        words = f"no flag ({flag_of(field)}), variable ({variable_of(field)}) or cluster file gives it"
+        return f"{field} is needed, but {words}"
     message = first["msg"][0].lower() + first["msg"][1:] + f", got {first['input']!r}"
     return f"{field} from {origins.get(field, 'default')}: {first.get('ctx', {}).get('error', message)}"

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from stratagem.arguments import check_kind
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.cluster.config import WorkerConfig
-from stratagem.cluster.sources import Layer, environment_layer, resolve
+from stratagem.cluster.sources import Layer, environment_layer, flag_of, resolve, variable_of
 from stratagem.cluster.spec import join_address, split_address
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.nccl import Nccl
@@ -176,9 +176,8 @@ def _warn_of_idle(config: WorkerConfig) -> None:
     """Says once what was set for the ring of a strategy, and does nothing here."""
     for name, instead in _IDLE.items():
         if getattr(config, name) != WorkerConfig.model_fields[name].default and config.task.endswith(":0"):
-            flag, variable = name.replace("_", "-"), f"STRATAGEM_{name.upper()}"
-            words = "--%s (%s) is for the ring of a strategy, and has no effect in a process group: %s"
-            logger.warning(words, flag, variable, instead)
+            words = "%s (%s) is for the ring of a strategy, and has no effect in a process group: %s"
+            logger.warning(words, flag_of(name), variable_of(name), instead)
 
 
 def _security(config: WorkerConfig, token: Token) -> Security:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
+from stratagem.cluster.sources import flag_of
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig
@@ -69,7 +70,7 @@ def no_effect(option: str, strategy: StrategyName) -> str:
 def check_communication(given: Mapping[str, str], strategy: StrategyName) -> None:
     """Refuses (ConfigurationError) options ``given``, with their values, that mean nothing under a strategy."""
     for name in without_effect(given, strategy):
-        raise ConfigurationError(no_effect(f"--{name.replace('_', '-')}", strategy))
+        raise ConfigurationError(no_effect(flag_of(name), strategy))
     if strategy == "ps" and given.get("transport") == "nccl":
         raise ConfigurationError("--transport nccl is for a ring of workers; a ps is reached by shm, tcp or grpc")
     if strategy in ("one", "ps") and "," in given.get("devices", ""):

@@ -20,9 +20,9 @@ from click.testing import CliRunner
 
 from stratagem.cli import __main__ as cli
 from stratagem.cli import asking, roles, run, scale, status
-from stratagem.cli.options import UNREAD, flag
+from stratagem.cli.options import UNREAD
 from stratagem.cluster.config import RoleConfig
-from stratagem.cluster.sources import ROLES
+from stratagem.cluster.sources import ROLES, flag_of
 from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableError
 from stratagem.launch.certificates import make_throw_away
 from stratagem.launch.plan import LocalJob
@@ -128,7 +128,7 @@ def test_every_field_is_a_flag_with_its_meaning(role: str) -> None:
     assert code == 0
     for name, field in ROLES[role].model_fields.items():
         is_read = name != UNREAD.get(role)
-        assert (f" {flag(name)} " in words or f" {flag(name)} / " in words) == is_read
+        assert (f" {flag_of(name)} " in words or f" {flag_of(name)} / " in words) == is_read
         assert " ".join((field.description or "").split())[:20] in words or not is_read
 
 

@@ -122,9 +122,10 @@ def test_file_refused(document: dict[str, object], words: str) -> None:
     ("layer", "words"),
     [
         (Layer("c.yaml", {"peer_timeout_s": "soon"}), "peer_timeout_s from c.yaml: .*number, got 'soon'"),
+        (Layer("c{1}.yaml", {"num_threads": 0}), r"num_threads from c\{1\}.yaml: .*got 0"),
         (Layer("c.yaml", {"insecure": "yes"}), "insecure from c.yaml: .*boolean, got 'yes'"),
-        (Layer("env {NAME}", {"num_threads": "0"}, textual=True), "num_threads from env NUM_THREADS: .*got 0"),
-        (Layer("env {NAME}", {"num_threads": "x"}, textual=True), "num_threads from env NUM_THREADS: .*got 'x'"),
+        (Layer("env", {"num_threads": "0"}, True, str.upper), "num_threads from env NUM_THREADS: .*got 0"),
+        (Layer("env", {"num_threads": "x"}, True, str.upper), "num_threads from env NUM_THREADS: .*got 'x'"),
         (Layer("c.yaml", {"log_format": "xml"}), "log_format from c.yaml: .*'text' or 'json'.*'xml'"),
         (Layer("c.yaml", {"color": "red"}), "unknown key 'color' in c.yaml"),
     ],
