@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stratagem.cluster.identity import Role, role_of
+from stratagem.cluster.identity import ROLES, Role, role_of
 from stratagem.errors import ForbiddenError, IdentityError
 
 _CHIEF: frozenset[Role] = frozenset({"chief"})
@@ -13,7 +13,7 @@ _FOLLOWER: frozenset[Role] = frozenset({"worker", "ps"})
 _MEMBER: frozenset[Role] = frozenset({"worker", "ps", "evaluator"})
 _LOOKS: frozenset[Role] = frozenset({"worker", "evaluator", "operator"})
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
-_KNOWN: frozenset[Role] = frozenset({"chief", "worker", "ps", "evaluator", "operator"})
+_KNOWN: frozenset[Role] = frozenset(ROLES)
 
 _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
     "stratagem.Chief": {
