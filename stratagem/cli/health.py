@@ -18,8 +18,6 @@ from stratagem.errors import ConfigurationError
 from stratagem.rpc.channels import asking
 from stratagem.rpc.security import Security, security_of
 
-EXIT_HEALTHY, EXIT_UNHEALTHY = 0, 1
-
 SERVICES: Mapping[str, str] = {
     "chief": "stratagem.Chief",
     "ps": "stratagem.ParameterServer",
@@ -80,4 +78,4 @@ def health_command(
         raise ConfigurationError(f"{config.task} serves nothing that can be probed: check its process instead")
     state = ask(address_to_ask(config), config.task, SERVICES[kind] if ready else "", timeout_s, security_of(config))
     click.echo(f"{config.task}: {state}")
-    return EXIT_HEALTHY if state == "SERVING" else EXIT_UNHEALTHY
+    return int(state != "SERVING")
