@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from stratagem.cli.options import pairs_of
+from stratagem.cli.options import pairs_of, print_table
 from stratagem.launch.submit import submission
 from stratagem.launch.submit.record import JobRecord, JobState, JobStore
+
+_COLUMNS = ("id", "target", "state", "exit", "strategy", "script", "labels", "submitted")
 
 
 @click.group("jobs")
@@ -38,18 +37,15 @@ def list_command(as_json: bool, labels: tuple[str, ...]) -> None:
         for record, state in found:
             click.echo(json.dumps({**dataclasses.asdict(record), "state": dataclasses.asdict(state)}))
         return
-    _print_table(found)
+    print_table(_COLUMNS, [_row(record, state) for record, state in found])
 
 
-def _print_table(found: list[tuple[JobRecord, JobState]]) -> None:
-    table = Table("id", "target", "state", "exit", "strategy", "script", "labels", "submitted", box=None)
-    for record, state in found:
-        words = state.phase + (f" ({state.detail})" if state.detail else "")
-        code = "" if state.exit_code is None else str(state.exit_code)
-        labels = ",".join(f"{key}={value}" for key, value in record.labels.items())
-        script = " ".join([record.entry_point, *record.args])
-        table.add_row(record.id, record.target, words, code, record.strategy, script, labels, record.created_at[:19])
-    Console(width=None if sys.stdout.isatty() else 10_000, markup=False, emoji=False).print(table)
+def _row(record: JobRecord, state: JobState) -> tuple[str, ...]:
+    words = state.phase + (f" ({state.detail})" if state.detail else "")
+    code = "" if state.exit_code is None else str(state.exit_code)
+    marks = ",".join(f"{key}={value}" for key, value in record.labels.items())
+    script = " ".join([record.entry_point, *record.args])
+    return record.id, record.target, words, code, record.strategy, script, marks, record.created_at[:19]
 
 
 @jobs_command.command("logs")

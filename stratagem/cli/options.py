@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,6 +130,20 @@ def pairs_of(form: str, texts: Sequence[str]) -> dict[str, str]:
             raise ConfigurationError(f"expected {form} once for {key}, got {key}={pairs[key]} and {text}")
         pairs[key] = value
     return pairs
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """On a terminal as wide as that is, elsewhere with a line for each row."""
+    if not sys.stdout.isatty():
+        print_rows([columns, *rows])
+        return
+    from rich.console import Console  # late: `stratagem health` prints none, and runs every few seconds
+    from rich.table import Table
+
+    table = Table(*columns, box=None, header_style="bold")
+    for cells in rows:
+        table.add_row(*cells)
+    Console(markup=False, emoji=False).print(table)
 
 
 def print_rows(rows: Sequence[Sequence[str]]) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from stratagem.cli.asking import Asking, asking_options
-from stratagem.cli.options import print_rows
+from stratagem.cli.options import print_table
 from stratagem.errors import StratagemError
 from stratagem.launch.status import fetch_stack, fetch_status
 from stratagem.rpc.plain_json import to_json
@@ -60,18 +57,6 @@ def summary_line(status: StatusView) -> str:
     return " | ".join(parts)
 
 
-def _print_table(status: StatusView) -> None:
-    rows = [row(task) for task in status.tasks]
-    click.echo(summary_line(status))
-    if sys.stdout.isatty():
-        table = Table(*COLUMNS, box=None, header_style="bold")
-        for cells in rows:
-            table.add_row(*cells)
-        Console(markup=False, emoji=False).print(table)
-        return
-    print_rows([COLUMNS, *rows])
-
-
 def _stacks(status: StatusView, timeout_s: float, security: Security) -> dict[str, list[str]]:
     found = {}
     for task in status.tasks:
@@ -94,7 +79,8 @@ def status_command(asking: Asking, stacks: bool) -> None:
     if asking.as_json:
         click.echo(to_json(dataclasses.asdict(status) | ({"stacks": found} if stacks else {}), indent=2))
         return
-    _print_table(status)
+    click.echo(summary_line(status))
+    print_table(COLUMNS, [row(task) for task in status.tasks])
     for task, threads in found.items():
         click.echo(f"\n{task}")
         for thread in threads:
