@@ -123,8 +123,7 @@ def _num_entries(message: Message, enough: int) -> int:
     """Entries of all lists in a message; stops counting beyond ``enough``."""
     total = 0
     for field, value in message.ListFields():
-        is_list = getattr(field, "is_repeated", False)
-        total += len(value) if is_list else 0
+        total += len(value) if field.is_repeated else 0
         if total > enough:
             return total
         if field.message_type is None:
@@ -132,7 +131,7 @@ def _num_entries(message: Message, enough: int) -> int:
         if field.message_type.GetOptions().map_entry:
             parts = value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
         else:
-            parts = value if is_list else (value,)
+            parts = value if field.is_repeated else (value,)
         for part in parts:
             total += _num_entries(part, enough - total)
             if total > enough:
