@@ -5,6 +5,7 @@ Needs the package ``cryptography``; without it the import raises a ``Configurati
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import ipaddress
@@ -107,7 +108,7 @@ class Authority:
         if not renew:
             _refuse_existing([path for path, _, _ in pairs])
         for path, content, mode in pairs:
-            (_replace if renew else _write)(path, content, mode)
+            _write(path, content, mode)
 
 
 def make_throw_away(folder: Path, tasks: Iterable[str]) -> Callable[[str], None]:
@@ -185,21 +186,14 @@ def _refuse_existing(paths: Sequence[Path]) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Makes the file, with its mode from the start, and its folder."""
+    """Makes the file, with its mode from the start, and its folder: whoever reads sees the old file or the new one."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(path, "xb", opener=functools.partial(os.open, mode=mode)) as file:
+        with open(new, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             file.write(content)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Whoever reads sees the old file or the new one."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    _write(new, content, mode)
-    try:
         new.replace(path)
     except OSError as error:
-        new.unlink()
-        raise ConfigurationError(f"cannot replace {path}: {error.strerror}") from None
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import stat
 import sys
 from pathlib import Path
@@ -107,9 +108,21 @@ def test_where_nothing_can_be_written_is_said(folder: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigurationError, match=r"cannot write .*file/certs/ca\.key: Not a directory"):
         invoke("certs", "init", "--dir", tmp_path / "file" / "certs")
     (folder / "ps-0.key").mkdir()
-    with pytest.raises(ConfigurationError, match=r"cannot replace .*ps-0\.key: Is a directory"):
+    with pytest.raises(ConfigurationError, match=r"cannot write .*ps-0\.key: Is a directory"):
         invoke("certs", "issue", "--renew", "--dir", folder, "ps:0")
     assert {path.name for path in folder.iterdir()} == {"ca.crt", "ca.key", "ps-0.key"}
+
+
+def test_of_what_was_not_written_to_its_end_nothing_stays_in_the_way(tmp_path: Path) -> None:
+    authority, limits = Authority.create(1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ConfigurationError, match=r"cannot write .*ca\.key: File too large"):
+            authority.save(tmp_path, with_key=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+    authority.save(tmp_path, with_key=True)
 
 
 def test_without_an_authority_or_its_key_nothing_is_issued(folder: Path, tmp_path: Path) -> None:
