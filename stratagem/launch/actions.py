@@ -61,7 +61,7 @@ class Failure:
     """Why the job could not go on, in words."""
 
 
-def rank_of(role: str) -> int:
+def precedence_of(role: str) -> int:
     """Whose end counts first, the lowest: the others end because of the first."""
     order = ("worker", "evaluator", "ps", "chief")
     return order.index(role) if role in order else len(order)

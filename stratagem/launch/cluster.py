@@ -15,7 +15,7 @@ from stratagem.chief.journal.journal import NAME, replay
 from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.launch.actions import Action, Finish, Kill, Renew, Say, Signal, Start, describe_exit, rank_of
+from stratagem.launch.actions import Action, Finish, Kill, Renew, Say, Signal, Start, describe_exit, precedence_of
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
@@ -171,7 +171,7 @@ class LocalCluster:
         open_ends = self._processes.keys() - set(found)
         if self.supervisor.phase is Phase.RUNNING and not open_ends.isdisjoint(self.supervisor.workers):
             found = [task for task in found if task not in followers or now - self._ended_at[task] >= FOLLOW_S]
-        return sorted(found, key=lambda task: (task in followers, rank_of(task.type), task.index))
+        return sorted(found, key=lambda task: (task in followers, precedence_of(task.type), task.index))
 
     def _follows(self, task: TaskId) -> bool:
         """Whether a task may have failed because of another: the chief stops the job, with all, because of a worker."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stratagem.launch.actions import rank_of
+from stratagem.launch.actions import precedence_of
 from stratagem.launch.manifests import compose
 from stratagem.launch.manifests.pod import to_yaml
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push, started
@@ -58,7 +58,8 @@ def state(record: JobRecord, folder: Path) -> JobState:
     if killed:
         said = docker(["inspect", "--format", "{{.State.OOMKilled}}", *killed], "look at containers").split()
         killed = [name for name, is_oom in zip(killed, said, strict=True) if is_oom == "true"]
-    first = min(containers, key=lambda one: (one["ID"] not in killed, _rank(one)))  # others may fail as it is away
+    # Whoever was killed comes first: others may fail because it is away.
+    first = min(containers, key=lambda one: (one["ID"] not in killed, _precedence(one)))
     detail = "" if first["ExitCode"] == 0 else f"{first['Service']} ended with exit code {first['ExitCode']}"
     detail += " (OOMKilled: it needs more memory)" if first["ID"] in killed else ""
     return JobState.ended(int(first["ExitCode"]), record.cancelled, detail)
@@ -85,8 +86,8 @@ def remove(record: JobRecord, folder: Path) -> None:
     forget(record.image)
 
 
-def _rank(container: dict[str, Any]) -> tuple[bool, int]:
-    return container["ExitCode"] == 0, rank_of(str(container["Service"]).rpartition("-")[0])
+def _precedence(container: dict[str, Any]) -> tuple[bool, int]:
+    return container["ExitCode"] == 0, precedence_of(str(container["Service"]).rpartition("-")[0])
 
 
 def _project(folder: Path, job_id: str) -> list[str]:

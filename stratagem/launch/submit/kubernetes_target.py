@@ -13,7 +13,7 @@ import yaml
 
 from stratagem.cluster.exit_codes import HOPELESS
 from stratagem.errors import SubmitError
-from stratagem.launch.actions import rank_of
+from stratagem.launch.actions import precedence_of
 from stratagem.launch.manifests import kubernetes
 from stratagem.launch.manifests.pod import to_yaml
 from stratagem.launch.submit.docker_cli import build, forget, push
@@ -78,7 +78,7 @@ def state(record: JobRecord, folder: Path) -> JobState:
             ending = ", ".join(sorted(map(task_of, pods)))
             words = "its Jobs are gone" + (f"; still there to save and end: {ending}" if ending else "")
             return JobState("cancelled" if record.cancelled else "unknown", None, words)
-        failed = sorted((job for job in jobs if _has(job, "Failed")), key=lambda job: rank_of(_role(job)))
+        failed = sorted((job for job in jobs if _has(job, "Failed")), key=lambda job: precedence_of(_role(job)))
         if failed:
             name = str(failed[0]["metadata"]["name"])
             code, why = _end_of(cluster.pods(f"job-name={name}"))
@@ -88,7 +88,7 @@ def state(record: JobRecord, folder: Path) -> JobState:
         if len(workers) == record.num_workers and all(_has(job, "Complete") for job in workers):
             return JobState("succeeded", 0)
         pods = cluster.pods(_selector(record))
-        for pod in sorted(pods, key=lambda pod: rank_of(_role(pod))):
+        for pod in sorted(pods, key=lambda pod: precedence_of(_role(pod))):
             if (code := _end_of([pod])[0]) in HOPELESS:  # a cluster older than 1.26 tries it again
                 why, what = "a restart would not help", f"`stratagem jobs remove {record.id}` removes what is left"
                 words = f"{task_of(pod)} has failed, and {why}: {what}"
