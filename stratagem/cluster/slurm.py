@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from stratagem.arguments import whole_numbers
 from stratagem.cluster.spec import ClusterSpec, refuse_unknown
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError
@@ -128,6 +129,7 @@ def _roles(environ: Mapping[str, str], jobs: Mapping[str, int] | None, num_tasks
             raise ClusterSpecError(f"expected STRATAGEM_NUM_PS below the {num_tasks} tasks of the step, got {num_ps}")
         jobs = {"worker": num_tasks - num_ps, "ps": num_ps}
     refuse_unknown("role", jobs, TASK_TYPES, " in jobs", ClusterSpecError)
+    whole_numbers(0, **jobs)
     roles = [role for role, count in jobs.items() for _ in range(count)]
     if len(roles) != num_tasks:
         raise ClusterSpecError(f"expected jobs for the {num_tasks} tasks of the step, got {len(roles)}: {dict(jobs)}")
@@ -138,7 +140,7 @@ def _text(environ: Mapping[str, str], *names: str) -> str:
     for name in names:
         if environ.get(name, "").strip():
             return environ[name].strip()
-    raise ClusterSpecError(f"expected {' or '.join(names)} in the environment, got neither; start the script with srun")
+    raise ClusterSpecError(f"expected {' or '.join(names)} in the environment, got none; start the script with srun")
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int:

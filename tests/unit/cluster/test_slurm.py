@@ -12,7 +12,7 @@ from stratagem.cluster.sources import gather
 from stratagem.cluster.spec import ClusterSpec, split_address
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import ClusterSpecError
+from stratagem.errors import ClusterSpecError, ConfigurationError
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -166,6 +166,7 @@ def test_a_step_does_not_take_over(changes: dict[str, str]) -> None:
     [
         ({"SLURM_PROCID": "4"}, "SLURM_PROCID below the 4 tasks"),
         ({"SLURM_PROCID": "x"}, "whole number in SLURM_PROCID, got 'x'"),
+        ({"SLURM_PROCID": ""}, "expected SLURM_PROCID in the environment, got none"),
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST or SLURM_JOB_NODELIST.*srun"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "places of 4 tasks from Slurm, got 3"),
         ({"STRATAGEM_NUM_PS": "4"}, "STRATAGEM_NUM_PS below the 4 tasks"),
@@ -178,10 +179,14 @@ def test_contradictions_are_refused(changes: dict[str, str], words: str) -> None
 
 @pytest.mark.parametrize(
     ("jobs", "words"),
-    [({"worker": 3}, "jobs for the 4 tasks of the step, got 3"), ({"master": 4}, "unknown role 'master'")],
+    [
+        ({"worker": 3}, "jobs for the 4 tasks of the step, got 3"),
+        ({"master": 4}, "unknown role 'master'"),
+        ({"worker": 4, "ps": -1}, "ps of at least 0.*got -1"),
+    ],
 )
 def test_jobs_that_do_not_fit_are_refused(jobs: dict[str, int], words: str) -> None:
-    with pytest.raises(ClusterSpecError, match=words):
+    with pytest.raises(ConfigurationError, match=words):
         SlurmClusterResolver(jobs, environ=STEP)
 
 
