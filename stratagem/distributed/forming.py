@@ -84,7 +84,8 @@ def form(
     if options is None:
         _warn_of_idle(config)
     options = options or config.communication_options()
-    options = dataclasses.replace(options, timeout_seconds=options.timeout_seconds or timeout_s)
+    patience_s = options.timeout_seconds or timeout_s
+    options = dataclasses.replace(options, timeout_seconds=patience_s)
     of_lanes = dataclasses.replace(options, transport="auto") if options.transport == "nccl" else options
     if wants_nccl(of_lanes):
         of_lanes = dataclasses.replace(of_lanes, implementation=CommunicationImplementation.AUTO)
@@ -130,7 +131,7 @@ def form(
         member.opener,
         lambda other: _lane_between(of_lanes, places[rank] == places[other]),
         diagnosis,
-        options.timeout_seconds or timeout_s,
+        patience_s,
     )
 
     def close(reason: str, has_failed: bool) -> None:
