@@ -31,7 +31,7 @@ from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.rpc.binding import is_loopback
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.security import Security, Token, make_security
+from stratagem.rpc.security import Security, Token, security_of
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.ring.lane_plan import PairLane, wants_nccl
 from stratagem.worker.ring.ring_member import RingMember
@@ -184,7 +184,7 @@ def _warn_of_idle(config: WorkerConfig) -> None:
 def _security(config: WorkerConfig, token: Token) -> Security:
     """As the variables of a worker say; without certificates whoever could read the store is let in."""
     if config.tls:
-        return make_security(config.task, config.tls, config.token_file, config.insecure)
+        return security_of(config)
     return Security(config.task, token=token, insecure=True)
 
 
