@@ -56,7 +56,7 @@ class Messages:
     """Opens lanes within so many seconds."""
     _lane: Callable[[int], PairLane]
     """Which one to a rank is tried first: shm gives way to tcp where there is no memory to share."""
-    _diagnosis: FailureDiagnosis
+    diagnosis: FailureDiagnosis
     timeout_s: float
     """Seconds a message may take to leave, or to come."""
 
@@ -75,7 +75,7 @@ class Messages:
     def send(self, values: torch.Tensor, rank: int, tag: int) -> concurrent.futures.Future[None]:
         """Sends flat values; the result says when their memory may be changed."""
         if values.nbytes <= _SMALL_BYTES and not self._num_queued[rank]:
-            with self.waiting_for(rank, f"a message to rank {rank}"):
+            with self.diagnosis.waiting_for(rank, f"a message to rank {rank}"):
                 self._send(values.clone(), rank, tag)
             done: concurrent.futures.Future[None] = concurrent.futures.Future()
             done.set_result(None)
@@ -97,14 +97,6 @@ class Messages:
         receive = PostedReceive(rank, tag, writable_anywhere(into))
         self.mailbox.post(receive)
         return receive
-
-    def waiting_for(self, rank: int | None, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for a message: see :meth:`FailureDiagnosis.waiting_for`."""
-        return self._diagnosis.waiting_for(rank, what)
-
-    def circle(self, rank: int | None) -> str:
-        """See :meth:`FailureDiagnosis.circle`."""
-        return self._diagnosis.circle(rank)
 
     def close(self, reason: str) -> None:
         """Ends lanes; whoever waits gets ``CollectiveError``."""
@@ -170,7 +162,7 @@ class Messages:
     def _comes(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> bool:
         receive = self.receive(into, source, tag)
         try:
-            with self.waiting_for(source, "a monitored barrier"):
+            with self.diagnosis.waiting_for(source, "a monitored barrier"):
                 receive.done.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             return not self.mailbox.withdraw(receive)
@@ -182,7 +174,7 @@ class Messages:
 
     def _send_queued(self, values: torch.Tensor, rank: int, tag: int) -> None:
         try:
-            with self.waiting_for(rank, f"a message to rank {rank}"):
+            with self.diagnosis.waiting_for(rank, f"a message to rank {rank}"):
                 self._send(values, rank, tag, flush=True)
         finally:
             with self._guard:
@@ -242,7 +234,7 @@ class Messages:
             except PeerUnavailableError as error:
                 if self._closed:
                     raise
-                num_silent = 0 if self._diagnosis.answers(rank) else num_silent + 1
+                num_silent = 0 if self.diagnosis.answers(rank) else num_silent + 1
                 if num_silent == _NUM_LOOKS:
                     raise PeerUnavailableError(f"it does not answer ({error})") from None
         with self._guard:

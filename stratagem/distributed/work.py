@@ -136,7 +136,7 @@ class ReceiveWork(LaneWork):
         if timeout > NO_TIMEOUT:
             return super().wait(timeout)
         if not self._done.done() or self._done.exception() is not None:
-            with self._messages.waiting_for(self._receive.source, self._what):
+            with self._messages.diagnosis.waiting_for(self._receive.source, self._what):
                 self._wait_for_message()
         return True
 
@@ -147,7 +147,7 @@ class ReceiveWork(LaneWork):
             self._done.result(look_s)
             return
         except TimeoutError:
-            circle = self._messages.circle(self._receive.source)
+            circle = self._messages.diagnosis.circle(self._receive.source)
         if circle and not self._done.done():
             circle = f"; after {look_s:g} s {circle}: does one of them have to send first?"
             logger.warning("no message for %s came%s", self._what, circle)

@@ -97,7 +97,7 @@ def test_a_wait_during_which_its_own_rank_ends_the_group_says_so(transport: str,
 
         waiting = pool.submit(wait)
         ring = group.communicator
-        until(lambda: ring.waiting() is not None or bool(group._messages._diagnosis.waits))
+        until(lambda: ring.waiting() is not None or bool(group._messages.diagnosis.waits))
         group.shutdown()
         waiting.result(30.0)
 
@@ -167,7 +167,7 @@ def test_the_others_hear_of_the_error_at_which_a_rank_ends(transport: str, end: 
             pool.submit(other.recv([torch.zeros(3)], 0, 7).wait),
             pool.submit(other.allreduce([torch.zeros(3)]).wait),
         ]
-        until(lambda: other.communicator.waiting() is not None and other._messages._diagnosis.waits)
+        until(lambda: other.communicator.waiting() is not None and other._messages.diagnosis.waits)
         try:
             raise end
         except (ValueError, StopIteration):
