@@ -192,16 +192,15 @@ class LocalJob:
         return self.num_threads or max(1, num_cores // (self.num_workers + self.num_ps))
 
 
-def most_processes(num_cores: int = 0) -> int:
-    """Workers and ps that a host bears. ``num_cores``: 0: those of this host that we may use."""
-    return max(FEWEST, PER_CORE * (num_cores or len(os.sched_getaffinity(0))))
+def most_processes() -> int:
+    """Workers and ps that this host bears."""
+    return max(FEWEST, PER_CORE * len(os.sched_getaffinity(0)))
 
 
-def check_size(num_workers: int, num_ps: int, num_threads: int = 0, num_cores: int = 0) -> None:
+def check_size(num_workers: int, num_ps: int, num_threads: int = 0) -> None:
     """Refuses more processes, or threads of one, than a host bears: on a shared core processes miss heartbeats
     (``session_timeout_s``), and each has 50 MB of its own before the script makes anything."""
-    num_cores = num_cores or len(os.sched_getaffinity(0))
-    most = most_processes(num_cores)
+    num_cores, most = len(os.sched_getaffinity(0)), most_processes()
     if num_workers + num_ps > most:
         raise ConfigurationError(
             f"--workers {num_workers} --ps {num_ps} are {num_workers + num_ps} processes on this host with {num_cores} "
