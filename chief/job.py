@@ -76,8 +76,7 @@ class ChiefJob(ChiefState):
     async def leave_group(self, incarnation: Incarnation, group: str) -> None:
         """Nobody need wait for the caller in a group of agreements, nor in the steps that are asked for in it."""
         await self.admit(incarnation)
-        self.metric_store.agreements.leave(incarnation, group)
-        self.changed.notify()
+        self.metric_store.leave_group(incarnation, group)
         book = self.lease_book
         await self.recovery.take_out(incarnation, lambda: book.remove(book.steps.reserved_in(incarnation, group), {}))
 

@@ -330,7 +330,10 @@ class Recovery(ChiefPart):
         lost = [unit for unit in orphans if committed[unit]]
         await self.carry_out(lease_book.remove(lost, committed))
         # What is left was granted in a reply that nobody got: workers without a slice in the step may have it.
-        for unit, incarnation in steps.reserve_orphans(self._sessions.live("worker"), lease_book.loops.has_left):
+        # None that has left a group of agreements: the journal does not say in which one a step was asked for.
+        left = {task for task, _ in self._journal.history.left_groups}
+        workers = [each for each in self._sessions.live("worker") if each.task not in left]
+        for unit, incarnation in steps.reserve_orphans(workers, lease_book.loops.has_left):
             lease_book.give_back({unit: NOBODY})
             lease_book.to_lease(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
         await self.carry_out(lease_book.remove(steps.orphans(), {}))

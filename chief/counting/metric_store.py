@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page, encode_state
@@ -18,31 +19,30 @@ _ENTRY_BYTES = 256
 class Agreements:
     """Numbers that all workers of a script report at the same place in it; the largest is the one they follow. No I/O.
 
-    ``decided``: earlier decisions, also by earlier incarnations of the chief; they never change.
+    Args:
+        decided: earlier decisions, also by earlier incarnations of the chief; they never change.
+        left: workers (tasks), each with a group in which it takes part no more; the journal's, which changes.
     """
 
-    def __init__(self, decided: dict[Topic, int]) -> None:
-        self._decided = decided
+    def __init__(self, decided: dict[Topic, int], left: AbstractSet[tuple[str, str]]) -> None:
+        self._decided, self._left = decided, left
         self._said: dict[Topic, dict[Incarnation, int]] = {}
         self._members: dict[str, set[Incarnation]] = {}
-        self._left: dict[str, set[Incarnation]] = {}
-        self._num_bytes = sum(_ENTRY_BYTES + len(topic.group) for topic in decided)
+        groups = [*(topic.group for topic in decided), *(group for _, group in left)]
+        self._num_bytes = sum(_ENTRY_BYTES + len(group) for group in groups)
 
     def say(self, incarnation: Incarnation, topic: Topic, value: int) -> None:
         """``incarnation`` says a number; from now on it takes part in the group. LimitError: all have said too much."""
-        self._join(self._members, incarnation, topic.group)
-        self._left.get(topic.group, set()).discard(incarnation)
+        if incarnation not in self._members.get(topic.group, ()):
+            self.count(topic.group)
+            self._members.setdefault(topic.group, set()).add(incarnation)
         if topic not in self._decided:
             if incarnation not in (said := self._said.get(topic, {})):
-                self._count(topic.group)
+                self.count(topic.group)
             self._said[topic] = {**said, incarnation: value}
 
-    def _join(self, groups: dict[str, set[Incarnation]], incarnation: Incarnation, group: str) -> None:
-        if incarnation not in groups.get(group, ()):
-            self._count(group)
-            groups.setdefault(group, set()).add(incarnation)
-
-    def _count(self, group: str) -> None:
+    def count(self, group: str) -> None:
+        """An entry of this group is to be kept. LimitError: there is no room for it."""
         if (num_bytes := self._num_bytes + _ENTRY_BYTES + len(group)) > MAX_AGREED_BYTES:
             raise LimitError(
                 f"what workers agreed on takes more than {MAX_AGREED_BYTES >> 20} MiB: call fit for more epochs, and "
@@ -53,12 +53,9 @@ class Agreements:
     def decided(self, topic: Topic) -> int | None:
         return self._decided.get(topic)
 
-    def leave(self, incarnation: Incarnation, group: str) -> None:
-        """``incarnation`` takes part in a group no more, unless it says something again."""
-        self._join(self._left, incarnation, group)
-
     def has_left(self, incarnation: Incarnation, group: str) -> bool:
-        return incarnation in self._left.get(group, ())
+        """Whether ``incarnation``, which lives, takes part in a group no more."""
+        return (incarnation.task, group) in self._left
 
     def waits_for(
         self, topic: Topic, live: Sequence[Incarnation], founders: Collection[Incarnation]
@@ -84,7 +81,6 @@ class Agreements:
     def clear(self) -> None:
         self._said.clear()
         self._members.clear()
-        self._left.clear()
         self._num_bytes = 0
 
 
@@ -95,7 +91,7 @@ class MetricStore(ChiefPart):
         super().__init__(state)
         self._page_bytes = self._config.max_message_bytes // 4
         """What fits into one reply."""
-        self.agreements = Agreements(self._journal.history.agreed)
+        self.agreements = Agreements(self._journal.history.agreed, self._journal.history.left_groups)
 
     # Units of training data
 
@@ -134,6 +130,8 @@ class MetricStore(ChiefPart):
         """Says a number; returns what is decided."""
         await self._admit(incarnation)
         self.agreements.say(incarnation, topic, value)
+        if self.agreements.has_left(incarnation, topic.group):
+            self._journal.write("in_group", task=incarnation.task, group=topic.group)
         self._changed.notify()
         with self._waits.of(incarnation) as note:
             while (decided := self.agreements.decided(topic)) is None:
@@ -149,6 +147,14 @@ class MetricStore(ChiefPart):
                     self.agreements.forget(topic)
                     self._changed.notify()
         return decided
+
+    def leave_group(self, incarnation: Incarnation, group: str) -> None:
+        """Nobody need wait for the caller in a group any more, unless it says something there again; a chief that
+        follows knows it. LimitError: too much has been said."""
+        if not self.agreements.has_left(incarnation, group):
+            self.agreements.count(group)
+            self._journal.write("left_group", task=incarnation.task, group=group)
+            self._changed.notify()
 
     def begin_anew(self) -> None:
         """The job starts again from a checkpoint, every worker from the beginning of its script."""

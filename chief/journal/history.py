@@ -15,7 +15,7 @@ from stratagem.cluster.config import MAX_TASKS
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import MAX_UNITS, Plan, Topic, Unit, UnitBitmap
 
-_ENCODED = {"plans", "accepted", "left", "steps", "lost", "metric_states", "evaluations", "agreed"}
+_ENCODED = {"plans", "accepted", "left", "left_groups", "steps", "lost", "metric_states", "evaluations", "agreed"}
 _ENCODED |= {"wanted_workers", "wanted_ps", "num_ps", "told_ps"}
 """Fields of the history that are not in its record as they are."""
 
@@ -66,6 +66,8 @@ class JobHistory:
     accepted: dict[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
     left: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
     """Of workers that live, and datasets at staleness 0, the last epoch that they left early."""
+    left_groups: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    """Workers that live, each with a group of agreements that it has left."""
     steps: dict[int, tuple[Unit, ...]] = dataclasses.field(default_factory=dict)
     """Synchronous steps that may be in progress, with the units of their slices."""
     next_step: int = 1
@@ -173,6 +175,10 @@ class JobHistory:
                 self.steps = {number: units for number, units in self.steps.items() if number >= oldest}
             case "left":
                 self.left[record["task"], record["dataset"]] = record["epoch"]
+            case "left_group":
+                self.left_groups.add((record["task"], record["group"]))
+            case "in_group":
+                self.left_groups.discard((record["task"], record["group"]))
             case "step":
                 units = self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["units"])
                 if (plan := self.plans.get(units[0].dataset)) is not None:
@@ -205,6 +211,7 @@ class JobHistory:
                 self.metric_states = MetricStates()
                 self.evaluations.clear()
                 self.agreed.clear()
+                self.left_groups.clear()
             case "lost":
                 task = record["task"]
                 self.lost[task] = plus(self.lost.get(task, {}), decode_positions(record["units"]))
@@ -247,6 +254,7 @@ class JobHistory:
             "plans": [[dataset, dataclasses.asdict(plan)] for dataset, plan in self.plans.items()],
             "accepted": encode_positions(self.accepted),
             "left": [[*key, epoch] for key, epoch in self.left.items()],
+            "left_groups": sorted(self.left_groups),
             "steps": [*self.steps.items()],
             "lost": [[task, encode_positions(units)] for task, units in self.lost.items()],
             "metric_states": self.metric_states.to_record(),
@@ -256,6 +264,7 @@ class JobHistory:
 
     def _forget_left(self, task: str) -> None:
         self.left = {key: epoch for key, epoch in self.left.items() if key[0] != task}
+        self.left_groups -= {key for key in self.left_groups if key[0] == task}
 
     def _replace_by(self, record: Mapping[str, Any]) -> None:
         for name in vars(self).keys() - _ENCODED:
@@ -265,6 +274,7 @@ class JobHistory:
         self.plans = {dataset: Plan(**plan) for dataset, plan in record["plans"]}
         self.accepted = decode_positions(record["accepted"])
         self.left = {(task, dataset): epoch for task, dataset, epoch in record["left"]}
+        self.left_groups = {(task, group) for task, group in record["left_groups"]}
         self.steps = {number: tuple(Unit(*unit) for unit in units) for number, units in record["steps"]}
         self.lost = {task: decode_positions(units) for task, units in record["lost"]}
         self.metric_states = MetricStates.from_record(record["metric_states"])

@@ -11,7 +11,20 @@ import pytest
 
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ConfigurationError
-from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, indices, ps, refused, until
+from stratagem.rpc.generated import chief_pb2
+from tests.contract.chief.fakes import (
+    DEADLINE_S,
+    SYNC,
+    FakePs,
+    Task,
+    applied,
+    chief,
+    cluster,
+    indices,
+    ps,
+    refused,
+    until,
+)
 
 
 async def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
@@ -147,6 +160,42 @@ async def test_what_a_worker_leaves_is_closed_to_the_end_though_its_connection_b
         server.close_gate.set()
         await again
         assert server.closings == {1: ([Unit(1, 0, 1)], []), 2: ([Unit(1, 0, 3)], [])}
+
+
+async def test_a_restarted_chief_knows_who_has_left_a_fit(tmp_path: Path) -> None:
+    """By an exception that its script caught: slices were its, and the others waited for it at the end of the epoch."""
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(num_ps=1, num_workers=3, state_dir=str(tmp_path)) as first:
+            port = first.address
+            server = await stack.enter_async_context(ps(port, FakePs(0)))
+            workers = [Task(port, f"worker:{index}") for index in range(3)]
+            for worker in workers:
+                await worker.ready()
+                await worker.open(num_examples=6, batch_size=3, num_slices=3, staleness=0.0)
+            ends = chief_pb2.Topic(group="fit 1, ends")
+            await workers[0].stub.Agree(chief_pb2.AgreeRequest(sender=workers[0].sender, topic=ends, leave=True))
+            [mine] = (await workers[1].next(group=ends.group)).leases
+            assert list(mine.step_units) == [0, 1]
+            await first.kill()
+        async with chief(bind=port, num_ps=1, num_workers=3, state_dir=str(tmp_path)):
+            held: dict[Task, list[Any]] = {workers[1]: [mine]}
+            tasks = [Task(port, one.task, resume=one.incarnation, held=held.get(one, [])) for one in workers]
+            tasks.append(Task(port, "ps:0", server.session.address, server.session.incarnation))
+            for task in tasks:
+                await task.welcomed()
+            [other] = (await tasks[2].next(group=ends.group)).leases
+            assert (other.unit.index, other.step) == (1, 1), "a reply that got lost had it"
+            applied([server], 0, 1)
+            assert list((await tasks[1].next([0], group=ends.group)).leases[0].step_units) == [2]
+            applied([server], 2)
+            for task, index in ((tasks[1], 2), (tasks[2], 1)):
+                await task.next([index], want=0, wait=False, group=ends.group)
+            said = [chief_pb2.AgreeRequest(sender=task.sender, topic=ends, value=0) for task in tasks[1:3]]
+            await asyncio.gather(*(tasks[1].stub.Agree(each, timeout=DEADLINE_S) for each in said))
+            for task in tasks:
+                await task.die()
+        for worker in workers:
+            await worker.die()
 
 
 async def test_a_worker_comes_back_to_no_job_in_step_whose_updates_are_of_several_batches() -> None:

@@ -11,7 +11,7 @@ FIRST, SECOND = Topic("fit 1, ends of epochs", 0), Topic("fit 1, ends of epochs"
 
 
 def test_founders_are_waited_for_and_the_largest_number_counts() -> None:
-    book = Agreements({})
+    book = Agreements({}, set())
     book.say(A, FIRST, 0)
     assert book.waits_for(FIRST, [A, B], {A, B}) == [B]
     book.say(B, FIRST, 1)
@@ -19,7 +19,7 @@ def test_founders_are_waited_for_and_the_largest_number_counts() -> None:
 
 
 def test_nobody_waits_for_the_dead_or_for_one_who_has_only_just_come() -> None:
-    book = Agreements({})
+    book = Agreements({}, set())
     book.say(A, FIRST, 0)
     assert book.waits_for(FIRST, [A], {A, B}) == []
     assert book.waits_for(FIRST, [A, C], {A, B}) == []
@@ -29,7 +29,7 @@ def test_nobody_waits_for_the_dead_or_for_one_who_has_only_just_come() -> None:
 
 
 def test_what_is_decided_stays() -> None:
-    book = Agreements({FIRST: 0})
+    book = Agreements({FIRST: 0}, set())
     book.say(C, FIRST, 1)
     assert book.decided(FIRST) == 0
     book.say(C, SECOND, 1)
@@ -37,10 +37,10 @@ def test_what_is_decided_stays() -> None:
 
 
 def test_nobody_waits_for_one_who_has_left_until_it_speaks_again() -> None:
-    book = Agreements({})
+    left = {(B.task, FIRST.group)}
+    book = Agreements({}, left)
     book.say(A, FIRST, 0)
-    book.leave(B, FIRST.group)
     assert book.waits_for(FIRST, [A, B], {A, B}) == [] and book.outcome(FIRST) == 0
     assert book.waits_for(Topic("fit 2, ends of epochs", 0), [A, B], {A, B}) == [A, B]
-    book.say(B, SECOND, 1)
+    left.clear()
     assert book.waits_for(FIRST, [A, B], {A, B}) == [B]

@@ -132,11 +132,14 @@ def write_all(journal: Journal) -> None:
     journal.write("close_step", step=6, included=[[1, 0, 4]])
     for task, dataset in (("worker:0", 2), ("worker:1", 1)):
         journal.write("left", task=task, dataset=dataset, epoch=0)
+        journal.write("left_group", task=task, group="fit 1")
     journal.write("over", task="worker:0", incarnation=1, done=False)
     journal.write("join", task="worker:0", incarnation=4, pid=40)
     journal.write("over", task="worker:1", incarnation=2, done=True)
     for epoch in (0, 2):
         journal.write("left", task="worker:0", dataset=1, epoch=epoch)
+        journal.write("left_group", task="worker:0", group=f"fit {epoch}")
+    journal.write("in_group", task="worker:0", group="fit 0")
     journal.write("prepared", task="ps:0", incarnation=3)
     journal.write("put_back", task="ps:0", incarnation=3)
     journal.write("lost", task="ps:0", units=[[1, 0, "07"]])
@@ -159,6 +162,7 @@ EXPECTED = JobHistory(
     plans={1: Plan(9, 2, drop_last=True, shuffle=False, num_slices=2, staleness=math.inf, seed=7)},
     accepted={(1, 0): UnitBitmap.of([2, 3])},
     left={("worker:0", 1): 2},
+    left_groups={("worker:0", "fit 2")},
     steps={6: (Unit(1, 0, 4),)},
     next_step=7,
     lost={"ps:0": {(1, 0): UnitBitmap.of([0, 1, 2]), (1, 1): UnitBitmap.of([0])}, "ps:1": {(1, 0): UnitBitmap.of([0])}},
