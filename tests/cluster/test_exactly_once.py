@@ -45,6 +45,14 @@ def test_accumulation(cluster: Start, tmp_path: Path) -> None:
     check_counts(out, 2)
 
 
+def test_a_worker_that_accumulates_leaves_its_loop_after_an_update(cluster: Start, tmp_path: Path) -> None:
+    """The last batch of that update went to the other worker, beside another one: no ps could take the two."""
+    out = tmp_path / "out.pt"
+    script = ("--accumulate", 2, "--leave-after", 2, "--examples", 80, "--pause-s", 0.05, "--out", out)
+    cluster(2, 1, "count_examples.py", *script).succeed()
+    check_counts(out, 2)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", ["worker:1", "ps:0", "ps:1"])
 def test_whoever_dies_between_the_steps_of_two_optimizers_on_a_batch(cluster: Start, tmp_path: Path, task: str) -> None:

@@ -210,7 +210,9 @@ class LeasedUnits:
         self._meter.stop_clock()
         self._on_begin(None, None)
         # A unit that the script was working on goes back. If it had stepped, the next worker's update is recognised as
-        # a duplicate.
+        # a duplicate, unless it is one of several: a part of an update alone cannot be made again.
+        if self._tracker.accumulates:
+            self._accept(self._tracker.leave())
         self._tracker.abandon()
         self._groups.reads.begin()
         if self._is_counting:

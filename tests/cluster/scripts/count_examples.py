@@ -66,6 +66,7 @@ def main() -> None:
         "--optimizers", type=int, default=1, help="2: one for each variable; they step one after the other"
     )
     parser.add_argument("--ahead", type=int, default=0, help="batches that the script takes ahead of time")
+    parser.add_argument("--leave-after", type=int, default=0, help="batches after which others than the lead leave")
     parser.add_argument("--data-workers", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--table", action="store_true", help="count in a table")
@@ -118,6 +119,8 @@ def main() -> None:
                 time.sleep(options.pause_s)
             strategy.run(train_step, args=(batch, (number + 1) % options.accumulate == 0))
             step += 1
+            if number + 1 == options.leave_after and not strategy.is_lead:
+                break
         if manager is not None:
             manager.save()
     if options.save:
