@@ -88,10 +88,14 @@ class UnitTracker:
     def end(self) -> list[Unit]:
         """The loop is over: gradients that nobody stepped are dropped. Returns all units that were open."""
         closed = self.leave()
-        dropped = [*self._idle, *self._accumulating]
-        self.left_early.update(self._idle)
-        self._idle, self._accumulating = [], []
-        return dropped + closed
+        idle, self._idle = self._idle, []
+        self.left_early.update(idle)
+        return idle + self.drop_waiting() + closed
+
+    def drop_waiting(self) -> list[Unit]:
+        """No update names the units whose gradients wait: they stay in ``.grad``. Returns them."""
+        waiting, self._accumulating = self._accumulating, []
+        return waiting
 
     def backward(self) -> None:
         self.has_gradients = True

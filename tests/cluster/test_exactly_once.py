@@ -54,6 +54,18 @@ def test_a_worker_that_accumulates_leaves_its_loop_after_an_update(cluster: Star
 
 
 @pytest.mark.thorough
+def test_a_worker_that_accumulates_leaves_its_loop_before_an_update(cluster: Start, tmp_path: Path) -> None:
+    """What its .grad has goes into its next update, and went to the other worker, too."""
+    out = tmp_path / "out.pt"
+    script = ("--accumulate", 2, "--leave-after", 3, "--examples", 80, "--pause-s", 0.05, "--out", out)
+    cluster(2, 1, "count_examples.py", *script).succeed()
+    for counts in torch.load(out, weights_only=True).values():
+        assert (counts >= -2).all() and (counts == -2).sum() >= 80 - 2 * 4, (
+            counts.tolist()
+        )  # but what is left at the end
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["worker:1", "ps:0", "ps:1"])
 def test_whoever_dies_between_the_steps_of_two_optimizers_on_a_batch(cluster: Start, tmp_path: Path, task: str) -> None:
     """At staleness 0 the others waited for ever for the second step of a worker that was gone; where a ps died, the

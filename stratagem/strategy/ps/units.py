@@ -213,6 +213,11 @@ class LeasedUnits:
         # a duplicate, unless it is one of several: a part of an update alone cannot be made again.
         if self._tracker.accumulates:
             self._accept(self._tracker.leave())
+            # As at the end of a loop: .grad has what waits for the next update. A ps must not seem to lack it.
+            if self._plan.staleness > 0 and (waiting := self._tracker.drop_waiting()):
+                self._accept(waiting)
+                with contextlib.suppress(StratagemError):
+                    self._groups.closes.deliver()
         self._tracker.abandon()
         self._groups.reads.begin()
         if self._is_counting:
