@@ -64,8 +64,13 @@ class Job:
     """Batches of an epoch of ``Model.fit``, fewer than there are; 0: all."""
     ps_replicas: int = 1
     max_ps: int = 0
+    num_datasets: int = 1
+    """Of two each has every second pass; ``epochs`` counts the passes over all."""
+    peeks: bool = False
+    """Before each pass all workers take the first batch of one that they leave."""
     num_examples: int = 24
     batch_size: int = 2
+    drop_last: bool = False
     epochs: int = 2
     staleness: float = float("inf")
     step_s: float = 0.1
@@ -103,6 +108,17 @@ class Job:
     def is_counted(self) -> bool:
         """Whether the weights say which examples were applied: not where a step is the mean of those that are left."""
         return not (self.fits and self.staleness == 0)
+
+    def key_of(self, number: int) -> tuple[int, int]:
+        """(dataset, epoch) of a pass of the script that trains, as the product counts."""
+        return 1 + number % self.num_datasets, number // self.num_datasets * (1 + self.peeks) + self.peeks
+
+    def pass_of(self, key: tuple[int, int]) -> int:
+        """The pass of the script that a dataset and its epoch are; below 0: one that is left before anything is
+        trained, as -1 before pass 0."""
+        dataset, epoch = key
+        number = epoch // (1 + self.peeks) * self.num_datasets + dataset - 1
+        return ~number if self.peeks and epoch % 2 == 0 else number
 
 
 COLLECT_EVERY = 8

@@ -17,7 +17,7 @@ from stratagem.ps.state import StoreState
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitLedger
 from stratagem.worker.push.variables import RemoteVariables
-from tests.simulation.invariants import Invariants, variables_of
+from tests.simulation.invariants import Invariants, checks, variables_of
 from tests.simulation.threads import here
 
 _Process = tuple[str, int]
@@ -25,10 +25,10 @@ _Process = tuple[str, int]
 
 
 def applied_of(ledger: UnitLedger) -> set[tuple[int, int]]:
-    """(epoch, unit) that a ledger knows to be applied, or to be done without."""
-    described = ledger.describe()
-    closed = {(epoch, index) for (_, epoch), bitmap in described.closed.items() for index in bitmap}
-    return closed | {(unit.epoch, unit.index) for update, _ in described.open for unit in update.units}
+    """(pass, unit) that a ledger knows to be applied, or to be done without."""
+    described, job = ledger.describe(), checks().cluster.job
+    closed = {(job.pass_of(key), index) for key, bitmap in described.closed.items() for index in bitmap}
+    return closed | {(job.pass_of(unit[:2]), unit.index) for update, _ in described.open for unit in update.units}
 
 
 class Copies:
@@ -111,7 +111,8 @@ class Copies:
                 known = checks.of_model(name, applied_of(ledger))
                 if checks.cluster.job.num_optimizers > 1:  # of a batch under way it may have another one's update
                     ordinal = checks.ordinal_of(name)
-                    known -= {(one.epoch, one.index) for one, has in ledger._open.items() if ordinal not in has}
+                    opened = [one for one, has in ledger._open.items() if ordinal not in has]
+                    known -= {(checks.cluster.job.pass_of(one[:2]), one.index) for one in opened}
                 if units - known or known - units - lost:
                     self._world.fail(f"{what} has {sorted(units)}, its ledger {sorted(known)}")
 

@@ -52,9 +52,9 @@ def digits(weights: torch.Tensor, epochs: int) -> list[list[int]]:
 
 
 @functools.lru_cache(64)
-def _order(num_examples: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
+def _order(num_examples: int, shuffle: bool, seed: int, dataset: int, epoch: int) -> list[int]:
     """Of the examples of an epoch, which every check of a checkpoint asks for."""
-    return epoch_order(num_examples, shuffle, seed, 1, epoch).tolist()
+    return epoch_order(num_examples, shuffle, seed, dataset, epoch).tolist()
 
 
 def variables_of(groups: Sequence[ShardGroup]) -> dict[str, torch.Tensor]:
@@ -93,11 +93,11 @@ class Invariants:
         self.stores: dict[str, Store] = {}
         """Of each ps the newest."""
         self.lost_units: set[tuple[str, int, int]] = set()
-        """(ps, epoch, unit) that a ps was told to do without."""
+        """(ps, pass, unit) that a ps was told to do without; passes count as in :meth:`Job.pass_of`."""
         self.dropped: set[tuple[int, int]] = set()
-        """(epoch, unit) of which a script had gradients as its pass ended, and had made no update."""
+        """(pass, unit) of which a script had gradients as its pass ended, and had made no update."""
         self.recorded: dict[tuple[str, int, int], UnitLedger] = {}
-        """In which memory of a ps (ps, epoch, unit) was: a worker may not have reported it yet when that is gone."""
+        """In which memory of a ps (ps, pass, unit) was: a worker may not have reported it yet when that is gone."""
         self.copied: set[object] = set()
         """States and ledgers of copies: what is in them another ps has done."""
         self.num_checkpoints = 0
@@ -162,9 +162,9 @@ class Invariants:
 
     def note_lost(self, units: Any, closed: Any) -> None:
         """A ps is told to do without units that it has not."""
-        for (_, epoch), bitmap in units.items():
-            mine = closed.get((1, epoch))
-            self.lost_units.update((self.task(), epoch, unit) for unit in bitmap if mine is None or unit not in mine)
+        for key, bitmap in units.items():
+            mine, number = closed.get(key), self.cluster.job.pass_of(key)
+            self.lost_units.update((self.task(), number, unit) for unit in bitmap if mine is None or unit not in mine)
 
     def check_rows(self, groups: Sequence[ShardGroup], what: str) -> None:
         """A ps has the same updates in its rows of a table as in its variable: both are in one commit; and what its
@@ -205,7 +205,11 @@ class Invariants:
         unit = (*key, index)
         name, lacking = self.partial
         may_lack = self.cluster.job.prepares_late and (self.cluster.wanted or self.cluster.disk.full_until)
-        if self.model_of_epoch(key[1]) in lacking and not may_lack and name not in self.cluster.disk.flipped:
+        if (
+            self.model_of_epoch(self.cluster.job.pass_of(key)) in lacking
+            and not may_lack
+            and name not in self.cluster.disk.flipped
+        ):
             self.world.fail(f"unit {unit} is leased, and {name} lacks what was prepared last")
         before, chief = self.holders.get(unit, (None, None))
         if unit in self.accepted:
@@ -249,11 +253,12 @@ class Invariants:
                 units = self.units_of(job, variable, weights, f"{path.name}, {variable} on {task}")
                 seen.append((task, variable, units))
                 for key, bitmap in manifest.accepted.items():
-                    if self.model_of_epoch(key[1]) != self.model_of(variable):
+                    number = self.cluster.job.pass_of(key)
+                    if self.model_of_epoch(number) != self.model_of(variable):
                         continue
                     missing = bitmap - closed.get(key, type(bitmap)())
-                    applied = {unit for unit in units if unit[0] == key[1]}
-                    if any((key[1], unit) not in applied | self.dropped for unit in missing):
+                    applied = {unit for unit in units if unit[0] == number}
+                    if any((number, unit) not in applied | self.dropped for unit in missing):
                         self.world.fail(f"{path.name} says {missing!r} is accepted, and {task} has not closed it")
         its = self.cluster.job
         counted = collections.Counter(self.model_of(variable) for _, variable, _ in seen)
@@ -283,7 +288,7 @@ class Invariants:
 
     def model_of_epoch(self, epoch: int) -> int:
         """The one whose turn it is."""
-        return epoch % self.cluster.job.num_models
+        return max(epoch, ~epoch) % self.cluster.job.num_models
 
     def model_of(self, variable: str) -> int:
         """The one that has it."""
@@ -304,15 +309,16 @@ class Invariants:
             if len(loaded) > 1:
                 self.world.fail(f"{what}: loaded in part")
             first *= loaded[0]
-        plan = job.lease_book.plans.get(1)
         epochs = self.cluster.job.epochs
         counts = digits(weights, epochs)
-        if plan is None:
-            if any(map(any, counts)):
-                self.world.fail(f"{what} has updates before there is a plan")
-            return found
         for epoch in range(epochs):
-            order = _order(plan.num_examples, plan.shuffle, plan.seed, epoch)
+            key = self.cluster.job.key_of(epoch)
+            plan = job.lease_book.plans.get(key[0])
+            if plan is None:
+                if any(counts[epoch]):
+                    self.world.fail(f"{what} has updates before there is a plan")
+                continue
+            order = _order(plan.num_examples, plan.shuffle, plan.seed, *key)
             for index in range(plan.num_units):
                 start, stop = plan.bounds(index)
                 values = {counts[epoch][example] for example in order[start:stop]}
@@ -353,7 +359,7 @@ class Invariants:
             return
         its, epochs = cluster.job, cluster.job.epochs
         lost = job.journal.history.lost.values()
-        told = sum(len(units) for each in lost for (_, epoch), units in each.items() if epoch >= cluster.job.reloads)
+        told = sum(len(units) for each in lost for key, units in each.items() if its.pass_of(key) >= its.reloads)
         variables = self._variables()
         for ps in range(job.sessions.num_ps):
             held = self.stores[f"ps:{ps}"].state.locked_groups.values()
@@ -626,24 +632,23 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         def record(self: Any, update: Any, num_servers: int, groups: Any) -> None:
             real(self, update, num_servers, groups)
             if self not in checks().copied:
-                checks().recorded.update(((checks().task(), unit.epoch, unit.index), self) for unit in update.units)
+                numbered = [(checks().cluster.job.pass_of(unit[:2]), unit.index) for unit in update.units]
+                checks().recorded.update(((checks().task(), *each), self) for each in numbered)
 
         return record
 
-    def on_end_of_pass(real: Any) -> Any:
-        def end(self: Any) -> Any:
-            left = [*self._accumulating]
-            if self.current is not None and self.has_gradients and not self._num_steps:
-                left.append(self.current)
-            if checks().cluster.job.accumulates > 1:
-                checks().dropped.update((unit.epoch, unit.index) for unit in left)
-            return real(self)
+    def on_drop_waiting(real: Any) -> Any:
+        def drop_waiting(self: Any) -> Any:
+            left = real(self)
+            if (job := checks().cluster.job).accumulates > 1:
+                checks().dropped.update((job.pass_of(unit[:2]), unit.index) for unit in left)
+            return left
 
-        return end
+        return drop_waiting
 
     yield UnitLedger, "mark_lost", on_lost
     yield UnitLedger, "record", on_record
-    yield UnitTracker, "end", on_end_of_pass
+    yield UnitTracker, "drop_waiting", on_drop_waiting
 
 
 def checks() -> Invariants:

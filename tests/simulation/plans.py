@@ -18,6 +18,9 @@ MEETS = 0.15
 """The share of jobs whose workers meet after each epoch."""
 BREAKS = 0.15
 """The share of jobs in which workers leave passes before their end."""
+PASSES = 0.1
+"""The share of jobs that train on two datasets in turn, of those that look at a batch before each pass, of those that
+drop what is less than a batch, and of those whose batches are single examples."""
 RETURNS = 0.2
 """The share of these in which their scripts end with it."""
 IN_PARTS = 0.3
@@ -150,8 +153,14 @@ def plan(seed: int, form: str = "") -> Schedule:
     if not job.fits:
         passes = random.Random(-27 * seed - 1)
         job = dataclasses.replace(job, meets=passes.random() < MEETS)
-        if job.accumulates == 1 and passes.random() < BREAKS:
+        if (job.accumulates == 1 or job.staleness) and passes.random() < BREAKS:
             job = dataclasses.replace(job, breaks=passes.choice((0.1, 0.3)), returns=passes.random() < RETURNS)
+            job = dataclasses.replace(job, reloads=0)  # of the epochs before that all is trained
+        if (habits := random.Random(-29 * seed - 1)).random() < PASSES:
+            job = dataclasses.replace(job, num_datasets=2, epochs=max(2, job.epochs))
+        job = dataclasses.replace(job, peeks=habits.random() < PASSES, drop_last=habits.random() < PASSES)
+        if habits.random() < PASSES and job.accumulates == 1:
+            job = dataclasses.replace(job, batch_size=1)
     if (drains := random.Random(-17 * seed - 1)).random() < 0.06:
         faults.append(Fault(0.3 + 2.5 * drains.random(), "drain", for_s=GRACE_S))
         # A script that begins anew with all others restores what it saved itself, and loads once more; it is warned.

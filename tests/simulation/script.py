@@ -129,7 +129,10 @@ def train(cluster: Cluster, process: Process) -> None:
     optimizers = optimizers if job.num_optimizers == 1 else others
     save = saver(cluster, strategy, models, optimizers) if job.saves else None
     data = TensorDataset(torch.arange(job.num_examples))
-    batches = strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True))
+    datasets = [
+        strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True, drop_last=job.drop_last))
+        for _ in range(job.num_datasets)
+    ]
 
     def steps(batch: list[torch.Tensor], scale: int) -> None:
         for other in others:
@@ -172,6 +175,12 @@ def train(cluster: Cluster, process: Process) -> None:
         model, optimizer = models[epoch % job.num_models], optimizers[epoch % job.num_models]
         parameters = [*model.counts]
         stays = f"worker:{0 if job.staleness or job.returns else epoch % job.num_workers}"  # the job has so many
+        batches = datasets[epoch % job.num_datasets]
+        if job.peeks:
+            peeked = iter(batches)
+            next(peeked, None)
+            if world.random.random() < 0.5:
+                peeked.close()  # else the next pass leaves this one
         for batch in batches:
             cluster.compute(0)
             strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
