@@ -124,11 +124,11 @@ class GradientStaging:
 
     def _stage_missing(self, servers: Sequence[int]) -> bool:
         """Sends some ps what they do not have as it is now; whether they have had it otherwise."""
-        restaged = False
+        restaged, known = False, dict[int, _Signature]()
         for chunk in self._chunks:
             if chunk.ps not in servers:
                 continue
-            signatures, staged = self._signatures(chunk), self._staged.get(chunk.index)
+            signatures, staged = self._signatures(chunk, known), self._staged.get(chunk.index)
             if staged != signatures and any(signatures):
                 restaged = restaged or staged is not None
                 self._stage(chunk, signatures)
@@ -215,13 +215,14 @@ class GradientStaging:
             if not early or not self._eager or self._paused:
                 return
             self._any_fired = True
+            known: dict[int, _Signature] = {}
             for chunk in early:
                 fired = self._fired[chunk.index]
                 fired.add(index)
                 if len(fired) == len(self._members[chunk.index]):
                     fired.clear()
                     with contextlib.suppress(PeerUnavailableError):  # the commit will find it missing
-                        self._stage(chunk, self._signatures(chunk))
+                        self._stage(chunk, self._signatures(chunk, known))
 
         return on_gradient
 
@@ -247,9 +248,11 @@ class GradientStaging:
             self._transfers[ps] = self._clients[ps].new_transfer()
         return self._transfers[ps]
 
-    def _signatures(self, chunk: Chunk) -> list[_Signature]:
-        gradients = [self._parameters[variable].grad for variable in self._members[chunk.index]]
-        return [self._signature(one) for one in gradients]
+    def _signatures(self, chunk: Chunk, known: dict[int, _Signature]) -> list[_Signature]:
+        """``known``: of other frames, in which the same gradients have parts; these are added."""
+        variables = self._members[chunk.index]
+        known.update({one: self._signature(self._parameters[one].grad) for one in variables if one not in known})
+        return [known[variable] for variable in variables]
 
     def _signature(self, gradient: torch.Tensor | None) -> _Signature:
         if gradient is None:
