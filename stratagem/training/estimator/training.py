@@ -141,7 +141,9 @@ class EstimatorTraining:
         elif not self._is_prepared:
             self._objects.prepare(self.strategy, True, self._arguments)
         self._is_prepared = True
-        objects = {**self._objects.in_use, "input_position": feed, "job_start": self._job_start}
+        objects = {**self._objects.in_use, "input_position": feed}
+        if self._has_servers:
+            objects["job_start"] = self._job_start
         checkpoint = Checkpoint(strategy=self.strategy, global_step=self._step, **objects)
         keep = self._config.keep_checkpoint_max or None
         manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
 from stratagem import Estimator, EstimatorSpec, ModeKeys, RunConfig, get_global_step, get_or_create
+from stratagem.checkpoint.reading import describe
 from stratagem.errors import CheckpointError, ConfigurationError
 from tests.unit.training.estimating import data, loader, make_net, model_fn, trained_by_hand
 
@@ -105,6 +106,16 @@ def test_two_estimators_do_not_train_in_one_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.ckpt-00000009 is of another .* at step 8"):
         second.train(loader, steps=4, saving_listeners=[trains_meanwhile])
     assert steps_in(tmp_path) == [3, 4, 5, 6, 9]
+
+
+def test_without_parameter_servers_a_checkpoint_has_what_it_always_had(tmp_path: Path) -> None:
+    """A training asks for all that it saves: with another object it refuses to go on from those of before."""
+    estimator = Estimator(model_fn, model_dir=tmp_path, params={})
+    estimator.train(loader, max_steps=1)
+    path = estimator.latest_checkpoint()
+    assert path is not None
+    named = [name for name in describe(Path(path)).objects if not name.startswith("_")]
+    assert sorted(named) == ["global_step", "input_position", "net", "optimizer"]
 
 
 @pytest.mark.parametrize("strategy", [one, mirrored])
