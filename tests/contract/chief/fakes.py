@@ -360,6 +360,13 @@ async def ps(chief_address: str, fake: FakePs, resume: int = 0) -> AsyncIterator
         await server.server.stop(None)
 
 
+async def lose(running: Chief, server: FakePs) -> None:
+    """A ps dies, and the chief knows."""
+    lost = server.session.incarnation
+    await server.session.die()
+    await until(lambda: all(each.number != lost for each in running.job.sessions.servers))
+
+
 def applied(servers: list[FakePs], *units: int, epoch: int = 0, close: bool = False) -> None:
     for server in servers:
         for index in units:

@@ -27,7 +27,7 @@ from stratagem.errors import ForbiddenError, PeerUnavailableError, StaleStoreErr
 from stratagem.rpc import errors
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.logs import Throttle
-from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, indices, ps, refused, until
+from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, indices, lose, ps, refused, until
 
 
 class NotYet(FakePs):
@@ -374,11 +374,10 @@ async def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_ma
                 await task.die()
 
 
-async def test_the_units_that_end_an_epoch_are_on_disk_before_anybody_leaves_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chief's machine crashed, a ps died: nobody asked for them again, and they were not told to be lost."""
-    synced: list[str] = []
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was in the journal when it was last on disk."""
+    found = [""]
 
     class Os:
         def __getattr__(self, name: str) -> Any:
@@ -387,10 +386,16 @@ async def test_the_units_that_end_an_epoch_are_on_disk_before_anybody_leaves_it(
         @staticmethod
         def fsync(fd: int) -> None:
             os.fsync(fd)
-            synced[:] = [Path(f"/proc/self/fd/{fd}").read_text()] if Path(f"/proc/self/fd/{fd}").is_file() else synced
+            found[:] = [Path(f"/proc/self/fd/{fd}").read_text()] if Path(f"/proc/self/fd/{fd}").is_file() else found
 
     monkeypatch.setattr(journal_file, "os", Os())
+    return found
 
+
+async def test_the_units_that_end_an_epoch_are_on_disk_before_anybody_leaves_it(
+    tmp_path: Path, synced: list[str]
+) -> None:
+    """The chief's machine crashed, a ps died: nobody asked for them again, and they were not told to be lost."""
     async with cluster(num_workers=1, num_ps=1, state_dir=str(tmp_path)) as (running, [worker], _):
         await until(lambda: running.job.journal.history.initialized)  # the last that is on disk beside units
         await worker.open(num_examples=4)
@@ -399,6 +404,21 @@ async def test_the_units_that_end_an_epoch_are_on_disk_before_anybody_leaves_it(
         assert '"kind":"accepted"' not in synced[0], "about one a second and worker need not wait for the disk"
         await worker.next([1], wait=False)
         assert synced[0].count('"kind":"accepted"') == 2
+
+
+async def test_accepted_units_that_are_counted_as_lost_are_on_disk(tmp_path: Path, synced: list[str]) -> None:
+    """The chief's machine crashed, the ps died: they came again, and were told to be lost all the same."""
+    folders = {"checkpoint_dir": str(tmp_path / "saved"), "state_dir": str(tmp_path / "state")}
+    async with cluster(num_workers=1, num_ps=1, **folders) as (running, [worker], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next(want=4)
+        await lose(running, servers[0])
+        async with ps(running.address, FakePs(0)):
+            await until(lambda: running.job.sessions.live("ps"))
+            await worker.next([0], held=[1, 2, 3], wait=False)
+            assert running.job.get_status().updates_lost == 1
+            assert '"kind":"accepted"' in synced[0]
 
 
 async def test_what_a_chief_learns_of_the_ps_when_it_comes_is_in_its_journal(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc.generated import chief_pb2
 from tests.contract.chief.fakes import (
-    Chief,
     FakePs,
     Task,
     applied,
@@ -26,6 +25,7 @@ from tests.contract.chief.fakes import (
     chief,
     cluster,
     indices,
+    lose,
     ps,
     refused,
     run,
@@ -192,13 +192,6 @@ def logged(caplog: pytest.LogCaptureFixture, pattern: str) -> Any:
     with caplog.at_level(logging.INFO, "stratagem"):
         yield
     assert any(re.search(pattern, record.getMessage()) for record in caplog.records), caplog.text
-
-
-async def lose(running: Chief, server: FakePs) -> None:
-    """A ps dies, and the chief knows."""
-    lost = server.session.incarnation
-    await server.session.die()
-    await until(lambda: all(each.number != lost for each in running.job.sessions.servers))
 
 
 class Saved(FakePs):
