@@ -131,12 +131,12 @@ class UnitLedger:
             for ordinal, num_servers in sorted(ordinals.items())
         )
         known = (len(ordinals) for unit, ordinals in self._open.items() if unit not in self._joined)
-        per_unit = self._per_unit or max(known, default=0) + lacks_first
+        per_unit, are_halves = self._per_unit or max(known, default=0), lacks_first and not self._per_unit
         own = {ordinal for ordinal, groups in self._groups.items() if not groups.isdisjoint(trained)}
         halves: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
         for unit, ordinals in self._open.items():
             lacks_own = unit in self._joined and not own <= ordinals.keys()
-            if lacks_own or len(ordinals) < max(per_unit, self._counted.get(unit, 0)):
+            if are_halves or lacks_own or len(ordinals) < max(per_unit, self._counted.get(unit, 0)):
                 halves[unit.dataset, unit.epoch].add(unit.index)
         return AppliedUnits(dict(self._closed), tuple(entries), dict(halves), self._accumulates)
 

@@ -241,6 +241,8 @@ def test_what_came_from_other_ps_is_half_until_it_has_an_update_of_each_kind_tha
     saved = [UnitLedger.from_json(each.to_json()) for each in (first, second)]
     joined, _ = UnitLedger.joined(saved)
     assert not joined.describe((0,)).halves
+    before_any, _ = UnitLedger.joined(saved[:1])  # of the other optimizer
+    assert before_any.describe((0, 1), lacks_first=True).halves == {(1, 0): UnitBitmap.of([0, 1])}
     for ledger in (joined, UnitLedger.from_json(joined.to_json())):
         assert ledger.describe((1,)).halves == ledger.describe((0, 1)).halves == {(1, 0): UnitBitmap.of([0])}
         ledger.record(Update((one,), 1), 1, (1,))
