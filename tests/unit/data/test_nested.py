@@ -43,6 +43,15 @@ class Record:
     size: tuple[int, int] = (28, 28)
 
 
+@dataclasses.dataclass
+class Checked:
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert len(self.x) == len(self.y)
+
+
 def batch() -> dict[str, Any]:
     x = torch.arange(8).view(4, 2)
     return {
@@ -74,6 +83,14 @@ def test_replicas_get_parts_of_nested_batches() -> None:
     (item,) = distribute([batch()], placement=InputPlacement((CPU,) * 3))
     assert [part["ids"] for part in item.values] == [["p", "q"], ["r", "s"], []]
     assert item.values[2]["record"].x.shape == (0, 2)
+
+
+def test_a_dataclass_may_check_its_fields() -> None:
+    checked = Checked(torch.arange(4), torch.arange(4) + 4)
+    assert [tensor.tolist() for tensor in tensors({"a": [checked]})] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    (item,) = distribute([checked], placement=InputPlacement((CPU,) * 2))
+    assert [(part.x.tolist(), part.y.tolist()) for part in item.values] == [([0, 1], [4, 5]), ([2, 3], [6, 7])]
+    assert len(empty_like(checked).y) == 0
 
 
 def test_mappings_keep_their_type() -> None:
