@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import numbers
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -111,7 +112,7 @@ def source_of(
                 f"{name}= goes with arrays; a {type(x).__name__} gives it in its batches: (inputs, targets) or "
                 "(inputs, targets, weights)"
             )
-    if isinstance(x, list | tuple) and any(isinstance(row, list | tuple) and row and _are_numbers(row) for row in x):
+    if _is_table(x):
         raise ConfigurationError(_TABLE)
     if is_dataset(x):
         shuffle = shuffle and not isinstance(x, IterableDataset)
@@ -222,15 +223,9 @@ def _some(dataset: Any) -> Any:
 
 
 def _is_table(part: Any) -> bool:
-    """Whether it is a list of rows that are lists of plain numbers."""
-    return isinstance(part, list | tuple) and any(
-        isinstance(row, list | tuple) and row and not isinstance(row[0], torch.Tensor | np.ndarray | list | tuple)
-        for row in part
-    )
-
-
-def _are_numbers(row: Sequence[Any]) -> bool:
-    return all(isinstance(one, int | float) for one in row)
+    """Whether it is a list with a row that is a list of plain numbers."""
+    rows = [row for row in part if isinstance(row, list | tuple) and row] if isinstance(part, list | tuple) else []
+    return any(all(isinstance(one, numbers.Real) for one in row) for row in rows)
 
 
 @dataclasses.dataclass(eq=False, repr=False)

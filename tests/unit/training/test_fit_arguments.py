@@ -12,6 +12,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
+from stratagem.training.fit.sources import Arrays
 
 X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(16, 3)
 Y = (X[:, 0] > 0).astype(np.int64)
@@ -151,6 +152,11 @@ def test_forms_of_validation_data(data: Any) -> None:
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         fit(**options)
+
+
+def test_inputs_may_begin_with_a_dict() -> None:
+    arrays = Arrays([[({"a": X}, X)], Y])
+    assert len(arrays) == len(X) and arrays[0][0][0][0]["a"].tolist() == X[0].tolist()
 
 
 @pytest.mark.parametrize("asked", ["fit", "evaluate", "predict"])
