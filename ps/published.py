@@ -77,8 +77,6 @@ class Publisher:
     def __init__(self, group: int) -> None:
         self._group = group
         self._newest: tuple[Version, list[HeldFrame]] | None = None
-        self.num_built = 0
-        """Versions made ready so far."""
 
     def outdate(self) -> None:
         """The weights are about to change: lets go of the newest version, so that its memory serves the next."""
@@ -98,4 +96,3 @@ class Publisher:
             frames.append(lane.hold(transfer, self._group, offset, piece))
             lane.send(transfer, frames[-1])
         self._newest = version, frames
-        self.num_built += 1

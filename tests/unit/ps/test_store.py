@@ -174,15 +174,12 @@ def test_commit_applies_and_brings_the_weights() -> None:
 
 
 def test_a_version_is_copied_once_for_all_readers() -> None:
-    store, workers = started(3)
+    _, workers = started(3)
     workers[0].commit(torch.ones(10), unit(0))
-    publisher = store.state.locked_groups[1].publisher
-    before = publisher.num_built
     for worker in workers[1:]:
         worker.pull()
         assert worker.lane.frames[-1] is workers[0].lane.frames[-1]  # shared, not copied
         assert torch.equal(worker.received(), workers[0].received())
-    assert publisher.num_built == before
 
 
 def test_a_published_version_never_changes() -> None:
