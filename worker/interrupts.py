@@ -77,9 +77,7 @@ class PreemptionRequest:
         if self.requested or not self._num_watching or os.getpid() != self._process:
             return False
         self.requested = True
-        self._timer = threading.Timer(self._grace_s, os.kill, (os.getpid(), signal.SIGTERM))
-        self._timer.daemon = True
-        self._timer.start()
+        self._timer = _send_after(self._grace_s, signal.SIGTERM)
         return True
 
     def end_soon(self, reason: str) -> None:
@@ -88,9 +86,7 @@ class PreemptionRequest:
         if signal.getsignal(signal.SIGTERM) is not _on_signal:
             return
         logger.warning("This process ends, in the middle of a step if need be: %s", reason)
-        timer = threading.Timer(END_S, os.kill, (os.getpid(), signal.SIGTERM))
-        timer.daemon = True
-        timer.start()
+        _send_after(END_S, signal.SIGTERM)
 
     def agree(self, workers: Communicator | None) -> bool:
         """Whether any rank has been asked, by a collective of its own. Every rank has to call it. Without ``workers``
@@ -166,14 +162,19 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     if preemption.request():
         return
     if inside_grpc(frame):
-        again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
-        again.daemon = True
-        again.start()
+        _send_after(AGAIN_S, number)
         return
     preemption.leave()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(EXIT_PREEMPTED)
+
+
+def _send_after(seconds: float, number: int) -> threading.Timer:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def inside_grpc(frame: FrameType | None) -> bool:
