@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -116,11 +116,7 @@ class CrossReplica:
         return mean.to(home.device, home.dtype if is_inexact(home) else torch.get_default_dtype())
 
     def _concatenated(self, axis: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        for part in parts:
-            if not -part.dim() <= axis < part.dim():
-                raise ConfigurationError(
-                    f"gather along axis {axis} expects tensors with that axis, got shape {list(part.shape)}"
-                )
+        check_axis("gather", axis, parts)
         return concatenated(parts, axis, self._workers)[0]
 
     def _local(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -149,6 +145,15 @@ def operand(op: ReduceOp, part: torch.Tensor) -> torch.Tensor:
     if op is ReduceOp.SUM and part.dtype is torch.bool:
         return part.to(torch.int64)
     return part.to(torch.get_default_dtype()) if op is ReduceOp.MEAN and not is_inexact(part) else part
+
+
+def check_axis(who: str, axis: int, tensors: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigurationError where one has no such axis."""
+    for tensor in tensors:
+        if not -tensor.dim() <= axis < tensor.dim():
+            raise ConfigurationError(
+                f"{who} along axis {axis} expects tensors with that axis, got shape {list(tensor.shape)}"
+            )
 
 
 def concatenated(column: Sequence[torch.Tensor], axis: int, workers: Communicator | None) -> tuple[torch.Tensor, int]:

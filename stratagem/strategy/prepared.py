@@ -53,8 +53,7 @@ class Preparation(GradientPolicy):
         if self.memory_format is None:
             return
         for tensor in (*model.parameters(), *model.buffers()):
-            lazy = isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
-            if not lazy and tensor.dim() == _NUM_DIMENSIONS[self.memory_format]:
+            if not is_lazy(tensor) and tensor.dim() == _NUM_DIMENSIONS[self.memory_format]:
                 tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
 
     def compile(self, models: Iterable[torch.nn.Module]) -> None:

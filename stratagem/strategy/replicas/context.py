@@ -22,7 +22,7 @@ from stratagem.data.nested import map_values, outline, refilled, values_in
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.cross_replica import as_tensor, concatenated, operand
+from stratagem.strategy.cross_replica import as_tensor, check_axis, concatenated, operand
 from stratagem.strategy.current import current_strategy, has_current_strategy
 from stratagem.strategy.prepared import created_outside
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
@@ -167,11 +167,7 @@ class ReplicaContext(WithWaysOut):
             CollectiveError: another replica makes a different call, or has failed.
         """
         value = map_values(value, as_tensor)
-        for leaf in values_in(value):
-            if not -leaf.dim() <= axis < leaf.dim():
-                raise ConfigurationError(
-                    f"all_gather along axis {axis} expects tensors with that axis, got {leaf.shape}"
-                )
+        check_axis("all_gather", axis, values_in(value))
         if self._is_alone:
             return value
         what = f"all_gather along axis {axis} of {outline(value)}"

@@ -39,7 +39,6 @@ class _Count:
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
-        self.reset()
 
     def reset(self) -> None:
         self.total: torch.Tensor | None = None
@@ -71,18 +70,15 @@ class RunningMetrics:
     def __init__(self, strategy: Strategy, metrics: Sequence[Mapping[str, Metric]]) -> None:
         self._strategy = strategy
         self._counts = [_Count(each) for each in metrics]
-        self._earlier: list[States] = []
-        self.num_examples = 0
-        """Of the local replicas."""
-        self.num_steps = 0
-        self._num_losses = len(self._losses)
+        self.reset()
 
     def reset(self) -> None:
         self._num_losses = len(self._losses)
         for count in self._counts:
             count.reset()
-        self._earlier = []
+        self._earlier: list[States] = []
         self.num_examples = self.num_steps = 0
+        """Of the local replicas."""
 
     @torch.no_grad()
     def add(self, results: Sequence[StepResult]) -> None:
