@@ -24,7 +24,7 @@ from stratagem.tensorflow_names import WithWaysOut
 from stratagem.training.export.export import export_model
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
-from stratagem.training.fit.sources import WEIGHTS_ALONE, Arrays
+from stratagem.training.fit.sources import Arrays
 from stratagem.training.saving.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -288,10 +288,8 @@ class ModelState(WithWaysOut):
                 "train_on_batch is one step of all workers on one batch, and under parameter servers the chief leases "
                 "batches of a dataset: use fit, or MultiWorkerMirroredStrategy"
             )
-        if sample_weight is not None and y is None:
-            raise ConfigurationError(WEIGHTS_ALONE)
-        batch = tuple(part for part in (x, y, sample_weight) if part is not None)
-        history = self.fit([Arrays(batch).parts], verbose=0, class_weight=class_weight).history
+        batch = Arrays.of(x, y, sample_weight).parts
+        history = self.fit([batch], verbose=0, class_weight=class_weight).history
         return as_asked({name: values[-1] for name, values in history.items()}, return_dict)
 
     @known_arguments

@@ -33,7 +33,6 @@ _TABLE = (
     "expected arrays or tensors, got a list of lists of numbers, which may be examples or several inputs: "
     "numpy.array(x) makes it examples"
 )
-WEIGHTS_ALONE = "sample_weight needs y: the weights are those of the targets' losses"
 
 Distributed = DistributedDataset | SplitDataset
 
@@ -57,6 +56,13 @@ class Arrays(Dataset[Any]):
                 + " and ".join(map(str, lengths))
             )
         self._length = num_examples(self.parts)
+
+    @classmethod
+    def of(cls, x: Any, y: Any, sample_weight: Any) -> Arrays:
+        """Of what people give by these names; None: there is none."""
+        if sample_weight is not None and y is None:
+            raise ConfigurationError("sample_weight needs y: the weights are those of the targets' losses")
+        return cls([part for part in (x, y, sample_weight) if part is not None])
 
     def __len__(self) -> int:
         return self._length
@@ -102,10 +108,7 @@ def source_of(
     if x is None:
         raise ConfigurationError("expected x=, the inputs, got None")
     if _is_arrays(x, y):
-        if sample_weight is not None and y is None:
-            raise ConfigurationError(WEIGHTS_ALONE)
-        arrays = Arrays([part for part in (x, y, sample_weight) if part is not None])
-        return DataLoader(_some(arrays), num_in_batch, shuffle=shuffle, collate_fn=_as_is)
+        return DataLoader(_some(Arrays.of(x, y, sample_weight)), num_in_batch, shuffle=shuffle, collate_fn=_as_is)
     for name, given in (("y", y), ("sample_weight", sample_weight)):
         if given is not None:
             raise ConfigurationError(
