@@ -18,6 +18,7 @@ from stratagem.checkpoint.ended import note_leaving, note_left, take_end
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from stratagem.cluster.membership import Membership
+from stratagem.cluster.spec import split_address
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.measuring import measures
@@ -88,7 +89,7 @@ def _run(config: PsConfig) -> int:
     )
     folders = AllowedFolders.of(config.checkpoint_dir, config.checkpoint_roots)
     store = Store(config.task, limits, folders=folders)
-    lanes = SocketLanes(store, config.bind.rpartition(":")[0].strip("[]"), security, config.max_lanes_per_peer)
+    lanes = SocketLanes(store, split_address(config.bind)[0], security, config.max_lanes_per_peer)
     FLIGHT.values = store.state.totals.values
     server = serve(
         config,

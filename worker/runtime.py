@@ -16,7 +16,7 @@ from stratagem.cluster.config import ChiefConfig, ServerConfig, WorkerConfig
 from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.sources import Layer, environment_layer, resolve
-from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.spec import ClusterSpec, split_address
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease
 from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, StratagemError
@@ -128,9 +128,8 @@ class WorkerRuntime:
         """One a ps; others stand in this list after :meth:`reroute`."""
         security = security_of(config)
         self._chief_process = self._spawn_chief()
-        host = config.bind.rpartition(":")[0].strip("[]")
         ring_service = RingService(
-            host,
+            split_address(config.bind)[0],
             lambda: self.session.membership,
             self.bytes,
             security,

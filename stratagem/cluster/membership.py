@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from stratagem.cluster.spec import split_address
 from stratagem.cluster.task import TaskId
 
 
@@ -32,7 +33,7 @@ class Member:
     @property
     def host(self) -> str:
         """Where it listens, without the port."""
-        return self.address.rpartition(":")[0].strip("[]")
+        return split_address(self.address)[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Literal
 import grpc
 
 from stratagem.cluster.communication import Transport
+from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError, FencedError, StratagemError
 from stratagem.rpc import channels
 from stratagem.rpc.codec import TOGETHER_BYTES
@@ -86,7 +87,7 @@ class PsLaneOpener:
             limits = self.max_inbox_bytes, self.on_wait, min(TOGETHER_BYTES, self.frame_bytes)
             return GrpcLane(channel, TRANSFER_METHOD, metadata, self.ps, self.meter, *limits)
         wire = lane_pb2.SHM if kind == "shm" else lane_pb2.TCP
-        host = self.address.rpartition(":")[0].strip("[]")
+        host = split_address(self.address)[0]
         deadline = time.monotonic() + OPEN_S
         tickets = [self._ask(wire, purpose) for purpose in ("up", "down")]
         with contextlib.ExitStack() as undo:
