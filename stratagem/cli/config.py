@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from stratagem.cli.options import configure, print_rows, role_options
-from stratagem.cluster.sources import ROLES
+from stratagem.cluster.sources import CONFIGS
 
 
 @click.group("config")
@@ -30,5 +30,5 @@ def _add_role(role: str) -> None:
         print_rows([(name, str(value) or "(empty)", resolved.origins[name]) for name, value in values])
 
 
-for _role in ROLES:
+for _role in CONFIGS:
     _add_role(_role)

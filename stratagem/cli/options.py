@@ -17,7 +17,7 @@ import yaml
 from pydantic_core import PydanticUndefined
 
 from stratagem.cluster.config import RoleConfig
-from stratagem.cluster.sources import ENV_PREFIX, ROLES, Resolved, flag_of, gather
+from stratagem.cluster.sources import CONFIGS, ENV_PREFIX, Resolved, flag_of, gather
 from stratagem.cluster.tf_config import TaskPlacement
 from stratagem.errors import ConfigurationError
 from stratagem.launch.replica import own_environment
@@ -68,7 +68,7 @@ def _option(name: str, field: pydantic.fields.FieldInfo) -> Callable[[Command], 
 
 def role_options(role: str) -> Callable[[Command], Command]:
     """One option for each field of a role's configuration that it reads, and ``--cluster``."""
-    of_fields = field_options(role, [name for name in ROLES[role].model_fields if name != UNREAD.get(role)])
+    of_fields = field_options(role, [name for name in CONFIGS[role].model_fields if name != UNREAD.get(role)])
     return lambda command: cluster_option(of_fields(command))
 
 
@@ -77,7 +77,7 @@ def field_options(role: str, names: Sequence[str]) -> Callable[[Command], Comman
 
     def decorate(command: Command) -> Command:
         for name in reversed(names):
-            command = _option(name, ROLES[role].model_fields[name])(command)
+            command = _option(name, CONFIGS[role].model_fields[name])(command)
         return command
 
     return decorate

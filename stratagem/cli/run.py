@@ -24,7 +24,7 @@ from stratagem.cli.options import (
 )
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES
 from stratagem.cluster.config import WorkerConfig
-from stratagem.cluster.sources import ENV_PREFIX, ROLES, flag_of, gather
+from stratagem.cluster.sources import CONFIGS, ENV_PREFIX, flag_of, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.local import only_writer, run_local
@@ -102,7 +102,7 @@ def _check_tasks(job: LocalJob) -> None:
         role, *arguments = launch.command[launch.command.index(task.type) :]
         command: click.Command = getattr(roles, f"{role}_command")
         told = command.make_context(role, arguments).params
-        resolved, _ = gather(role, launch.environ, {name: told.get(name) for name in ROLES[role].model_fields})
+        resolved, _ = gather(role, launch.environ, {name: told.get(name) for name in CONFIGS[role].model_fields})
         if job.servers and job.tls != AUTO:
             security_of(resolved.config)
         if isinstance(resolved.config, WorkerConfig):

@@ -17,7 +17,7 @@ from stratagem.errors import ClusterSpecError, ConfigurationError
 
 Config = TypeVar("Config", bound=RoleConfig)
 
-ROLES: dict[str, type[RoleConfig]] = {
+CONFIGS: dict[str, type[RoleConfig]] = {
     "chief": ChiefConfig,
     "ps": PsConfig,
     "worker": WorkerConfig,
@@ -73,7 +73,7 @@ def environment_layer(model: type[RoleConfig], environ: Mapping[str, str]) -> La
     """The variables ``STRATAGEM_<FIELD>`` of a role; those of other roles are left alone. An empty one is not set:
     docker-compose passes ``${NAME:-}`` so. ConfigurationError: a variable belongs to no role; offers the nearest one
     that does."""
-    known = {variable_of(name) for role in ROLES.values() for name in role.model_fields}
+    known = {variable_of(name) for role in CONFIGS.values() for name in role.model_fields}
     for variable in environ:
         other = any(variable == name or (name[-1] == "_" and variable.startswith(name)) for name in OTHER_VARIABLES)
         if variable.startswith(ENV_PREFIX) and variable not in known and not other:
@@ -89,16 +89,16 @@ def file_layers(role: str, document: Mapping[str, Any], file: str) -> list[Layer
     """The layers of a cluster file for a role: its own section, then the section ``defaults``. ``document``: the parsed
     YAML: ``cluster``, ``defaults`` and one section per role, each optional. ConfigurationError: an unknown section or
     key."""
-    sections = ("cluster", "defaults", *ROLES)
+    sections = ("cluster", "defaults", *CONFIGS)
     refuse_unknown("section", document, sections, f" in {file}")
     for section, values in document.items():
         if section != "cluster":
             if not isinstance(values, Mapping):
                 raise ConfigurationError(f"expected keys and values in section {section!r} of {file}, got {values!r}")
-            models = ROLES.values() if section == "defaults" else [ROLES[section]]
+            models = CONFIGS.values() if section == "defaults" else [CONFIGS[section]]
             known = {name for model in models for name in model.model_fields}
             refuse_unknown("key", values, known, f" in section {section!r} of {file}")
-    defaults = _known(document.get("defaults", {}), ROLES[role])
+    defaults = _known(document.get("defaults", {}), CONFIGS[role])
     return [Layer(f"{file} ({role})", document.get(role, {})), Layer(f"{file} (defaults)", defaults)]
 
 
@@ -144,7 +144,7 @@ def gather(
     Raises:
         ConfigurationError: a source is not valid; sources contradict each other about the cluster or the role.
     """
-    model, document = RoleConfig if role is None else ROLES[role], document or {}
+    model, document = RoleConfig if role is None else CONFIGS[role], document or {}
     given, variables = flag_layer(flags or {}), environment_layer(model, environ)
     told = placement_from_environment(environ)
     name = given.values.get("task") or variables.values.get("task") or (told.task if told is not None else None)

@@ -22,7 +22,7 @@ from stratagem.cli import __main__ as cli
 from stratagem.cli import asking, roles, run, scale, status
 from stratagem.cli.options import UNREAD
 from stratagem.cluster.config import RoleConfig
-from stratagem.cluster.sources import ROLES, flag_of
+from stratagem.cluster.sources import CONFIGS, flag_of
 from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableError
 from stratagem.launch.certificates import make_throw_away
 from stratagem.launch.plan import LocalJob
@@ -121,12 +121,12 @@ def test_a_folder_that_has_been_removed(command: str, tmp_path: Path, monkeypatc
     assert code == 2 and "the current folder has been removed" in err
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", CONFIGS)
 def test_every_field_is_a_flag_with_its_meaning(role: str) -> None:
     code, out, _ = invoke(role, "--help")
     words = " ".join(out.split())
     assert code == 0
-    for name, field in ROLES[role].model_fields.items():
+    for name, field in CONFIGS[role].model_fields.items():
         is_read = name != UNREAD.get(role)
         assert (f" {flag_of(name)} " in words or f" {flag_of(name)} / " in words) == is_read
         assert " ".join((field.description or "").split())[:20] in words or not is_read

@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.sources import (
-    ROLES,
+    CONFIGS,
     Layer,
     cluster_layer,
     environment_layer,
@@ -51,7 +51,7 @@ def test_environment_is_read_as_the_field_s_type() -> None:
     assert config.insecure is True
 
 
-@pytest.mark.parametrize("role", ROLES.values())
+@pytest.mark.parametrize("role", CONFIGS.values())
 def test_an_empty_variable_is_not_set(role: type[RoleConfig]) -> None:
     """docker-compose passes what has no value so; of a number it was refused, of a path it hid the cluster file's."""
     environ = {f"STRATAGEM_{name.upper()}": "" for name in role.model_fields}
@@ -65,9 +65,9 @@ def test_folders_are_those_of_the_beginning(tmp_path: Path, monkeypatch: pytest.
     assert (config.checkpoint_dir, config.tls) == (str(tmp_path / "ck"), "")
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", CONFIGS)
 def test_every_field_can_come_from_the_environment(role: str) -> None:
-    model = ROLES[role]
+    model = CONFIGS[role]
     layer = environment_layer(model, {f"STRATAGEM_{name.upper()}": "1" for name in model.model_fields})
     assert set(layer.values) == set(model.model_fields)
 
