@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Results = Mapping[str, float]
 
-_NAME = re.compile(r"step-\d{8,}")
+_NAME = re.compile(r"step-(\d{8,})")
 
 
 @runtime_checkable
@@ -84,8 +84,8 @@ class LatestExporter:
             return None
         folder = export_path / f"step-{int(eval_result['global_step']):08d}"
         estimator.export_model(folder, self._example_inputs, checkpoint_path=checkpoint_path)
-        exports = sorted(path for path in export_path.iterdir() if _NAME.fullmatch(path.name))
-        for old in exports[: -self._keep] if self._keep else ():
+        numbered = {int(named[1]): path for path in export_path.iterdir() if (named := _NAME.fullmatch(path.name))}
+        for _, old in sorted(numbered.items())[: -self._keep] if self._keep else ():
             if old != folder:
                 shutil.rmtree(old)
         self._exported(export_path, eval_result)

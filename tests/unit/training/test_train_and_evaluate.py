@@ -151,12 +151,20 @@ def test_exporters_keep_the_newest_the_best_and_the_last(tmp_path: Path) -> None
     assert folders("never") == ["step-00000004"]
 
 
-def test_the_best_has_the_smallest_loss(tmp_path: Path) -> None:
-    class Told(Estimator):
-        def export_model(self, path: Any, *arguments: Any, **named: Any) -> Path:
-            Path(path).mkdir(parents=True)
-            return Path(path)
+class Told(Estimator):
+    def export_model(self, path: Any, *arguments: Any, **named: Any) -> Path:
+        Path(path).mkdir(parents=True)
+        return Path(path)
 
+
+def test_the_newest_has_the_largest_step_also_with_a_digit_more(tmp_path: Path) -> None:
+    exporter, estimator = LatestExporter(exports_to_keep=1), Told(model_fn, tmp_path)
+    for step in (99_999_999, 100_000_000, 100_000_001):
+        exporter.export(estimator, tmp_path / "latest", "", {"global_step": step}, False)
+        assert [path.name for path in (tmp_path / "latest").iterdir()] == [f"step-{step}"]
+
+
+def test_the_best_has_the_smallest_loss(tmp_path: Path) -> None:
     exporter, estimator = BestExporter(), Told(model_fn, tmp_path)
     written = [
         exporter.export(estimator, tmp_path / "best", "", {"loss": loss, "global_step": step}, False)
