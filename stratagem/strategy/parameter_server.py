@@ -32,7 +32,7 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.prepared import Preparation, Prepared
-from stratagem.strategy.ps.checks import check_alike, check_contents, check_prepared, check_step
+from stratagem.strategy.ps.checks import check_asked, check_contents, check_prepared, check_step
 from stratagem.strategy.ps.schedules import follow, keep_up, push_of, warn_of_unprepared
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
@@ -164,7 +164,7 @@ class ParameterServerStrategy(Strategy):
         check_prepared([*fresh.values()], preparation)
         models = [item for item in fresh.values() if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in fresh.values() if isinstance(item, torch.optim.Optimizer)]
-        check_alike(self._runtime, preparation, optimizers)
+        check_asked(self._runtime, preparation, optimizers)
         for model in models:
             move_original(model, self.device, optimizers)
         preparation.compile(models)

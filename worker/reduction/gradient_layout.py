@@ -216,7 +216,7 @@ class GradientLayout:
         self._arena.free()
 
 
-def check_reducible(parameter: torch.nn.Parameter) -> None:
+def check_parameter(parameter: torch.nn.Parameter) -> None:
     """Raises ``ConfigurationError`` for a dtype or device whose gradients cannot be reduced."""
     if parameter.is_complex():
         raise ConfigurationError(f"gradients of {parameter.dtype} cannot be reduced, those of its parts can: {AS_REAL}")

@@ -27,7 +27,7 @@ from stratagem.worker.reduction.gradient_layout import (
     FIRST_BYTES,
     GradientLayout,
     PlacedBucket,
-    check_reducible,
+    check_parameter,
 )
 from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
 from stratagem.worker.reduction.gradient_weight import Weight
@@ -163,7 +163,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
             parameter = slot.parameter
             if slot.handles or not parameter.requires_grad:
                 continue
-            check_reducible(parameter)
+            check_parameter(parameter)
             if self._backward is not None and parameter.grad is not None:
                 raise ConfigurationError(
                     f"a parameter of shape {list(parameter.shape)} was unfrozen and has a gradient that may not be "

@@ -38,7 +38,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_alike(runtime: WorkerRuntime, preparation: Preparation, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_asked(runtime: WorkerRuntime, preparation: Preparation, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Of workers that are not in step nobody sees beside each other what they ask of ``prepare``: refuses what another
     worker has asked otherwise, by a ConfigurationError that names it, and warns of other hyper-parameters, which a
     script that goes on from a checkpoint may have for a while."""
