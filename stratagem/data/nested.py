@@ -103,7 +103,8 @@ def _with_each(container: Any, change: Callable[[Any], Any]) -> Any:
     if is_record(container):
         names = [field.name for field in dataclasses.fields(container) if field.init]
         return dataclasses.replace(container, **{name: change(getattr(container, name)) for name in names})
-    return type(container)(map(change, container))
+    kind = tuple if isinstance(container, torch.Size) else type(container)  # which holds nothing but numbers
+    return kind(map(change, container))
 
 
 def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

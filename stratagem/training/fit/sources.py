@@ -141,7 +141,7 @@ def validation_source(data: Any, batch_size: int | None, default: int | None) ->
     is the ``batch_size``, where there is none, of what takes one."""
     are_batches = isinstance(data, list) and all(isinstance(item, tuple | list | Mapping) for item in data)
     is_pair = isinstance(data, tuple | list) and len(data) in (2, 3) and not are_batches
-    if is_pair and (is_rows(data[0]) or is_rows(leaves(data[1])[0])):
+    if is_pair and (is_rows(data[0]) or any(map(is_rows, leaves(data[1])[:1]))):
         return source_of(*data, batch_size=batch_size or default)
     return source_of(data, batch_size=batch_size or default if is_dataset(data) else batch_size)
 

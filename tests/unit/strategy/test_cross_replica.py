@@ -46,6 +46,7 @@ def test_each_value_of_a_structure_has_the_shares_of_its_own_run(strategy: sg.St
     one = sg.PerReplica((torch.tensor(1.0), torch.tensor(4.0)), (2.0, 1.0))
     other = sg.PerReplica((torch.tensor(1.0), torch.tensor(4.0)), (1.0, 2.0))
     assert strategy.reduce_mean({"one": one, "other": [other]}) == {"one": 2.0, "other": [3.0]}
+    assert strategy.reduce_mean(sg.PerReplica((torch.Size([2, 3]), torch.Size([4, 3])), (1.0, 1.0))) == (3.0, 3.0)
 
 
 def test_a_mean_of_unlike_shapes_is_refused_and_that_of_an_empty_replica_not_looked_at(strategy: sg.Strategy) -> None:
