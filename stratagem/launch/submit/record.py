@@ -104,8 +104,9 @@ class JobStore:
     """The folder of all jobs: ``$XDG_STATE_HOME/stratagem/jobs``, where XDG_STATE_HOME is ``~/.local/state``."""
 
     def __init__(self) -> None:
-        home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-        self.root = Path(home) / "stratagem" / "jobs"
+        home = os.environ.get("XDG_STATE_HOME", "")
+        # By the XDG specification a relative path is none: it would be another in each folder.
+        self.root = Path(home if os.path.isabs(home) else os.path.expanduser("~/.local/state"), "stratagem", "jobs")
 
     def folder(self, job_id: str) -> Path:
         return self.root / job_id
@@ -116,9 +117,9 @@ class JobStore:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700)
-        except FileExistsError:
-            raise
         except OSError as error:
+            if folder.exists():
+                raise
             raise self._refusal("kept", error) from None
         return folder
 

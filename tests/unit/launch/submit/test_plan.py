@@ -125,6 +125,18 @@ def test_jobs_that_cannot_be_kept_are_told_where_they_could(tmp_path: Path, monk
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "train.py"))
     with pytest.raises(ConfigurationError, match=r"train\.py/stratagem/jobs: Not a directory; set XDG_STATE_HOME"):
         JobStore().create("train-1")
+    (tmp_path / "stratagem").mkdir()
+    (tmp_path / "stratagem" / "jobs").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"stratagem/jobs: File exists; set XDG_STATE_HOME"):
+        JobStore().create("train-1")
+
+
+def test_a_relative_state_home_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job submitted in one folder was unknown in the next."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    assert JobStore().root == tmp_path / ".local" / "state" / "stratagem" / "jobs"
 
 
 def test_jobs_that_cannot_be_read_are_not_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
