@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +157,36 @@ def test_a_job_on_parameter_servers_goes_on_after_the_updates_that_its_checkpoin
     assert cut.code and cut.faults and 0 < steps_in(folder)[-1] < 400
     cluster(2, 2, "estimate.py", *arguments).succeed()
     assert weights(folder, 400, "counts")["table.weight"].sum() == 400 * BATCH_SIZE
+
+
+@pytest.mark.thorough
+def test_a_ring_goes_on_after_the_updates_of_all_workers_on_parameter_servers(cluster: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    arguments = ["--count", "--model-dir", folder, "--max-steps", 200, "--save-steps"]
+    faults = [
+        {"task": "worker:0", "step": 4, "action": "slow", "seconds": 1.0},  # the other worker gets ahead
+        {"task": "worker:0", "step": 5, "action": "kill"},
+        {"task": "worker:1", "step": 60, "action": "wait", "for": 1},
+    ]
+    cut = cluster(2, 2, "estimate.py", *arguments, 1, flags=["--max-restarts", "0"], faults=faults).finish()
+    at = steps_in(folder)[-1]
+    assert cut.code and "fault-1" in cut.faults
+    assert weights(folder, at, "counts")["table.weight"].sum() > at * BATCH_SIZE
+    cluster(2, 0, "estimate.py", *arguments, 50).succeed()
+    assert weights(folder, 200, "counts")["table.weight"].sum() == 200 * BATCH_SIZE
+
+
+@pytest.mark.thorough
+def test_a_job_in_step_goes_on_after_the_batches_that_its_checkpoint_has(cluster: Start, tmp_path: Path) -> None:
+    """Where a worker was lost its parts of the batches are updates of their own, which were taken for batches."""
+    arguments = ["--count", "--model-dir", tmp_path / "model", "--max-steps", 32, "--save-steps", 4]
+    lost = {"task": "worker:1", "step": 3, "action": "kill"}
+    cut = {"task": "worker:0", "step": 22, "action": "kill", "target": "launcher"}
+    first = cluster(2, 1, "estimate.py", *arguments, flags=["--staleness", "0"], faults=[lost, cut]).finish()
+    assert first.code == -signal.SIGKILL and first.faults == ["fault-0", "fault-1"], first.stderr
+    at = steps_in(tmp_path / "model")[-1]
+    done = cluster(2, 1, "estimate.py", *arguments, flags=["--staleness", "0"]).succeed()
+    assert f"The job resumes from step {at}" in done.stderr
 
 
 @pytest.mark.thorough

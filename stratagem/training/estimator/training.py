@@ -18,7 +18,7 @@ from stratagem.arguments import check_kind
 from stratagem.checkpoint.catalog import find_damage, newest, newest_undamaged, read_step
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.checkpoint.reading import describe, kind_and_state, read_states
+from stratagem.checkpoint.reading import SavedCheckpoint, describe, kind_and_state, read_states
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.callbacks.tensorboard import Summaries
@@ -30,6 +30,7 @@ from stratagem.training.fit.agreement import check_alike, check_alike_on_servers
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
+from stratagem.training.saving.members import CheckpointMembers
 from stratagem.training.saving.object_states import put_back, tables_of
 from stratagem.worker import interrupts
 from stratagem.worker.interrupts import preemption
@@ -142,13 +143,17 @@ class EstimatorTraining:
             self._objects.prepare(self.strategy, True, self._arguments)
         self._is_prepared = True
         objects = {**self._objects.in_use, "input_position": feed}
-        if self._has_servers:
+        servers = self.strategy.servers
+        # At staleness 0 a batch may be several updates; of several optimizers the chief counts those of each.
+        if servers is not None and servers.staleness > 0 and len(self._objects.optimizers) == 1:
             objects["job_start"] = self._job_start
         checkpoint = Checkpoint(strategy=self.strategy, global_step=self._step, **objects)
         keep = self._config.keep_checkpoint_max or None
         manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)
         if not self._is_restored and (path := manager.restore_or_initialize()) is not None:
-            self._step = checkpoint.global_step
+            members = CheckpointMembers(self.strategy.communicator)
+            updates = members.from_first(lambda: _updates_in(describe(Path(path))))
+            self._step = max(checkpoint.global_step, updates)  # a lower one would save below its number
             self._saved = SavedStep(path, self._step, is_last=True)
             logger.info("Resuming from step %d, %s", self._step, path)
         self._is_restored = True
@@ -261,7 +266,7 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     whoever has got it knows that the state of the optimizers is in place as well. CheckpointError: there are
     checkpoints, and none can be restored, or the newest is of another model.
     """
-    path, step, states = _read_newest(model_dir, objects.made, is_counted=len(objects.optimizers) == 1)
+    path, step, states = _read_newest(model_dir, objects.made)
     put_back({name: module for name, module in objects.modules.items() if name in states}, states)
     objects.prepare(strategy, True, arguments)
     assert strategy.servers is not None
@@ -274,27 +279,28 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
     start.register_buffer("step", torch.tensor(step))
     strategy.prepare(start)
     job_step = int(start.get_buffer("step"))
-    if path is not None:
-        logger.info("The job resumes from step %d; the newest checkpoint is %s", job_step, path)
+    if path is not None:  # the parameter servers may have more, of a job that runs or from their chief's checkpoint
+        how = "resumes from" if job_step == step else "goes on; it began at"
+        logger.info("The job %s step %d; the newest checkpoint is %s", how, job_step, path)
     return job_step
 
 
-def _read_newest(
-    model_dir: Path, made: dict[str, Any], is_counted: bool
-) -> tuple[Path | None, int, dict[str, tuple[str, Any]]]:
-    """The newest checkpoint, the updates in it, and its states with their kinds; None, 0 and none if there is none.
+def _updates_in(saved: SavedCheckpoint) -> int:
+    """The updates in a checkpoint. The lead numbers it by its own batches; asynchronous parameter servers have what all
+    workers have made since the job started."""
+    counted = Manifest.read(saved.path)
+    if "job_start" not in saved.objects or counted is None:
+        return saved.step
+    return int(kind_and_state(read_states(saved, ["job_start"])["job_start"])[1]) + counted.step
 
-    The lead numbers a checkpoint by its own batches. Of parameter servers it has what all workers have made since the
-    job started. ``is_counted``: the chief has counted these: one optimizer makes them all.
-    """
+
+def _read_newest(model_dir: Path, made: dict[str, Any]) -> tuple[Path | None, int, dict[str, tuple[str, Any]]]:
+    """The newest checkpoint, the updates in it, and its states with their kinds; None, 0 and none if there is none."""
     while (path := newest_undamaged(model_dir, CHECKPOINT_NAME)) is not None:
         try:
             saved = describe(path)
             states = read_states(saved, list(made), tables_of(made, saved))
-            step = saved.step
-            if is_counted and "job_start" in saved.objects and saved.has_servers and (counted := Manifest.read(path)):
-                step = kind_and_state(read_states(saved, ["job_start"])["job_start"])[1] + counted.step
-            return path, step, {name: kind_and_state(state, str(path)) for name, state in states.items()}
+            return path, _updates_in(saved), {name: kind_and_state(state, str(path)) for name, state in states.items()}
         except CheckpointError:
             if path.exists():
                 raise  # else the job that runs has newer ones, and removed it
