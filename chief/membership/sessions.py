@@ -30,7 +30,7 @@ from stratagem.chief.membership.session import (
     StopJob,
 )
 from stratagem.cluster.config import ChiefConfig
-from stratagem.cluster.exit_codes import HOPELESS
+from stratagem.cluster.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, HOPELESS
 from stratagem.cluster.task import Incarnation
 from stratagem.errors import ConfigurationError
 
@@ -200,7 +200,7 @@ class Sessions(Roster):
         was_added = self.was_added(task) or session.joining  # the job goes on without it
         if exit_code and self.stopping is None and not (self.first_failure or was_added or follows):
             self.first_failure = f"{task}: {message or why}"
-        actions = self._lose(session, now, why)
+        actions = self._lose(session, now, why, exit_code)
         if exit_code in HOPELESS and not was_added:
             actions += self.stop(exit_code, f"{task} failed, and a restart would not help: {message or why}")
         return actions
@@ -319,7 +319,7 @@ class Sessions(Roster):
             self.ready = True
         return [Announce()]
 
-    def _lose(self, session: Session, now: float, why: str) -> list[Action]:
+    def _lose(self, session: Session, now: float, why: str, exit_code: int = EXIT_FAILED) -> list[Action]:
         session.state, session.lost_at = SessionState.LOST, now
         session.given_up = self.is_dismissed(session)
         reason = f"{session.incarnation} is lost: {why}"
@@ -327,14 +327,16 @@ class Sessions(Roster):
         if session.task.type == "ps":
             for incarnation in list(self.pending_fences):
                 actions += self.fence_acknowledged(incarnation, session.incarnation)
-        return [*actions, *self._fence(session), *self._changed(), *self._end_of_ring()]
+        return [*actions, *self._fence(session), *self._changed(), *self._end_of_ring(exit_code)]
 
-    def _end_of_ring(self) -> list[Action]:
-        """Who is started again comes as a newcomer, and a ring that has too few ranks can take in none."""
+    def _end_of_ring(self, exit_code: int = EXIT_FAILED) -> list[Action]:
+        """Who is started again comes as a newcomer, and a ring that has too few ranks can take in none. A ring that was
+        told to end, by the ``exit_code`` of its last rank, has not failed."""
         if not (self.ready and self.min_workers) or self._goes_on:
             return []
         too_few = f"fewer than --min-workers {self.min_workers} are left; start the job again"
-        return self._end_of_work() or self.stop(1, too_few + self.first_failure_words)
+        code = EXIT_PREEMPTED if exit_code == EXIT_PREEMPTED else EXIT_FAILED
+        return self._end_of_work() or self.stop(code, too_few + self.first_failure_words)
 
     def _fence(self, session: Session) -> list[Action]:
         """Only workers change what a ps holds, so only workers are fenced."""

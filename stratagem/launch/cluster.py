@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from stratagem.chief.journal.journal import NAME, replay
+from stratagem.chief.journal.journal import NAME, exit_code_of, replay
 from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, StratagemError
@@ -201,7 +201,7 @@ class LocalCluster:
         if self.folders.resume_mark.exists():
             self.supervisor.resumes = True
         chief = process if task == self.chief else self._processes.get(self.chief)
-        if chief is not None and chief.returncode == EXIT_FAILED:
+        if chief is not None and (chief.returncode == EXIT_FAILED or self._was_preempted(chief)):
             self.supervisor.broken()
         report = read_report(self.folders.report(task))
         # The chief may know of a step by the next batch only; and who stood still before its first is no broken script.
@@ -226,6 +226,12 @@ class LocalCluster:
             self.failure_tail = self.output.tail(self.supervisor.failure.task)
             self.output.say(f"{ended}: {self.supervisor.failure.reason}")
         self._do(actions)
+
+    def _was_preempted(self, chief: TaskProcess) -> bool:
+        """Whether the whole job was, by its chief: one that was told to end alone ends with 143, too."""
+        with contextlib.suppress(ConfigurationError):
+            return chief.returncode == EXIT_PREEMPTED == exit_code_of(str(self.folders.journal))
+        return False
 
     def _note_goodbyes(self, now: float) -> None:
         """Who had said goodbye to a chief that has ended the job well, by its journal. A ring with ``min_workers`` has

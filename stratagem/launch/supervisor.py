@@ -262,7 +262,7 @@ class Supervisor:
     def _why_not_again(self, task: TaskId, code: int) -> str | None:
         if self._is_hopeless(task, code):
             return f"exit code {code} is never retried"
-        if task.type == "chief" and code == EXIT_FAILED and not (self._is_broken and self.resumes):
+        if task.type == "chief" and (not self.resumes if self._is_broken else code == EXIT_FAILED):
             return "the chief stopped the job"
         if self._chief_is_done:
             return "the chief had already ended the job"

@@ -60,6 +60,16 @@ def test_a_ring_interrupted_three_times_ends_with_the_weights_of_one_that_was_no
 
 
 @pytest.mark.thorough
+def test_a_ring_with_min_workers_is_told_and_has_not_failed(cluster: Start, tmp_path: Path) -> None:
+    schedule = [at(2, "terminate", "worker:1", "worker:1"), at(12, "terminate", "launcher")]
+    done = train(cluster, tmp_path / "a", "fit", faults=schedule, flags=["--min-workers", "1"])
+    assert done.code == 143 and done.faults == ["fault-0", "fault-1"], done.stderr
+    assert {task: ended["exit_codes"] for task, ended in done.summary["tasks"].items()} == {
+        task: [143, 143] for task in ("chief:0", "worker:0", "worker:1")
+    }, done.stderr
+
+
+@pytest.mark.thorough
 def test_a_ring_that_fits_is_told_and_killed_and_ends_with_the_same_weights(cluster: Start, tmp_path: Path) -> None:
     done = train(cluster, tmp_path / "whole", "fit")
     assert done.code == 0, done.stderr

@@ -818,8 +818,17 @@ def test_such_a_ring_that_is_told_to_end_ends_as_one_without_min_workers_does() 
     assert supervisor.exited(CHIEF, 1, 3.0) == [Finish(143)]
 
 
+def test_such_a_ring_of_which_each_worker_was_told_to_end_does_not_start_from_scratch() -> None:
+    supervisor = _shrinking(max_restarts=3)
+    supervisor.was_complete = True
+    supervisor.broken()
+    supervisor.exited(CHIEF, 143, 2.0)
+    assert supervisor.failure is not None and supervisor.failure.reason == "the chief stopped the job"
+
+
+@pytest.mark.parametrize("code", [1, 143])
 @pytest.mark.parametrize("first", [W1, CHIEF], ids=str)
-def test_such_a_ring_begins_anew_if_its_script_goes_on_where_it_was(first: TaskId) -> None:
+def test_such_a_ring_begins_anew_if_its_script_goes_on_where_it_was(first: TaskId, code: int) -> None:
     supervisor = _shrinking(max_restarts=3)
     supervisor.resumes = True
     supervisor.was_complete = True
