@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +81,8 @@ def consolidate_command(path: Path, out: Path, name: str | None) -> None:
     draft = out.with_name(f".{out.name}-{secrets.token_hex(4)}{out.suffix}")
     try:
         _write(draft, state)
-        os.link(draft, out)  # never replaces a file
+        out.touch(exist_ok=False)  # never replaces a file; not every file system has hard links
+        draft.replace(out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from None
     finally:

@@ -6,6 +6,7 @@ The order of sources is flag > environment > YAML > default; :mod:`stratagem.clu
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, Literal
 
 import pydantic
@@ -212,9 +213,9 @@ class WorkerConfig(LaneConfig):
     ring whose workers have a GPU each."""
     wire_dtype: WireDType = "float32"
     """Element type of float32 gradients of a ring between hosts; sums are float32 always."""
-    bucket_bytes: int = pydantic.Field(default=0, ge=0)
+    bucket_bytes: int = pydantic.Field(default=0, ge=0, le=sys.maxsize)
     """Bytes in a gradient bucket of the ring; 0: 25 MiB."""
-    chunk_bytes: int = pydantic.Field(default=0, ge=0)
+    chunk_bytes: int = pydantic.Field(default=0, ge=0, le=sys.maxsize)
     """Bytes in a chunk on a ring's tcp or grpc lane; 0: a short trial at the start chooses."""
     stripes: int = pydantic.Field(default=1, ge=1)
     """Parallel connections to the next worker of a ring."""

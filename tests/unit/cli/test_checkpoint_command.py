@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -54,6 +56,10 @@ def test_consolidate(
     capsys: pytest.CaptureFixture[str],
     suffix: str,
 ) -> None:
+    def refuse(*paths: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)  # as exFAT does
     path, out = script.checkpoint.save(tmp_path / "step"), tmp_path / f"plain{suffix}"
     assert stratagem(monkeypatch, "consolidate", path, out) == 0
     assert f"{out}: {len(script.state())} entries" in capsys.readouterr().out

@@ -219,6 +219,10 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["status", "--cluster", ""], "'--cluster': expected the name of a file, but it is empty."),
         (["trace", "--output", ""], "'--output': expected the name of a file, but it is empty."),
         (["run", "--workers", "2", "--stripes", "0", __file__], "stripes from flag --stripes"),
+        (
+            ["run", "--workers", "2", "--chunk-bytes", "9223372036854775808", __file__],
+            "chunk_bytes from flag --chunk-bytes",
+        ),
         (["run", "--workers", "2", "--devices", "foo", __file__], "expected a device like 'cpu', 'cuda:0' or '/gpu:0'"),
         (["worker", "--devices", "foo", "-m", "this"], "expected a device like 'cpu', 'cuda:0' or '/gpu:0'"),
         (["run", "--strategy", "one", "--devices", "cpu:0,cpu:1", __file__], "or --strategy mirrored"),
