@@ -55,6 +55,10 @@ class LaneRequests:
         self._lane = lane
         self._follows = sender.task.startswith("ps:")
 
+    def refused(self, error: StratagemError) -> None:
+        """The lane ends with this, which :meth:`take` has raised: for the request that waits for what was to come."""
+        self._store.state.senders.refused[self._sender.key] = error
+
     def take(self, frames: list[Frame]) -> None:
         """Serves frames that came together, and takes them away; what answers them leaves together. StratagemError: one
         cannot be what it says, or the sender is dead: the lane has to end."""

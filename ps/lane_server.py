@@ -202,6 +202,7 @@ def _read(requests: LaneRequests, sender: Sender, messages: Iterator[bytes], lan
     except (FencedError, PeerUnavailableError) as error:
         lane.close(error)
     except StratagemError as error:
+        requests.refused(error)
         THROTTLE.log(logger, logging.WARNING, error.reason, "Transfer from %s refused: %s", sender, error)
         lane.close(error)
     except Exception as error:  # grpc ends a broken stream by a bare Exception in the iterator

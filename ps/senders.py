@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
-from stratagem.errors import FencedError, LimitError, SequenceError, StaleStoreError
+from stratagem.errors import FencedError, LimitError, SequenceError, StaleStoreError, StratagemError
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender, is_fenced
 from stratagem.ps.sequences import WINDOW, SequenceWindow
@@ -27,6 +27,8 @@ class Senders:
         self._windows: dict[Incarnation, SequenceWindow] = {}
         self.lanes: dict[Incarnation, ReplyLane] = {}
         """The newest of each incarnation: the one that is used."""
+        self.refused: dict[Incarnation, StratagemError] = {}
+        """Why the newest lane of each ended, if something that came over it was refused."""
         self.tokens: dict[int, Incarnation] = {}
         """Who must assign the initial values of a group, until it has them."""
         self._inherited: dict[Incarnation, collections.deque[int]] = {}
@@ -46,6 +48,7 @@ class Senders:
         error = FencedError(f"{task} (up to incarnation {incarnation}) has been declared dead by the chief")
         for key in [key for key in self.lanes if is_fenced(key, task, incarnation)]:
             self.lanes.pop(key).close(error)
+        self.refused = {key: kept for key, kept in self.refused.items() if not is_fenced(key, task, incarnation)}
         self._windows = {key: kept for key, kept in self._windows.items() if not is_fenced(key, task, incarnation)}
         self._inherited = {key: kept for key, kept in self._inherited.items() if not is_fenced(key, task, incarnation)}
         self.tokens = {group: key for group, key in self.tokens.items() if not is_fenced(key, task, incarnation)}

@@ -251,14 +251,15 @@ class SocketLanes:
             shown = functools.partial(store.state.memory.note, kept_bytes=0)
             outward = ShmSender(down, sender.task, meter, unread_bytes, pool, patient=False, on_shown=shown)
             replies = ShmReplies(outward, receiver, store.state.memory)
+        requests = LaneRequests(store, sender, replies)
         try:
             store.open_lane(sender, replies)
-            requests = LaneRequests(store, sender, replies)
             while True:
                 requests.take([receiver.receive(0, math.inf)])
         except (PeerUnavailableError, FencedError):
             pass
         except StratagemError as error:
+            requests.refused(error)
             THROTTLE.log(logger, logging.WARNING, error.reason, "a frame from %s was refused: %s", sender, error)
         finally:
             store.close_lane(sender, replies)

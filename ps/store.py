@@ -87,6 +87,7 @@ class Store:
         with state.changed:
             state.senders.check(sender)
             state.senders.window(sender)
+            state.senders.refused.pop(sender.key, None)
             replaced = state.senders.lanes.get(sender.key)
             state.senders.lanes[sender.key] = lane
             if replaced is not None:

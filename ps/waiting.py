@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from stratagem.errors import PeerUnavailableError, ProtocolError, StaleStoreError
+from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, StaleStoreError
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender, TransferRef
 from stratagem.ps.sequences import NEW, SequenceDecision, SequenceWindow, Verdict
@@ -80,6 +80,8 @@ def wait_frames(
         if sender.key in state.senders.lanes:
             seen_at = time.monotonic()
         elif time.monotonic() - seen_at > LANE_S:
+            if isinstance(refused := state.senders.refused.get(sender.key), LimitError):
+                raise refused  # a new lane helps nobody
             raise StaleStoreError(f"the lane of {sender} broke before all of transfer {ref.transfer} had come")
         return False
 

@@ -15,6 +15,7 @@ from stratagem.cluster.communication import Transport
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, SequenceError, StaleStoreError
+from stratagem.ps import waiting
 from stratagem.ps.sequences import WINDOW
 from stratagem.ps.snapshot import Content
 from stratagem.ps.specs import Limits
@@ -50,11 +51,14 @@ class Worker:
         config = WorkerConfig(task="worker:0", peer_timeout_s=30.0, frame_bytes=1 << 20, transport=transport)
         self.client = PsClient(session, 0, BytesMeter(), config)
         self.client.connect()
+
+    def create(self) -> Worker:
         shard = ps_pb2.ShardSpec(variable="w", shape=[SIZE], num_rows=SIZE)
         group = ps_pb2.GroupSpec(group=1, optimizer="SGD", dtype=frame_pb2.FLOAT32, shards=[shard])
         self.client.call("CreateVariables", ps_pb2.CreateVariablesRequest(groups=[group], can_initialize=True))
         values = self.stage(torch.zeros(SIZE), frame_pb2.VALUES)
         self.client.call("AssignValues", ps_pb2.AssignValuesRequest(values=values, groups=[1]), sequenced=True)
+        return self
 
     def stage(self, flat: torch.Tensor, kind: int = frame_pb2.GRADIENT) -> ps_pb2.TransferRef:
         """Sends a flat tensor."""
@@ -87,7 +91,7 @@ def store() -> Store:
 @pytest.fixture(params=["shm", "tcp", "grpc"])
 def worker(store: Store, request: pytest.FixtureRequest) -> Iterator[Worker]:
     with serving(store) as running:
-        made = Worker(running.address, request.param)
+        made = Worker(running.address, request.param).create()
         yield made
         made.client.close("the test is over")
 
@@ -151,6 +155,19 @@ def test_refusals_are_the_errors_of_the_rpc_and_the_lane_goes_on(worker: Worker)
     with pytest.raises(LimitError, match="units"):
         refused(lambda request: setattr(request.update.units[0], "index", 1 << 60))
     assert worker.client.start("CommitUpdate", worker.request(1), sequenced=True).result().applied
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_what_is_too_much_is_told_to_the_request_that_waits_for_it(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker heard of a lane that broke, and opened another, for a minute."""
+    monkeypatch.setattr(waiting, "LANE_S", 0.01)
+    with serving(Store(limits=Limits(max_peer_bytes=8))) as running:
+        worker = Worker(running.address, transport)
+        with pytest.raises(LimitError, match="over max_peer_bytes of 8;"):
+            worker.create()
+        worker.client.close("the test is over")
 
 
 @pytest.mark.parametrize("case", ["another name", "no message", "too many entries"])
