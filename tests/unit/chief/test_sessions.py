@@ -520,9 +520,8 @@ def test_a_ring_with_too_few_ranks_left_is_given_up_at_once_whoever_has_come_bac
 def test_a_ring_whose_workers_were_told_to_end_has_not_failed() -> None:
     sessions = ring()
     sessions.goodbye("worker:1", 2, 143, "preempted: saved a/step-7; restart the job", 1.0)
-    assert sessions.stopping is None
-    sessions.goodbye("worker:0", 1, 143, "preempted: saved a/step-7; restart the job", 1.0)
-    assert sessions.stopping is not None and sessions.stopping.exit_code == 143
+    stop = sessions.goodbye("worker:0", 1, 143, "preempted: saved a/step-7; restart the job", 1.0)[-1]
+    assert isinstance(stop, StopJob) and stop.exit_code == 143
 
 
 def test_a_chief_that_is_started_again_when_the_last_rank_is_lost_gives_the_ring_up() -> None:
