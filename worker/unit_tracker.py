@@ -24,6 +24,8 @@ class UnitTracker:
         self._idle: list[Unit] = []
         self.left_early: set[Unit] = set()
         """Units that were idle when their loop ended, and are closed: what the script still computes has no unit."""
+        self.has_returned = False
+        """Whether ``.grad`` has gradients of units that were abandoned and are computed again."""
         self.accumulates = False
         """Whether an update has held the gradients of several units."""
         self.steps_per_unit = 0
@@ -38,6 +40,10 @@ class UnitTracker:
     def has_waiting(self) -> bool:
         """Whether gradients of units that were left wait for the next update."""
         return bool(self._accumulating)
+
+    def has_all(self, num_steps: int) -> bool:
+        """Whether the current unit had so many steps, and there is nothing for another one."""
+        return self.current is not None and self._num_steps >= num_steps and not self.has_gradients
 
     @property
     def num_idle(self) -> int:
@@ -58,7 +64,7 @@ class UnitTracker:
 
     def take(self, unit: Unit) -> None:
         assert self.current is None, "leave() the last unit first"
-        self.current, self._num_steps, self.has_gradients = unit, 0, False
+        self.current, self._num_steps, self.has_gradients, self.has_returned = unit, 0, False, False
 
     def focus(self, unit: Unit) -> list[Unit]:
         """The script works on the batch of ``unit`` now, taken earlier. Returns the units that are complete with it."""
@@ -115,8 +121,9 @@ class UnitTracker:
         return closed
 
     def abandon(self) -> tuple[Unit, ...]:
-        """Forgets every open unit (the job went back to a checkpoint) and returns them."""
+        """Forgets every open unit (the job went back to a checkpoint, or they go to others) and returns them."""
         dropped = self.open_units
+        self.has_returned |= self.has_gradients or self.has_waiting
         self._accumulating, self._idle = [], []
         self.current, self._num_steps, self.has_gradients = None, 0, False
         return dropped

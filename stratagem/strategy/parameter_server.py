@@ -303,8 +303,6 @@ class ParameterServerStrategy(Strategy):
 
     def _roll_back(self) -> None:
         """All ps went back to a checkpoint: drop what belongs to the past that is gone, take their weights."""
-        for push in self._groups.pushes if self._tracker.has_waiting else ():
-            push.optimizer.zero_grad()  # the batches that are in it come again
         self._tracker.abandon()
         self._is_undone, self._undone = True, [batch for batch, _ in self._batches.values()]
         self._batches.clear()

@@ -65,6 +65,16 @@ def test_a_worker_that_accumulates_leaves_its_loop_before_an_update(cluster: Sta
         )  # but what is left at the end
 
 
+@pytest.mark.parametrize("leave_after", [1, 2])
+def test_a_worker_leaves_its_loop_before_its_first_update(cluster: Start, tmp_path: Path, leave_after: int) -> None:
+    """Of one batch it cannot know that more are to join: others compute it, and .grad drops it. Two it keeps."""
+    out = tmp_path / "out.pt"
+    script = ("--accumulate", 3, "--leave-after", leave_after, "--leave-once", "--examples", 48, "--pause-s", 0.05)
+    cluster(2, 1, "count_examples.py", *script, "--out", out).succeed()
+    for counts in torch.load(out, weights_only=True).values():
+        assert (counts >= -2).all() and (counts == -2).sum() >= 48 - 4 * 4 * 2, counts.tolist()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", ["worker:1", "ps:0", "ps:1"])
 def test_whoever_dies_between_the_steps_of_two_optimizers_on_a_batch(cluster: Start, tmp_path: Path, task: str) -> None:

@@ -51,7 +51,8 @@ class Job:
     has_slots: bool = False
     """Optimizers keep a sum of squares beside each weight, which changes no update."""
     accumulates: int = 1
-    """Batches of an update; what is left at the end of a pass is in none."""
+    """Batches of an update; what is left at the end of a pass is in none, or (``keeps``) in the first of the next."""
+    keeps: bool = False
     num_models: int = 1
     """Trained in turn, an epoch each; each has its share of the variables and an optimizer."""
     prepares_late: bool = False
@@ -94,6 +95,8 @@ class Job:
     """The share of batches after which a worker leaves its pass; one stays: the first, or each in turn."""
     returns: bool = False
     """It leaves the script with it."""
+    raises: bool = False
+    """It leaves the pass by an error between backward and update, or between two updates, which the script catches."""
     min_workers: int = 0
     """Above 0 there are no ps: a ring that goes on while it has so many workers."""
     max_workers: int = 0

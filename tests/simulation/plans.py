@@ -23,6 +23,8 @@ PASSES = 0.1
 drop what is less than a batch, and of those whose batches are single examples."""
 RETURNS = 0.2
 """The share of these in which their scripts end with it."""
+RAISES = 0.3
+"""The share of these in which it is an error that they catch."""
 IN_PARTS = 0.3
 """The share of fits whose epochs are parts of passes."""
 ADMITS = 0.1
@@ -156,6 +158,11 @@ def plan(seed: int, form: str = "") -> Schedule:
         if (job.accumulates == 1 or job.staleness) and passes.random() < BREAKS:
             job = dataclasses.replace(job, breaks=passes.choice((0.1, 0.3)), returns=passes.random() < RETURNS)
             job = dataclasses.replace(job, reloads=0)  # of the epochs before that all is trained
+            raises = random.Random(-30 * seed - 1).random() < RAISES
+            job = dataclasses.replace(job, raises=raises and not job.returns)
+        keeps = job.accumulates > 1 and job.staleness > 0 and job.num_models == 1
+        if keeps and random.Random(-31 * seed - 1).random() < 0.5:
+            job = dataclasses.replace(job, keeps=True, has_slots=False)  # an update may have an example twice
         if (habits := random.Random(-29 * seed - 1)).random() < PASSES:
             job = dataclasses.replace(job, num_datasets=2, epochs=max(2, job.epochs))
         job = dataclasses.replace(job, peeks=habits.random() < PASSES, drop_last=habits.random() < PASSES)

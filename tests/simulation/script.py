@@ -33,6 +33,10 @@ HUGE = 2.0**100
 """Learning rate and eps of Adagrad: it is SGD at a learning rate of 1 then, to the last bit, and counts in its sums."""
 
 
+class _LeftError(Exception):
+    """A script's own error, which it catches outside of its loop."""
+
+
 class Counters(torch.nn.Module):
     """An element for each example, in each variable; a row for each in each table, where there are tables: of two
     widths, so two groups. The ps make the rows of some of each width, the lead gives those of the others. Two are
@@ -143,7 +147,14 @@ def train(cluster: Cluster, process: Process) -> None:
             other.step()
             if other is not others[-1]:
                 cluster.between_updates(process)
+                may_raise()
             cluster.compute(0, share=0.5)
+
+    stays = ""
+
+    def may_raise() -> None:
+        if job.raises and process.name != stays and world.random.random() < job.breaks:
+            raise _LeftError
 
     num_taken = 0
 
@@ -161,6 +172,7 @@ def train(cluster: Cluster, process: Process) -> None:
             checks().read_frozen(torch.cat([table(batch[0]) for table in model.frozen]))
         weights = [each.detach()[batch[0]] for each in parameters] if seen else []
         torch.autograd.backward(trained, gradients)  # as of a loss, without what computes it
+        may_raise()
         num_taken = (num_taken + 1) % job.accumulates
         if num_taken:
             return
@@ -183,14 +195,18 @@ def train(cluster: Cluster, process: Process) -> None:
                 peeked.close()  # else the next pass leaves this one
         for batch in batches:
             cluster.compute(0)
-            strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
+            try:
+                strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
+            except _LeftError:
+                num_taken = 0
+                break
             if save is not None and world.random.random() < job.saves:
                 save()
-            if job.breaks and process.name != stays and world.random.random() < job.breaks:
+            if job.breaks and not job.raises and process.name != stays and world.random.random() < job.breaks:
                 if job.returns:
                     return
                 break
-        num_taken = 0
+        num_taken *= job.keeps
         if job.meets:
             strategy.barrier()
         if job.reloads == epoch + 1:

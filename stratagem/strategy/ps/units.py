@@ -136,11 +136,15 @@ class LeasedUnits:
 
     def _ask(self, wait: bool, group: str, counts: bool) -> Lease | None:
         while True:
-            done = Done(self._groups.num_groups, self._tracker.steps_per_unit or len(self._groups.pushes))
+            done = Done(self._groups.num_groups, self._num_updates())
             try:
                 return self._client.next(wait, group, counts, done)
             except StaleStoreError:  # no unit is leased before a ps has its initial values again
                 self._attach()
+
+    def _num_updates(self) -> int:
+        """Of a unit, as far as this worker knows."""
+        return self._tracker.steps_per_unit or len(self._groups.pushes)
 
     def share(self, lease: Lease) -> float:
         """Staleness 0: the part of its global batch that a lease is."""
@@ -163,6 +167,8 @@ class LeasedUnits:
         elif lease.refresh:
             with self._meter.exposed("weights of the step that was missed"):
                 self._groups.refresh()
+        for push in self._groups.pushes if self._tracker.has_returned else ():
+            push.optimizer.zero_grad()  # the batches that are in it come again
         self._tracker.take(lease.unit)
         self._on_begin(lease, batch)
 
@@ -210,8 +216,9 @@ class LeasedUnits:
         self._meter.stop_clock()
         self._on_begin(None, None)
         # A unit that the script was working on goes back. If it had stepped, the next worker's update is recognised as
-        # a duplicate, unless it is one of several: a part of an update alone cannot be made again.
-        if self._tracker.accumulates:
+        # a duplicate, unless either is one of several: a part of an update alone cannot be made again.
+        is_done = self._plan.staleness > 0 and not self._listeners() and self._tracker.has_all(self._num_updates())
+        if is_done or self._tracker.accumulates or self._tracker.has_waiting:
             self._accept(self._tracker.leave())
             # As at the end of a loop: .grad has what waits for the next update. A ps must not seem to lack it.
             if self._plan.staleness > 0 and (waiting := self._tracker.drop_waiting()):

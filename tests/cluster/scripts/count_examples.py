@@ -67,6 +67,7 @@ def main() -> None:
     )
     parser.add_argument("--ahead", type=int, default=0, help="batches that the script takes ahead of time")
     parser.add_argument("--leave-after", type=int, default=0, help="batches after which others than the lead leave")
+    parser.add_argument("--leave-once", action="store_true", help="they go through the passes after the first")
     parser.add_argument("--data-workers", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--table", action="store_true", help="count in a table")
@@ -112,14 +113,14 @@ def main() -> None:
 
     step = 0
     epochs = itertools.takewhile(lambda _: not options.until.exists(), itertools.count()) if options.until else None
-    for _ in epochs or range(dataset.epoch, options.epochs):
+    for epoch in epochs or range(dataset.epoch, options.epochs):
         for number, batch in enumerate(ahead(dataset, options.ahead)):
             faults.at_step(task, step)
             if options.pause_s:
                 time.sleep(options.pause_s)
             strategy.run(train_step, args=(batch, (number + 1) % options.accumulate == 0))
             step += 1
-            if number + 1 == options.leave_after and not strategy.is_lead:
+            if number + 1 == options.leave_after and not strategy.is_lead and not (epoch and options.leave_once):
                 break
         if manager is not None:
             manager.save()
