@@ -149,7 +149,10 @@ class TrainingUnits(UnitLender[TrainingPass]):
         return known
 
     async def accept(self, request: LeaseRequest[TrainingPass]) -> None:
-        incarnation, data = request.incarnation, request.units_of
+        incarnation, data, steps = request.incarnation, request.units_of, self._lease_book.steps
+        if request.steps_per_unit not in (0, steps.per_unit):  # which says whether a unit is whole
+            steps.per_unit = request.steps_per_unit
+            self._journal.write("steps_per_unit", number=steps.per_unit)
         believed = await self._recovery.believe(incarnation, data.dataset, data.epoch, request.accepted)
         await self._admit(incarnation)
         accepted = self._lease_book.accept(incarnation, data.dataset, data.epoch, believed)
@@ -182,9 +185,6 @@ class TrainingUnits(UnitLender[TrainingPass]):
 
         self._lease_book.note_counts(incarnation, request.counts)
         held, steps = frozenset(request.held), self._lease_book.steps
-        if request.steps_per_unit not in (0, steps.per_unit):
-            steps.per_unit = request.steps_per_unit
-            self._journal.write("steps_per_unit", number=steps.per_unit)
         first, before = steps.next_number, self._lease_book.loops.where(incarnation)
         leases = self._lease_book.ask(
             incarnation, data.dataset, data.epoch, held, request.want, workers, data.stop, data.group, request.at_most

@@ -455,8 +455,12 @@ async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_lat
                 await task.die()
 
 
-async def test_at_staleness_0_what_went_back_to_the_middle_of_a_batch_is_computed_again(tmp_path: Path) -> None:
-    """Of two optimizers the checkpoint had the first one's update; what a worker had reported late was believed."""
+@pytest.mark.parametrize("per_unit", [1, 2])
+async def test_at_staleness_0_what_went_back_to_the_middle_of_a_batch_is_computed_again(
+    tmp_path: Path, per_unit: int
+) -> None:
+    """Of two optimizers the checkpoint had the first one's update; what a worker had reported late was believed. Of two
+    models in turn that update is all: the report says so, and the batch was computed again, beside another one."""
     async with contextlib.AsyncExitStack() as stack:
         config = {"checkpoint_dir": str(tmp_path), "num_workers": 1, "num_ps": 1}
         running, [worker], [server] = await stack.enter_async_context(cluster(**config))
@@ -469,8 +473,8 @@ async def test_at_staleness_0_what_went_back_to_the_middle_of_a_batch_is_compute
         await stack.enter_async_context(ps(running.address, reborn))
         await until(lambda: running.job.sessions.live("ps"))
         reborn.apply(Unit(1, 0, 0), num_servers=1)
-        await worker.next([0], wait=False)
-        assert 0 not in running.job.lease_book.epoch(1, 0).accepted
+        await worker.next([0], wait=False, steps_per_unit=per_unit)
+        assert (0 in running.job.lease_book.epoch(1, 0).accepted) == (per_unit == 1)
         reborn.apply(Unit(1, 0, 0), ordinal=1, num_servers=1)
         await worker.next([0], wait=False)
         assert 0 in running.job.lease_book.epoch(1, 0).accepted
