@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -357,14 +358,16 @@ class VariableGroups:
         runtime = self._runtime
         if runtime.meter.in_step and self._all:  # the others would wait for a step of this worker without a word
             runtime.chief.agree(runtime.chief.new_group("further prepare"), 0, 0)
-        deadline = time.monotonic() + runtime.config.peer_timeout_s
+        deadline = math.inf  # since a ps went: the lead may have been waited for longer
         while True:
+            began = time.monotonic()
             try:
                 create_or_attach(every, runtime.clients, runtime.gives_values, runtime.config.start_timeout_s)
                 break
             except (PeerUnavailableError, StaleStoreError) as error:
-                if time.monotonic() > deadline:
+                if began > deadline:
                     raise
+                deadline = min(deadline, time.monotonic() + runtime.config.peer_timeout_s)
                 logger.warning("%s", error)
                 self.reconnect()
         self._all += [one for one in every if isinstance(one, RemoteVariables)]

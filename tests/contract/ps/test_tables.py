@@ -517,6 +517,25 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
         job.groups.roll_back()
 
 
+def test_a_ps_that_goes_when_the_lead_was_waited_for_longer_than_for_a_ps(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start(peer_timeout_s=1.0)
+    until = time.monotonic() + 1.2
+    job.groups._runtime.gives_values = lambda: time.monotonic() > until
+    has_values, gone = RemoteVariables.has_values, [PeerUnavailableError("ps:0 cannot be reached")]
+
+    def breaking(self: RemoteVariables, client: PsClient) -> bool:
+        if time.monotonic() > until and gone:
+            raise gone.pop()
+        return has_values(self, client)
+
+    monkeypatch.setattr(RemoteVariables, "has_values", breaking)
+    model = nn.Linear(3, 2, bias=False)
+    job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert not gone
+
+
 def test_a_ps_that_refuses_is_not_asked_for_ever(start: Callable[..., Job]) -> None:
     job = start("tcp", peer_timeout_s=1.0)
     model, optimizers = build("SGD", Remote())
