@@ -25,9 +25,9 @@ def is_late(incarnation: Incarnation) -> ConfigurationError:
     """Of a worker that begins where others accumulate."""
     return ConfigurationError(
         f"{incarnation.task} cannot continue at staleness 0: others are in the middle of an update of several batches, "
-        "and it has not had all of these: it or another worker was lost (start the job again, and it resumes from its "
-        "last checkpoint), or a batch has too few examples for all workers (give larger batches, with drop_last=True, "
-        "or start fewer workers)"
+        "and it has not had all of these: it or another worker was lost or left a loop early (start the job again, and "
+        "it resumes from its last checkpoint), or a batch has too few examples for all workers (give larger batches, "
+        "with drop_last=True, or start fewer workers)"
     )
 
 

@@ -121,11 +121,13 @@ class Invariants:
         return self.world.process.name if self.world.process is not None else "-"
 
     def ends_for_good(self, reason: str) -> bool:
-        """Whether a job in step, of updates over several batches, has lost somebody, and ends as it says it does."""
+        """Whether a job in step, of updates over several batches, has lost somebody, or passes are left early, and it
+        ends as it says it does."""
         job, chief, served = self.cluster.job, self.cluster.chief_job, self.cluster.served
         tasks = [process for process in self.world.processes if process.name != "chief:0"]
         is_whole = all(process.alive or process.name in served for process in tasks) and not chief.sessions.fenced
-        return job.accumulates > 1 and not job.staleness and not is_whole and "resumes from its last" in reason
+        may_end = job.accumulates > 1 and not job.staleness and (not is_whole or job.breaks > 0)
+        return may_end and "resumes from its last" in reason
 
     # -- on a ps -----------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ def plan(seed: int, form: str = "") -> Schedule:
     if not job.fits:
         passes = random.Random(-27 * seed - 1)
         job = dataclasses.replace(job, meets=passes.random() < MEETS)
-        if (job.accumulates == 1 or job.staleness) and passes.random() < BREAKS:
+        if passes.random() < BREAKS:
             job = dataclasses.replace(job, breaks=passes.choice((0.1, 0.3)), returns=passes.random() < RETURNS)
             job = dataclasses.replace(job, reloads=0)  # of the epochs before that all is trained
             raises = random.Random(-30 * seed - 1).random() < RAISES

@@ -522,7 +522,7 @@ def test_a_ps_that_goes_when_the_lead_was_waited_for_longer_than_for_a_ps(
 ) -> None:
     job = start(peer_timeout_s=1.0)
     until = time.monotonic() + 1.2
-    job.groups._runtime.gives_values = lambda: time.monotonic() > until
+    monkeypatch.setattr(job.groups._runtime, "gives_values", lambda: time.monotonic() > until)
     has_values, gone = RemoteVariables.has_values, [PeerUnavailableError("ps:0 cannot be reached")]
 
     def breaking(self: RemoteVariables, client: PsClient) -> bool:

@@ -117,11 +117,11 @@ def test_abandon_forgets_everything() -> None:
     tracker.take(B)
     assert tracker.abandon() == (A, B)
     assert tracker.leave() == []
-    assert tracker.has_returned
+    has_returned = [tracker.has_returned]
     tracker.take(C)
-    assert not tracker.has_returned
+    has_returned.append(tracker.has_returned)
     assert tracker.abandon() == (C,)
-    assert not tracker.has_returned  # no backward has reached it
+    assert [*has_returned, tracker.has_returned] == [True, False, False]  # no backward has reached the last one
 
 
 def test_work_after_the_end_of_the_loop_has_no_unit() -> None:
