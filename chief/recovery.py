@@ -108,17 +108,17 @@ class Recovery(ChiefPart):
 
     async def _committed_ordinals(
         self, units: Sequence[Unit], slices: Collection[CommittedSlice]
-    ) -> dict[Unit, list[int]]:
-        """Ordinals that some ps has committed (``slices``) or applied."""
+    ) -> dict[Unit, dict[int, int]]:
+        """Ordinals that some ps has committed (``slices``), each with its step, or applied (0)."""
         descriptions = (await self._ps_pool.describe()).values()
-        committed: dict[Unit, list[int]] = {}
+        committed: dict[Unit, dict[int, int]] = {}
         for unit in units:
             found = self._lease_book.steps.find(unit)
             number = found[0].number if found is not None else 0
             # In a later step than its own where it was accumulated; in an earlier one before it was leased again.
-            ordinals = {each.ordinal for each in slices if each.unit == unit and each.step >= number}
-            ordinals.update(ordinal for each in descriptions for ordinal in each.ordinals(unit))
-            committed[unit] = sorted(ordinals)
+            applied = {ordinal: 0 for each in descriptions for ordinal in each.ordinals(unit)}
+            waiting = {each.ordinal: each.step for each in slices if each.unit == unit and each.step >= number}
+            committed[unit] = applied | waiting
         return committed
 
     async def take_out(self, incarnation: Incarnation, removed: Callable[[], Removal]) -> None:

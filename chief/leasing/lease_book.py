@@ -273,10 +273,11 @@ class LeaseBook:
         units = [Unit(dataset, epoch, index) for index in self.epoch(dataset, epoch).held_by(incarnation)]
         return self.remove(units, {})
 
-    def remove(self, units: Sequence[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
+    def remove(self, units: Sequence[Unit], committed: Mapping[Unit, Mapping[int, int]]) -> Removal:
         """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`, or
         :meth:`mark_accepted`.
-        ``committed``: at staleness 0, ordinals of their updates that some ps has committed or applied."""
+        ``committed``: at staleness 0, ordinals of their updates that some ps has committed, each with the number of its
+        step, or applied (0)."""
         removal = self.steps.remove(units, committed)
         gone = (unit for unit in units if self.steps.find(unit) is None)
         returned = {*removal.returned, *gone}.difference(removal.accepted)

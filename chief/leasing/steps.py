@@ -3,7 +3,8 @@
 A step is composed when a worker asks and none of the composed steps has a slice reserved for it. The slices of the
 other workers are *reserved* until they ask, then *granted*. A slice ends as *accepted* (its worker said so), *removed*
 (its worker died or left before it committed anywhere; the unit is leased again) or *absorbed* (its worker died after a
-commit on some ps: the slice stays in the step, and its unit is accepted once the rest of the step is).
+commit on some ps: the slice stays in the step, and its unit is accepted once the rest of the step is, or where it was
+accumulated, that of the later step which its update belongs to).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Slice:
     state: SliceState = SliceState.RESERVED
     refresh: bool = False
     """Its worker had no slice in the step before and must wait for that step and pull weights first."""
-    ordinals: tuple[int, ...] = ()
-    """Absorbed slices: ordinals of the updates that are committed somewhere."""
+    ordinals: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Absorbed slices: ordinals of the updates that are committed somewhere, and the step that each belongs to."""
 
     @property
     def unfinished(self) -> bool:
@@ -234,9 +235,9 @@ class JobSteps:
             self._finish(self._of_unit[unit], done)
         return done
 
-    def remove(self, units: Iterable[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
+    def remove(self, units: Iterable[Unit], committed: Mapping[Unit, Mapping[int, int]]) -> Removal:
         """The workers of these unfinished slices will not deliver them; ``committed``: ordinals of the updates of these
-        units that some ps has committed or applied."""
+        units that some ps has committed, each with the number of its step, or applied (0)."""
         removal = Removal()
         touched: dict[int, JobStep] = {}
         for unit in units:
@@ -245,8 +246,7 @@ class JobSteps:
                     continue
                 step = self._of_unit[unit]
                 touched[step.number] = step
-                ordinals = tuple(sorted(set(committed.get(unit, ()))))
-                if ordinals:
+                if ordinals := committed.get(unit, {}):
                     each.state, each.ordinals = SliceState.ABSORBED, ordinals
                     continue
                 each.state = SliceState.REMOVED
@@ -290,8 +290,10 @@ class JobSteps:
         return [] if step is None else [each for each in step.slices if each.unit == unit]
 
     def _finish(self, step: JobStep, removal: Removal) -> None:
-        """Takes a step out once no worker has to deliver anything more for it."""
-        if any(each.unfinished for each in step.slices):
+        """Takes a step out once no worker has to deliver anything more for it, nor for a later one in which an absorbed
+        slice of it counts."""
+        later = {number for each in step.slices for number in each.ordinals.values() if number > step.number}
+        if any(each.unfinished for each in step.slices) or not later.isdisjoint(self.open):
             return
         self.open.pop(step.number, None)
         for each in step.slices:
@@ -302,3 +304,5 @@ class JobSteps:
                     removal.returned[each.unit] = each.incarnation  # the next one makes the updates that it lacks
                 else:
                     removal.accepted.append(each.unit)
+        for before in [each for each in self.open.values() if each.number < step.number]:
+            self._finish(before, removal)

@@ -129,7 +129,7 @@ class LendingMachine(RuleBasedStateMachine):
             else self.lease_book.remove(
                 self.lease_book.held(incarnation),
                 {
-                    u: [0]
+                    u: {0: 0}
                     for u in self.lease_book.held(incarnation)
                     if any(u in each for each in self.ps.commits.values())
                 },
@@ -245,10 +245,24 @@ def test_a_committed_slice_of_a_dead_worker_stays_and_is_accepted_with_its_step(
     lease_book = sync_lending()
     lease_book.ask(A, 1, 0, (), 1, [A, B])
     lease_book.ask(B, 1, 0, (), 1, [A, B])
-    removal = lease_book.remove(lease_book.held(B), {Unit(1, 0, 1): [0]})
+    removal = lease_book.remove(lease_book.held(B), {Unit(1, 0, 1): {0: 1}})
     assert removal.closings == [StepClosing(1, (Unit(1, 0, 0), Unit(1, 0, 1)), ((Unit(1, 0, 1), 0),))]
     assert (removal.returned, removal.accepted) == ({}, [])
     assert lease_book.accept(A, 1, 0, [0]) == [Unit(1, 0, 0), Unit(1, 0, 1)]
+
+
+def test_an_accumulated_slice_of_a_dead_worker_is_accepted_with_the_step_of_its_update() -> None:
+    """It was accepted with its own step: a checkpoint named it, and did not have its update."""
+    lease_book = sync_lending()
+    asked = (A, ()), (B, ()), (A, (0,)), (B, (1,))
+    held = [lease_book.ask(one, 1, 0, has, 1, [A, B]).granted[0].unit for one, has in asked]
+    assert held == [Unit(1, 0, index) for index in range(4)]
+    removal = lease_book.remove(lease_book.held(B), {unit: {0: 2} for unit in held[1::2]})
+    assert [closing.included for closing in removal.closings] == [tuple(held[:2]), tuple(held[2:])]
+    assert lease_book.accept(A, 1, 0, [0]) == [held[0]]
+    assert [*lease_book.steps.open] == [1, 2], "a chief that follows has to know the first one, too"
+    assert sorted(lease_book.accept(A, 1, 0, [2])) == held[1:]
+    assert not lease_book.steps.open
 
 
 def test_a_slice_that_lacks_an_update_is_lent_again_when_the_other_worker_dies_too() -> None:
@@ -257,7 +271,7 @@ def test_a_slice_that_lacks_an_update_is_lent_again_when_the_other_worker_dies_t
     lease_book.steps.per_unit = 2
     lease_book.ask(A, 1, 0, (), 1, [A, B])
     lease_book.ask(B, 1, 0, (), 1, [A, B])
-    assert not lease_book.give_back(lease_book.remove(lease_book.held(B), {Unit(1, 0, 1): [0]}).returned)
+    assert not lease_book.give_back(lease_book.remove(lease_book.held(B), {Unit(1, 0, 1): {0: 1}}).returned)
     removal = lease_book.remove(lease_book.held(A), {})
     assert lease_book.give_back(removal.returned) == [Unit(1, 0, 0), Unit(1, 0, 1)]
 
@@ -267,7 +281,7 @@ def test_a_slice_of_a_dead_worker_that_lacks_an_update_is_lent_again_after_its_s
     lease_book.steps.per_unit = 2
     lease_book.ask(A, 1, 0, (), 1, [A, B])
     lease_book.ask(B, 1, 0, (), 1, [A, B])
-    removal = lease_book.remove(lease_book.held(B), {Unit(1, 0, 1): [0]})
+    removal = lease_book.remove(lease_book.held(B), {Unit(1, 0, 1): {0: 1}})
     assert (removal.returned, removal.accepted) == ({}, [])
     assert not lease_book.ask(A, 1, 0, {0}, 1, [A]).granted, "its first update may not be on the ps yet"
     assert lease_book.accept(A, 1, 0, [0]) == [Unit(1, 0, 0)]
