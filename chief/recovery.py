@@ -66,10 +66,9 @@ class Recovery(ChiefPart):
                 known, everybody = self._journal.history.initialized, await self._ps_pool.describe()
                 # Without one that has come back and is yet to be put back.
                 described = {who: each for who, each in everybody.items() if each.initialized or who.task not in known}
-                accumulates = any(each.accumulates for each in described.values())
-                if not described or (accumulates and len(described) < self._ps_pool.num_ps):
-                    return False  # one that has an update of these could not take another one of some of them
-                if len(described) >= self._ps_pool.num_ps and (accumulates or not lease_book.counts(incarnation)):
+                if len(described) < self._ps_pool.num_ps:
+                    return False  # one that has an update of several of these could not take another one of some
+                if any(each.accumulates for each in described.values()) or not lease_book.counts(incarnation):
                     units = await self._accept_done(units, described)
             committed = await self._committed_ordinals(units, slices) if lease_book.synchronous and units else {}
             back = await self.carry_out(lease_book.remove(units, committed))
