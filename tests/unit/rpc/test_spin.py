@@ -27,7 +27,10 @@ class Watch:
 
 @pytest.fixture
 def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a clock by which each wait has three looks: none is cut short by load."""
+    clock = iter(range(10**6))
     monkeypatch.setattr(spin.cores, "are_enough", lambda: True)
+    monkeypatch.setattr(spin, "time", types.SimpleNamespace(monotonic=lambda: next(clock) * spin.SPIN_S / 3))
 
 
 def looks(spinner: Spin, watch: Watch) -> int:
@@ -70,9 +73,9 @@ def test_what_is_ready_is_found_at_the_first_look_without_asking_for_cores(monke
 
 @pytest.mark.usefixtures("free_cores")
 def test_finds_what_comes_within_a_moment() -> None:
-    watch = Watch(ready_at=5)
+    watch = Watch(ready_at=3)
     assert Spin().until(watch.look)
-    assert watch.num_looks == 5
+    assert watch.num_looks == 3
 
 
 def test_sleeps_at_once_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +84,7 @@ def test_sleeps_at_once_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("free_cores")
-def test_waits_that_last_make_it_look_more_seldom_and_one_that_does_not_makes_it_look_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = iter(range(10**6))
-    clocked = types.SimpleNamespace(monotonic=lambda: next(clock) * spin.SPIN_S / 3)
-    monkeypatch.setattr(spin, "time", clocked)  # no look is cut short by load
+def test_waits_that_last_make_it_look_more_seldom_and_one_that_does_not_makes_it_look_again() -> None:
     spinner, watch = Spin(), Watch()
     spun = [looks(spinner, watch) > 1 for _ in range(200)]
     places = [place for place, yes in enumerate(spun) if yes]

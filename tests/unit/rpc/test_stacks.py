@@ -7,6 +7,7 @@ import threading
 import weakref
 
 from stratagem.rpc.observer import thread_stacks
+from tests.polling import until
 
 
 def wait_here(over: threading.Event) -> None:
@@ -19,6 +20,7 @@ def test_every_thread_is_shown_with_its_frames() -> None:
     for thread in threads:
         thread.start()
     try:
+        until(lambda: "".join(thread_stacks()).count(" in wait_here\n    over.wait()\n") == len(threads))
         stacks = thread_stacks()
         assert len(stacks) >= threading.active_count()
         for thread in threads:
