@@ -28,7 +28,9 @@ from stratagem.rpc.security import OPEN
 from stratagem.strategy.torchrun import with_addresses
 from stratagem.worker.ring.building import Opener
 from stratagem.worker.ring.lane_plan import RankInfo
+from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
+from tests.polling import until
 
 TASKS = ["worker:0", "worker:1", "worker:2"]
 
@@ -214,6 +216,20 @@ def test_ranks_of_two_torchruns_meet_though_these_count_restarts_apart(monkeypat
     assert one == other and len(one.worker) == 2
 
 
+class Ending(PrefixStore):
+    """A store that is gone once the test says so: who waits for the other rank there ends, however late that was."""
+
+    is_over = False
+
+    def check(self, keys: list[str]) -> bool:
+        if self.is_over:
+            raise DistNetworkError("the test is over")
+        return super().check(keys)
+
+    def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
+        until(lambda: self.is_over or self.check(keys))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
@@ -231,30 +247,33 @@ def test_ranks_of_two_torchruns_meet_though_these_count_restarts_apart(monkeypat
     ids=["no text", "long", "signs", "no ASCII", "no address", "empty"],
 )
 def test_what_no_rank_wrote_is_refused(key: str, value: Any, told: str) -> None:
-    store = HashStore()
-
-    class Altered(PrefixStore):
+    class Altered(Ending):
         def set(self, name: str, word: Any) -> None:
             super().set(name, value if name.endswith(key) else word)
 
+    store = HashStore()
+    altered = Altered("group", store)
     with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(form, Altered("group", store), 1, [0, 1], 0.5)
+        other = pool.submit(form, altered, 1, [0, 1], 20.0)
         with pytest.raises(ConfigurationError) as refused:
             form(PrefixStore("group", store), 0, [0, 1], 20.0)
         assert told in str(refused.value) and len(str(refused.value)) < 1000
+        altered.is_over = True
         assert isinstance(other.exception(), StratagemError)
 
 
 def test_a_call_that_rank_0_did_not_write_is_refused() -> None:
-    class Altered(PrefixStore):
+    class Altered(Ending):
         def set(self, name: str, word: Any) -> None:
             super().set(name, "elsewhere" if name.startswith("call of") else word)
 
     store = HashStore()
+    altered = Altered("group", store)
     with ThreadPoolExecutor(1) as pool:
-        lead = pool.submit(lambda: Rendezvous(Altered("group", store), 0, TASKS[:2], 0.5).exchange("words", "here"))
+        lead = pool.submit(lambda: Rendezvous(altered, 0, TASKS[:2], 20.0).exchange("words", "here"))
         with pytest.raises(ConfigurationError, match="worker:1 found 'elsewhere' under 'call of "):
             Rendezvous(PrefixStore("group", store), 1, TASKS[:2], 20.0)
+        altered.is_over = True
         assert isinstance(lead.exception(), ClusterTimeoutError)
 
 
@@ -267,7 +286,9 @@ def test_a_store_that_is_gone_is_named() -> None:
         Rendezvous(Gone("group", HashStore()), 0, TASKS, 20.0).exchange("words", "here")
 
 
-def test_a_rank_that_is_out_of_reach_is_named_with_its_address() -> None:
+def test_a_rank_that_is_out_of_reach_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    form_ring = RingMember.form  # the time is for the lanes alone: until then the ranks come as late as they like
+    monkeypatch.setattr(RingMember, "form", lambda member, options, device, _: form_ring(member, options, device, 0.5))
     address, store = f"127.0.0.1:{free_port('127.0.0.1')}", HashStore()
 
     class Altered(PrefixStore):
@@ -277,7 +298,7 @@ def test_a_rank_that_is_out_of_reach_is_named_with_its_address() -> None:
 
     def meet(rank: int) -> str:
         with pytest.raises(ClusterTimeoutError) as late:
-            form(Altered("group", store), rank, [0, 1], 0.5)
+            form(Altered("group", store), rank, [0, 1], 20.0)
         return str(late.value)
 
     with ThreadPoolExecutor(2) as pool:
