@@ -9,7 +9,6 @@ import gc
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -395,14 +394,13 @@ def test_a_ring_forms_once_it_is_known_where_all_listen(monkeypatch: pytest.Monk
         assert sums(ring) == [7.0] * 3
 
 
-def test_ranks_in_other_collectives_do_not_try_again_over_other_connections() -> None:
+def test_ranks_in_other_collectives_do_not_try_again_over_other_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_member, "HEAR_S", 100.0)  # so long a rank waits that thinks of its connection
     with ring_of(3, "tcp") as (_, ring), futures.ThreadPoolExecutor(3) as pool:
-        began = time.monotonic()
         wrong = [pool.submit(one.all_reduce, torch.ones(3 + (one.rank == 1))) for one in ring]
         for each in wrong:
             with pytest.raises(CollectiveError, match="the ranks are not in the same collective"):
                 each.result(60)
-        assert time.monotonic() - began < ring_member.HEAR_S
         assert [one.generation for one in ring] == [0] * 3
 
 

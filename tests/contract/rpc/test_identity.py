@@ -52,6 +52,7 @@ class Welcoming(chief_pb2_grpc.ChiefServicer):
         self.joined: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.send_away = threading.Event()
+        self.save_s, self.has_saved = 0.6, threading.Event()  # a slow disk
 
     def Session(self, request_iterator: Any, context: Any) -> Iterator[chief_pb2.SessionEvent]:
         join = next(request_iterator).join
@@ -73,7 +74,7 @@ class Welcoming(chief_pb2_grpc.ChiefServicer):
 
     def SaveCheckpoint(self, request: Any, context: Any) -> chief_pb2.SaveCheckpointReply:
         self.told.put("save")
-        threading.Event().wait(0.6)  # a slow disk
+        self.has_saved.wait(self.save_s)
         return chief_pb2.SaveCheckpointReply(path="step-1")
 
     def NextUnits(self, request: Any, context: Any) -> chief_pb2.NextUnitsReply:
@@ -151,9 +152,11 @@ def test_a_chief_that_takes_long_is_no_chief_that_is_away(monkeypatch: pytest.Mo
         assert client.save_checkpoint("x") == "step-1"
         assert servicer.told.get() == "save" and servicer.told.empty(), "one call: another begins another checkpoint"
         assert client.next_units(chief_pb2.NextUnitsRequest()).end
+        servicer.save_s = 60.0  # the end of the job comes first, however late that is
         threading.Timer(0.1, session.end, ["over"]).start()
         with pytest.raises(JobStoppedError):
             client.save_checkpoint("x")
+        servicer.has_saved.set()
         session.goodbye(0)
 
 

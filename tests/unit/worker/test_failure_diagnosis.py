@@ -81,7 +81,10 @@ def test_a_loop_that_one_rank_left_early_is_asked_for(ordinal: int, own: str, is
 
 
 @pytest.mark.parametrize("waiting_on", [None, 0])
-def test_a_rank_that_closed_its_lane_and_answers_is_given_time_to_say_why(waiting_on: int | None) -> None:
+def test_a_rank_that_closed_its_lane_and_answers_is_given_time_to_say_why(
+    waiting_on: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_diagnosis, "TURN_S", 60.0)  # so long a machine does not stand still
     diagnosis = diagnosis_of_rank_0(threading.Event())
     peers: Any = diagnosis._peers
     blamed = threading.Event()
