@@ -117,18 +117,23 @@ def test_groups_made_in_another_order_are_told_and_not_waited_for(
     """Torch numbers the groups of each rank: two that are not the same meet under one number."""
     for name in ("_TELL_S", "_LEAD_S"):
         monkeypatch.setattr(f"stratagem.distributed.store_members.{name}", 0.2)
-    store, has_come = HashStore(), threading.Event()
+    store, has_come, have_others = HashStore(), threading.Event(), threading.Event()
 
     class Watched(PrefixStore):
         def set(self, name: str, word: str) -> None:
             super().set(name, word)
             has_come.set()
 
+        def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
+            have_others.wait(20.0)  # it looks once who else has come, and after that
+            super().wait(keys, *timeout)
+
     with ThreadPoolExecutor(1) as pool:
         one = pool.submit(lambda: Rendezvous(Watched("1", store), rank, TASKS[:2], 60.0).exchange("words", "here"))
         assert has_come.wait(20.0)
         with contextlib.suppress(ClusterTimeoutError):
             Rendezvous(PrefixStore("1", store), their_rank, others, 0.05).exchange("words", "there")
+        have_others.set()
         with pytest.raises(
             ConfigurationError, match=f"and rank {rank} one of {', '.join(others)}: .*in the same order"
         ):
