@@ -206,9 +206,10 @@ class Invariants:
         """No unit is with two workers."""
         unit = (*key, index)
         name, lacking = self.partial
-        may_lack = self.cluster.job.prepares_late and (self.cluster.wanted or self.cluster.disk.full_until)
+        job = self.cluster.job
+        may_lack = (job.prepares_late or job.prepares_apart) and (self.cluster.wanted or self.cluster.disk.full_until)
         if (
-            self.model_of_epoch(self.cluster.job.pass_of(key)) in lacking
+            self.model_of_epoch(job.pass_of(key)) in lacking
             and not may_lack
             and name not in self.cluster.disk.flipped
             # Else a chief died as it had written another one.
