@@ -38,10 +38,7 @@ def read_step(path: pathlib.Path) -> int | None:
 def is_complete(path: pathlib.Path) -> bool:
     """Whether the manifest can be read and every file has the size that it says."""
     manifest = Manifest.read(path)
-    try:
-        return manifest is not None and all((path / f.name).stat().st_size == f.num_bytes for f in manifest.files)
-    except OSError:
-        return False
+    return manifest is not None and _has_all_files(path, manifest)
 
 
 def was_removed(path: pathlib.Path) -> bool:
@@ -98,7 +95,7 @@ def next_number(directory: str | os.PathLike[str], at_least: int) -> int:
 
 
 def steps(directory: pathlib.Path) -> list[int]:
-    return [read_step(path) or 0 for path in scan(directory)]
+    return [step for (step, *_), _ in _scan(directory, depth=1)]
 
 
 def choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
@@ -120,6 +117,13 @@ def _is_named(path: pathlib.Path, name: str) -> bool:
     return re.fullmatch(rf"{re.escape(name)}-\d{{8,}}", path.name) is not None
 
 
+def _has_all_files(path: pathlib.Path, manifest: Manifest) -> bool:
+    try:
+        return all((path / file.name).stat().st_size == file.num_bytes for file in manifest.files)
+    except OSError:
+        return False
+
+
 def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int, str, int], pathlib.Path]]:
     try:
         children = [path for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir()]
@@ -127,13 +131,14 @@ def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int,
         return
     for path in children:
         if os.path.exists(path / MANIFEST):  # False of a folder that may not be looked into, as lost+found
-            manifest = Manifest.read(path)
-            if manifest is not None and is_complete(path):
+            manifest = Manifest.read(path)  # once: a folder may have thousands, and every save looks at all
+            if manifest is not None and _has_all_files(path, manifest):
                 try:
                     written = (path / MANIFEST).stat().st_mtime_ns
                 except FileNotFoundError:  # it is being removed
                     continue
-                yield (read_step(path) or 0, manifest.chief_epoch, manifest.created[:19], written), path
+                step = (Manifest.read(path / HOST) or manifest).step
+                yield (step, manifest.chief_epoch, manifest.created[:19], written), path
         elif depth:
             yield from _scan(path, depth - 1)
 

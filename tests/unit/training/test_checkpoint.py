@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ import torchmetrics
 from torch import nn
 
 from stratagem.arguments import warn_once
-from stratagem.checkpoint.catalog import find_damage
+from stratagem.checkpoint import manifest
+from stratagem.checkpoint.catalog import HOST, find_damage, scan, steps
+from stratagem.checkpoint.durable import read_file
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.measuring import measures
@@ -330,6 +333,27 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert [everything.save() for _ in range(7)] == everything.checkpoints
     with pytest.raises(ConfigurationError, match="max_to_keep"):
         CheckpointManager(script.checkpoint, tmp_path, max_to_keep=0)
+
+
+@pytest.mark.parametrize("find", [scan, steps])
+def test_a_look_through_a_folder_reads_each_manifest_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find: Callable[[Path], list[Any]]
+) -> None:
+    """The chief's have one inside, of what a script added; of a script's own, only that there is none is seen."""
+    checkpoint = Script().checkpoint
+    *_, third, fourth = [Path(checkpoint.save(tmp_path / "of", step=step)) for step in (1, 2, 3, 4)]
+    fourth.rename(third / HOST)
+    read: list[Path] = []
+
+    def counted(path: Path) -> bytes:
+        content = read_file(path)
+        read.append(path)
+        return content
+
+    monkeypatch.setattr(manifest, "read_file", counted)
+    assert len(find(tmp_path)) == 3
+    assert sorted(read) == sorted(tmp_path.rglob(manifest.MANIFEST))
+    assert sorted(steps(tmp_path)) == [1, 2, 4]
 
 
 def test_the_manifest_tells_how_it_was_made(tmp_path: Path) -> None:
