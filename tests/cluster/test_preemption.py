@@ -96,9 +96,10 @@ def test_a_worker_of_parameter_servers_is_told_and_the_others_go_on(cluster: Sta
 
 
 def test_a_worker_of_parameter_servers_has_what_its_script_saved_last(cluster: Start, tmp_path: Path) -> None:
-    """The batch of the signal was not closed: it comes again, and its update is recognised."""
+    """The batch of the signal has had its update and does not come again; that is after what was saved last."""
     arguments = ["--by", "hand", "--folder", tmp_path / "saved", "--out", tmp_path / "out.pt", "--every", 2]
     done = cluster(1, 1, "train_preempted.py", *arguments, faults=[at(4, "terminate", "worker:0")]).succeed()
     assert done.faults == ["fault-0"] and done.summary["tasks"]["worker:0"]["exit_codes"] == [143, 0], done.stderr
     assert "started again has steps as the script saved them last" in done.stderr
-    assert "Resuming after 4 calls of run" in done.stderr and "24 steps, 24 calls" in done.stdout, done.stderr
+    assert "Resuming after 4 calls of run" in done.stderr and "23 steps, 23 calls" in done.stdout, done.stderr
+    assert "Checkpoint of step 24: " in done.stderr
