@@ -46,13 +46,13 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
-# Three processes for two cores: jobs wait now and then. SHARE=3/16: also that share of what is left to test-all.
+# Four processes for two cores: jobs wait now and then. SHARE=3/16: also that share of what is left to test-all.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(if $(SHARE),--share $(SHARE),-m "not thorough")
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(if $(SHARE),--share $(SHARE),-m "not thorough")
 
 # With the clusters that show the same on other lanes, with other optimizers, other ways to die: twice as long.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # What needs a Docker engine (DOCKER_HOST), in one process with one image; apt-get install prometheus docker-registry.
 test-containers: $(STAMP)
