@@ -21,6 +21,8 @@ Version = ps_pb2.Version
 """Of a shard group on one ps, as that ps tells it."""
 GroupSpec = ps_pb2.GroupSpec
 """What one ps holds of a shard group."""
+MAX_COMMITS = 1000
+"""That one :class:`CommitMessage` makes of the same message of protobuf."""
 
 
 class Transfer(NamedTuple):
@@ -136,10 +138,15 @@ def prepare_update(
 
 
 class CommitMessage:
-    """The commits to one ps as one message, which keeps what has not changed since the step before."""
+    """The commits to one ps as one message, which keeps what has not changed since the step before.
+
+    What is taken out of a message of protobuf keeps its memory as long as that message lives: another one follows after
+    :data:`MAX_COMMITS`.
+    """
 
     def __init__(self) -> None:
         self._message = ps_pb2.CommitUpdateRequest()
+        self._num_commits = 0
         self._groups: tuple[object, object] = None, None
         self._commits: list[tuple[int, ps_pb2.GroupCommit]] = []
 
@@ -151,9 +158,8 @@ class CommitMessage:
     ) -> None:
         """Groups, their presence and hyper-parameters. They are made anew (``make``) where what presence follows from
         (``given``), or ``hyper``, is another object."""
-        if self._groups[0] != given or self._groups[1] is not hyper:
-            del self._message.groups[:]
-            self._message.groups.extend(make())
+        if self._groups[0] != given or self._groups[1] is not hyper or self._num_commits == MAX_COMMITS:
+            self._message, self._num_commits = ps_pb2.CommitUpdateRequest(groups=make()), 0
             self._commits = [(commit.group, commit) for commit in self._message.groups]
             self._groups = given, hyper
 
@@ -178,6 +184,7 @@ class CommitMessage:
     ) -> ps_pb2.CommitUpdateRequest:
         """An update, its gradients multiplied by ``scale``; None: it counts as done and is not applied."""
         message = self._message
+        self._num_commits += 1
         message.update.CopyFrom(update)
         message.gradients.transfer, message.gradients.num_frames = gradients
         if of_step is None:
