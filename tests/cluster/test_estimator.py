@@ -164,8 +164,8 @@ def test_a_ring_goes_on_after_the_updates_of_all_workers_on_parameter_servers(cl
     folder = tmp_path / "model"
     arguments = ["--count", "--model-dir", folder, "--max-steps", 200, "--save-steps"]
     faults = [
-        {"task": "worker:0", "step": 4, "action": "slow", "seconds": 1.0},  # the other worker gets ahead
-        {"task": "worker:0", "step": 5, "action": "kill"},
+        {"task": "worker:0", "step": 1, "action": "slow", "seconds": 1.0},  # with a batch that others are ahead of then
+        {"task": "worker:0", "step": 2, "action": "kill"},
         {"task": "worker:1", "step": 60, "action": "wait", "for": 1},
     ]
     cut = cluster(2, 2, "estimate.py", *arguments, 1, flags=["--max-restarts", "0"], faults=faults).finish()
