@@ -130,11 +130,11 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(transport: str) ->
 def test_ranks_that_only_receive_hear_early_that_they_wait_for_each_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stratagem.distributed.work._LOOK_S", 0.3)
-    said = errors(3, "tcp", lambda group: group.recv([torch.zeros(3)], (group.rank() + 1) % 3, 7).wait(), timeout_s=2.0)
+    monkeypatch.setattr("stratagem.distributed.work._LOOK_S", 1.0)  # each looks once, when all have to wait
+    said = errors(3, "tcp", lambda group: group.recv([torch.zeros(3)], (group.rank() + 1) % 3, 7).wait(), timeout_s=3.0)
     for rank, text in enumerate(said):
         one, two, three = (f"worker:{(rank + step) % 3}" for step in range(3))
-        circle = rf"after 0\.3 s {one} waits for {two} \(at recv .*\), which waits for {three} \(at recv .*\)"
+        circle = rf"after 1 s {one} waits for {two} \(at recv .*\), which waits for {three} \(at recv .*\)"
         assert re.search(f"{circle}, which waits for {one}: does one", text), said
         assert any(re.search(circle, line) for line in caplog.messages), caplog.messages
 
