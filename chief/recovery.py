@@ -95,7 +95,7 @@ class Recovery(ChiefPart):
         of_all = described.values()
         if len(of_all) < self._ps_pool.num_ps or not any(each.accumulates for each in of_all):
             return {}
-        halves = plus(unfinished_units(of_all, self._lease_book.steps.per_unit), *(each.halves for each in of_all))
+        halves = plus(*(each.halves for each in of_all))
         applied = minus(common([positions_of(units), plus(*(each.applied() for each in of_all))]), halves)
         for incarnation, updates in torn_updates(described).items():
             lacked = common([applied, positions_of(unit for update in updates for unit in update.units)])
