@@ -103,7 +103,7 @@ class Invariants:
         self.num_checkpoints = 0
         self.num_starts = 0
         """How often all scripts began, with all there is from a checkpoint."""
-        self.partial: tuple[str, set[int]] = "", set()
+        self.partial: tuple[str, str, set[int]] = "", "", set()
         """The newest checkpoint, and models that it lacks, or has in part."""
         self.saved_complete = True
         """Whether the last checkpoint waited for what was under way: not where nobody is left to send it."""
@@ -205,7 +205,7 @@ class Invariants:
     def acquired(self, key: tuple[int, int], index: int, incarnation: Any) -> None:
         """No unit is with two workers."""
         unit = (*key, index)
-        name, lacking = self.partial
+        name, created, lacking = self.partial
         job = self.cluster.job
         may_lack = (job.prepares_late or job.prepares_apart) and (self.cluster.wanted or self.cluster.disk.full_until)
         if (
@@ -214,7 +214,7 @@ class Invariants:
             and name not in self.cluster.disk.flipped
             # Else a chief died as it had written another one.
             and (newest := checkpoints.newest(str(self.cluster.folder / "checkpoints")))
-            and newest[0].name == name
+            and (newest[0].name, newest[1].created) == (name, created)
         ):
             self.world.fail(f"unit {unit} is leased, and {name} lacks what was prepared last")
         before, chief = self.holders.get(unit, (None, None))
@@ -269,7 +269,7 @@ class Invariants:
         its = self.cluster.job
         counted = collections.Counter(self.model_of(variable) for _, variable, _ in seen)
         lacking = {model for model in range(its.num_models) if counted[model] < its.num_variables // its.num_models}
-        self.partial = path.name, lacking
+        self.partial = path.name, manifest.created, lacking
         may_lack = {*range(1, its.num_models)} if its.prepares_late else set()
         if manifest.step == 0 and (its.prepares_apart or its.num_models > 1):
             may_lack = lacking
