@@ -184,6 +184,10 @@ class JobSteps:
                     reserved.append((each.unit, each.incarnation))
         return reserved
 
+    def to_deliver(self) -> list[Unit]:
+        """Units of unfinished slices."""
+        return [each.unit for step in self.open.values() for each in step.slices if each.unfinished]
+
     def orphans(self) -> list[Unit]:
         """Units of unfinished slices that belong to nobody."""
         return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.incarnation is None]

@@ -374,6 +374,30 @@ async def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_ma
                 await task.die()
 
 
+async def test_a_step_whose_unit_all_ps_have_closed_is_over_though_its_worker_holds_it_yet(tmp_path: Path) -> None:
+    """The chief had died with its word that the unit is accepted: who had to wait for earlier steps waited for ever."""
+    sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**sizes) as first:
+            port = first.address
+            server = await stack.enter_async_context(ps(port, FakePs(0)))
+            worker = await Task(port, "worker:0").ready()
+            await worker.open(**SYNC)
+            held = (await worker.next()).leases
+            server.close_unit(Unit(1, 0, 0))
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        async with chief(bind=port, **sizes) as second:
+            tasks = [
+                Task(port, "worker:0", resume=worker.incarnation, held=held),
+                Task(port, "ps:0", place, resume=server.session.incarnation, store_epoch=1),
+            ]
+            await until(lambda: second.job.is_open)
+            assert not second.job.lease_book.steps.open
+            for task in [*tasks, worker]:
+                await task.die()
+
+
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was in the journal when it was last on disk."""
