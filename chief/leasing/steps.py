@@ -308,5 +308,5 @@ class JobSteps:
                     removal.returned[each.unit] = each.incarnation  # the next one makes the updates that it lacks
                 else:
                     removal.accepted.append(each.unit)
-        for before in [each for each in self.open.values() if each.number < step.number]:
-            self._finish(before, removal)
+        for before in sorted(number for number in self.open if number < step.number):  # which may have waited for it
+            self._finish(self.open[before], removal)
