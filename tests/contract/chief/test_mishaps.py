@@ -343,20 +343,28 @@ async def test_a_hold_of_a_chief_that_died_ends_when_the_next_one_has_the_ps_bac
             await again.die()
 
 
+async def closed_as_the_chief_dies(
+    stack: contextlib.AsyncExitStack, sizes: dict[str, Any], is_reported: bool
+) -> tuple[str, str, Task, FakePs, Any]:
+    """Where chief and ps listen, the only worker in step, the only ps, which has closed its unit, and its leases."""
+    async with chief(**sizes) as first:
+        server = await stack.enter_async_context(ps(first.address, FakePs(0)))
+        worker = await Task(first.address, "worker:0").ready()
+        await worker.open(**SYNC)
+        leases = (await worker.next()).leases
+        server.close_unit(Unit(1, 0, 0))
+        if is_reported:
+            await worker.next([0], wait=False)
+        place = first.job.sessions.tasks["ps:0"].address
+        await first.kill()
+    return first.address, place, worker, server, leases
+
+
 async def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_may_know(tmp_path: Path) -> None:
     """The ps took the new step for the old one, which was over: the workers made it again, for ever."""
     sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
     async with contextlib.AsyncExitStack() as stack:
-        async with chief(**sizes) as first:
-            port = first.address
-            server = await stack.enter_async_context(ps(port, FakePs(0)))
-            worker = await Task(port, "worker:0").ready()
-            await worker.open(**SYNC)
-            [before] = (await worker.next()).leases
-            server.close_unit(Unit(1, 0, 0))
-            await worker.next([0], wait=False)
-            place = first.job.sessions.tasks["ps:0"].address
-            await first.kill()
+        port, place, worker, server, [before] = await closed_as_the_chief_dies(stack, sizes, is_reported=True)
         journal = tmp_path / "journal.jsonl"
         lines = journal.read_text().splitlines(keepends=True)
         kept = [line for line in lines if '"kind":"step"' not in line and '"kind":"accepted"' not in line]
@@ -378,15 +386,7 @@ async def test_a_step_whose_unit_all_ps_have_closed_is_over_though_its_worker_ho
     """The chief had died with its word that the unit is accepted: who had to wait for earlier steps waited for ever."""
     sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
     async with contextlib.AsyncExitStack() as stack:
-        async with chief(**sizes) as first:
-            port = first.address
-            server = await stack.enter_async_context(ps(port, FakePs(0)))
-            worker = await Task(port, "worker:0").ready()
-            await worker.open(**SYNC)
-            held = (await worker.next()).leases
-            server.close_unit(Unit(1, 0, 0))
-            place = first.job.sessions.tasks["ps:0"].address
-            await first.kill()
+        port, place, worker, server, held = await closed_as_the_chief_dies(stack, sizes, is_reported=False)
         async with chief(bind=port, **sizes) as second:
             tasks = [
                 Task(port, "worker:0", resume=worker.incarnation, held=held),
