@@ -34,6 +34,8 @@ class Done(NamedTuple):
     """Shard groups that it has prepared, counted on each ps."""
     steps_per_unit: int = 0
     """Updates of the unit that had most; before there is one, optimizers that it has prepared."""
+    accumulates: bool = False
+    """It has gradients of earlier batches for its next update."""
 
 
 NOTHING = Done()
@@ -113,7 +115,7 @@ class LeaseClient:
         request.held.extend(unit.index for unit in self._held if unit.epoch == self._epoch)
         request.want, request.at_most, request.wait = self._first, self._affordable(), wait
         request.group, request.counts = group, counts
-        request.num_groups, request.steps_per_unit = done
+        request.num_groups, request.steps_per_unit, request.accumulates = done
         return request
 
     def take(self, reply: chief_pb2.NextUnitsReply) -> None:

@@ -174,7 +174,6 @@ class LeaseBook:
             units = [Unit(dataset, epoch, index) for index in leases.held_by(incarnation) if index not in held]
             granted = [lease for unit in units if (lease := self._lease_of(unit)) is not None][:want]
             members = workers() if callable(workers) else workers
-            (self.steps.accumulating.add if held else self.steps.accumulating.discard)(incarnation)
             while len(granted) < want and not waits_for:
                 unit, waits_for = self._lease_slice(incarnation, leases, dataset, epoch, members, stop, group)
                 if unit is None:

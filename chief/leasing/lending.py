@@ -69,6 +69,8 @@ class LeaseRequest(Generic[Pass]):
     """Shard groups that it has prepared, counted on each ps."""
     steps_per_unit: int = 0
     """Updates that a unit of its has had, at most."""
+    accumulates: bool = False
+    """It has gradients of earlier batches for its next update."""
 
 
 class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
@@ -153,6 +155,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
         if request.steps_per_unit not in (0, steps.per_unit):  # which says whether a unit is whole
             steps.per_unit = request.steps_per_unit
             self._journal.write("steps_per_unit", number=steps.per_unit)
+        (steps.accumulating.add if request.accumulates else steps.accumulating.discard)(incarnation)
         believed = await self._recovery.believe(incarnation, data.dataset, data.epoch, request.accepted)
         await self._admit(incarnation)
         accepted = self._lease_book.accept(incarnation, data.dataset, data.epoch, believed)

@@ -114,7 +114,7 @@ class JobSteps:
         self._members: frozenset[Incarnation] | None = None
         self._missed: set[Incarnation] = set()
         self.accumulating: set[Incarnation] = set()
-        """Workers that hold slices of before, for an update of several batches, as they asked last."""
+        """Workers that have gradients of earlier batches for their next update, as they said last."""
         self.per_unit = 0
         """Updates that a unit has had, at most, as far as workers have said: of two optimizers, say."""
 

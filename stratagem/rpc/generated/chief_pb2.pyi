@@ -638,6 +638,7 @@ class NextUnitsRequest(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     STEPS_PER_UNIT_FIELD_NUMBER: _builtins.int
+    ACCUMULATES_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     want: _builtins.int
@@ -660,6 +661,8 @@ class NextUnitsRequest(_message.Message):
     """Shard groups that the caller has prepared, counted on each ps: no unit is leased before they are there, and in the first checkpoint."""
     steps_per_unit: _builtins.int
     """Updates that a unit of the caller has had, at most (two optimizers step twice on a batch, say); before it has one: optimizers prepared."""
+    accumulates: _builtins.bool
+    """The caller has gradients of earlier batches for an update that it has yet to make: at staleness 0 nobody can join in the middle of it."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
@@ -699,10 +702,11 @@ class NextUnitsRequest(_message.Message):
         counts: _builtins.bool = ...,
         num_groups: _builtins.int = ...,
         steps_per_unit: _builtins.int = ...,
+        accumulates: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "num_groups", b"num_groups", "sender", b"sender", "states", b"states", "steps_per_unit", b"steps_per_unit", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accumulates", b"accumulates", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "num_groups", b"num_groups", "sender", b"sender", "states", b"states", "steps_per_unit", b"steps_per_unit", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

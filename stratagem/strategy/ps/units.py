@@ -136,7 +136,7 @@ class LeasedUnits:
 
     def _ask(self, wait: bool, group: str, counts: bool) -> Lease | None:
         while True:
-            done = Done(self._groups.num_groups, self._num_updates())
+            done = Done(self._groups.num_groups, self._num_updates(), self._tracker.has_waiting)
             try:
                 return self._client.next(wait, group, counts, done)
             except StaleStoreError:  # no unit is leased before a ps has its initial values again

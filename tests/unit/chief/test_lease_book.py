@@ -521,6 +521,8 @@ def test_nobody_begins_where_another_accumulates() -> None:
     lease_book.give_back(lease_book.remove(lease_book.held(B), {}).returned)
     lease_book.forget(B)
     again = Incarnation("worker:1", 9)
+    assert lease_book.ask(again, 1, 0, (), 1, [A, again]).waits_for == (A,), "A reads its batches ahead"
+    lease_book.steps.accumulating.add(A)
     with pytest.raises(ConfigurationError, match=r"worker:1 cannot continue at .* or a batch has too few examples"):
         lease_book.ask(again, 1, 0, (), 1, [A, again])
 
