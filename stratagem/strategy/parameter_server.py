@@ -273,8 +273,9 @@ class ParameterServerStrategy(Strategy):
             known = {*open_units, *self._tracker.left_early}
             self._batches = {key: old for key, old in self._batches.items() if old[1] in known}
         if lease is not None:
-            for missed in self._missed if self._newest[1] else ():
-                missed(max(0, lease.step - self._newest[1] - 1))
+            gap = max(0, lease.step - self._newest[1] - 1) if self._newest[1] else 0
+            for missed in self._missed:
+                missed(gap)
             self._newest = lease.unit.dataset, lease.step
             self._lease = lease
             for push in self._groups.pushes if self.staleness == 0 else ():
@@ -363,10 +364,9 @@ class ParameterServerStrategy(Strategy):
 
     def _end_epoch(self) -> None:
         """Takes the newest weights; of steps at the end without a slice for this worker, schedulers hear by them."""
-        late = self._groups.num_brought(self._pull_all)
-        for missed in self._missed if self._newest[1] else ():
-            missed(late)
-        self._newest = self._newest[0], self._newest[1] + late
+        self._pull_all()
+        for missed in self._missed:
+            missed(0)
 
     def _pull_all(self) -> None:
         """Takes the newest weights, of ps that come back as well."""

@@ -103,7 +103,7 @@ class GradientPush:
         self._calls: dict[int, PendingCall | None] = {}
         self._applied: dict[int, tuple[int, int]] = {}
         """Of each ps: updates by its count, and how many it has forgotten."""
-        self.num_pushed = 0
+        self.num_pushed = self._num_skipped = 0
         self.is_paced = False
         """Whether a scheduler of its optimizer is prepared."""
         self.rerouted()
@@ -197,12 +197,19 @@ class GradientPush:
             self._closes.flush(MAX_WAITING)
         if scale is None:
             self._meter.skipped += 1
+            self._num_skipped += 1
             logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", self._meter.skipped)
 
     @property
     def num_applied(self) -> int:
         """Updates that the job has applied to what the optimizer changes, whoever sent them, as of the last reply."""
         return max((count + forgotten for count, forgotten in self._applied.values()), default=0)
+
+    @property
+    def num_of_others(self) -> int | None:
+        """Updates in this worker's copies in which it has no part (staleness 0); None: of tables it has no copies."""
+        num_own = self.num_pushed - self._num_skipped
+        return self._variables.num_updates - num_own if self._variables.named else None
 
     def reattached(self) -> None:
         """The variables are those of the ps as they are now."""

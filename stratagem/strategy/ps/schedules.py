@@ -85,13 +85,14 @@ def keep_up(
     it in place.
 
     A small last batch has no slice for some workers; all must have the same settings in the next step. ``is_in_loop``:
-    see :func:`follow`; ``dataset``: number of the one whose batch this worker had last. Returns what to call with a
-    number of steps of the job that were made without this worker, after its last one. They are of the same dataset; a
-    scheduler that was stepped over another one has no part in them.
+    see :func:`follow`; ``dataset``: number of the one whose batch this worker had last. Returns what to call when
+    newer weights may be here, with the numbers of steps of the job between this worker's last two: of these some may
+    not have been made, which only those do not see who train tables alone. Steps that were missed are of the same
+    dataset; a scheduler that was stepped over another one has no part in them.
     """
     push.is_paced = True
     kind: Any = type(scheduler)
-    num_pushed, follows = push.num_pushed, -1
+    num_pushed, num_of_others, follows = push.num_pushed, push.num_of_others, -1
 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
         nonlocal num_pushed, follows
@@ -100,7 +101,10 @@ def keep_up(
         num_pushed = push.num_pushed
         kind.step(self, *args, **kwargs)
 
-    def missed(number: int) -> None:
+    def missed(gap: int) -> None:
+        nonlocal num_of_others
+        before, num_of_others = num_of_others, push.num_of_others
+        number = gap if before is None or num_of_others is None else num_of_others - before
         for _ in range(number if follows == dataset() else 0):
             kind.step(scheduler)
 

@@ -65,15 +65,6 @@ class VariableGroups:
         """Updates that the copies here have, also those that a job before this one made."""
         return max((variables.num_updates for variables in self._all), default=0)
 
-    def num_brought(self, pull: Callable[[], None]) -> int:
-        """Calls ``pull``, which brings newer weights; so many updates of what each optimizer changes came so, but for
-        those of models that nobody trains now."""
-        trained = [variables for variables in self._all if variables.optimizer and variables.named]  # not tables alone
-        before = [variables.num_updates for variables in trained]
-        pull()
-        more = [variables.num_updates - count for variables, count in zip(trained, before, strict=True)]
-        return min([count for count in more if count > 0], default=0)
-
     def create(
         self,
         models: Sequence[torch.nn.Module],

@@ -1,4 +1,5 @@
-"""Trains over batches of which the last one is too small for every worker; all schedulers have gone through each."""
+"""Trains over batches of which the last one is too small for every worker, and over a part of others that are read ahead;
+all schedulers have gone through each."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ with strategy.scope():
     strategy.prepare(untrained, torch.optim.SGD(untrained.parameters(), 0.1))
     table, model, lazy, optimizer, scheduler = strategy.prepare(table, model, lazy, optimizer, scheduler)
 data = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(37, 3)), batch_size=6))
+long = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(60, 3)), batch_size=6, num_workers=2))
 
 
 def step(batch: list[torch.Tensor]) -> None:
@@ -32,3 +34,10 @@ for epoch in range(1, 4):
     for batch in data:
         strategy.run(step, args=(batch,))
     assert scheduler.last_epoch == 7 * epoch, (epoch, scheduler.last_epoch)
+
+for epoch in range(1, 4):
+    for number, batch in enumerate(long, 1):
+        strategy.run(step, args=(batch,))
+        if number == 3:
+            break  # what was leased by then goes back, and these steps are never made
+    assert scheduler.last_epoch == 21 + 3 * epoch, (epoch, scheduler.last_epoch)
