@@ -203,7 +203,9 @@ class Maintenance(ChiefPart):
         is_complete = is_all_here and has_begun and not lacking
         content = content_of(described.values())
         self._num_groups = content.num_groups if is_all_here else None
-        self._is_trained = is_complete and content.step > 0
+        # Where one with updates lacks values, whoever prepared another model has died, and units go on up to there.
+        is_usable = is_all_here and has_begun and all(each.complete or each.num_updates for each in described.values())
+        self._is_trained = is_usable and content.step > 0
         is_news = not history.initialized or {*holding}.difference(history.initialized)
         if is_complete and (history.is_rerouted or is_news):
             # Those that the journal names stay: it takes all for such after a change of their number, and there is a

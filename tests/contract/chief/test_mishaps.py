@@ -777,6 +777,22 @@ async def test_no_unit_is_leased_while_a_ps_is_back_from_before_a_model_was_prep
         assert manifest.num_groups == 4
 
 
+async def test_a_model_that_is_not_everywhere_since_its_worker_died_keeps_nobody_from_coming_to_it(tmp_path: Path) -> None:
+    """A chief that was started then told the worker that followed to give values that it did not have yet, for ever."""
+    async with cluster(num_workers=1) as (running, _, servers):
+        for server in servers:
+            server.groups = [0]
+        await running.job.saving.save(str(tmp_path), automatic=True)
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        for server in servers:
+            server.groups = [0]
+            server.apply(Unit(1, 0, 0))
+        servers[0].groups, servers[1].complete = [0, 16], False
+        await worker.open()
+        assert (await worker.next(num_groups=2)).leases
+        assert isinstance(await refused(worker.next([0], num_groups=4)), StaleStoreError), "it may give what lacks"
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_no_unit_of_a_model_that_is_prepared_later_is_leased_before_a_checkpoint_has_it(
     tmp_path: Path, fails: bool, caplog: pytest.LogCaptureFixture
