@@ -1,5 +1,5 @@
-"""Trains over batches of which the last one is too small for every worker, and over a part of others that are read ahead;
-all schedulers have gone through each."""
+"""Trains over batches of which the last one is too small for every worker, and over a part of others, which are read
+ahead; all schedulers have gone through each."""
 
 from __future__ import annotations
 

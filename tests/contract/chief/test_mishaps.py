@@ -777,7 +777,7 @@ async def test_no_unit_is_leased_while_a_ps_is_back_from_before_a_model_was_prep
         assert manifest.num_groups == 4
 
 
-async def test_a_model_that_is_not_everywhere_since_its_worker_died_keeps_nobody_from_coming_to_it(tmp_path: Path) -> None:
+async def test_units_go_on_up_to_where_a_model_is_prepared_that_a_dead_worker_gave_to_some_ps(tmp_path: Path) -> None:
     """A chief that was started then told the worker that followed to give values that it did not have yet, for ever."""
     async with cluster(num_workers=1) as (running, _, servers):
         for server in servers:

@@ -136,3 +136,24 @@ def test_at_staleness_0_only_a_scheduler_of_updates_takes_part_in_missed_steps(j
     for tell in missed:
         tell(1)
     assert (by_step.last_epoch, by_epoch.last_epoch) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("is_prepared", "every", "num_others", "num_warnings"),
+    [(False, 1, 1, 1), (True, 1, 1, 0), (False, 5, 1, 0), (False, 1, 0, 0)],
+)
+def test_a_scheduler_of_updates_that_is_not_prepared_is_warned_of(
+    job: Job, caplog: pytest.LogCaptureFixture, is_prepared: bool, every: int, num_others: int, num_warnings: int
+) -> None:
+    """Not one of epochs, nor where this worker makes all updates."""
+    job.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    warn_of_unprepared(cast(Any, job))
+    scheduler = lr_scheduler.LinearLR(job.optimizer, total_iters=100)
+    if is_prepared:
+        follow(scheduler, cast(Any, job), lambda: job.in_loop)
+    for number in range(1, 21):
+        job.update(num_others)
+        job.optimizer.step()
+        if number % every == 0:
+            scheduler.step()
+    assert caplog.text.count("a scheduler of SGD is stepped with every update but was not prepared") == num_warnings
