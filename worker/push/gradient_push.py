@@ -261,8 +261,11 @@ class GradientPush:
                         self._recover(ps)
 
     def _prepare(self, update: Update, scale: float | None) -> float | None:
-        """First phase of a synchronous update: every ps has this slice; perhaps facts about the merged gradient."""
+        """First phase of a synchronous update: every ps has this slice, but for a single one, which gets it with the
+        commit; perhaps facts about the merged gradient."""
         want_facts = self._policy.clip_norm is not None or self._policy.nan == "skip"
+        if len(self._servers) == 1 and not want_facts:
+            return scale
         hyper = self._hyper.messages()
 
         def request(ps: int) -> Any:
