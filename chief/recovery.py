@@ -335,7 +335,7 @@ class Recovery(ChiefPart):
         # None that has left a group of agreements: the journal does not say in which one a step was asked for.
         left = {task for task, _ in self._journal.history.left_groups}
         workers = [each for each in self._sessions.live("worker") if each.task not in left]
-        for unit, incarnation in steps.reserve_orphans(workers, lease_book.loops.has_left):
+        for unit, incarnation in steps.reserve_orphans(workers, lease_book.loops.is_elsewhere):
             lease_book.give_back({unit: NOBODY})
             lease_book.to_lease(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
         await self.carry_out(lease_book.remove(steps.orphans(), {}))

@@ -56,7 +56,11 @@ class ChiefClient:
     def report_units(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
         """Reports units of a pass as accepted, and wants none. For workers that go on while the chief is away. Raises
         PeerUnavailableError: the chief has not answered within :data:`REPORT_WAIT_S`."""
-        request = chief_pb2.NextUnitsRequest(sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted)
+        self.report(chief_pb2.NextUnitsRequest(dataset=dataset, epoch=epoch, accepted=accepted))
+
+    def report(self, request: chief_pb2.NextUnitsRequest) -> None:
+        """The same with what was counted on the units."""
+        request.sender.CopyFrom(self._sender)
         self._call(lambda stub: stub.NextUnits, request, timeout_s=REPORT_WAIT_S)
 
     def start_step(

@@ -7,6 +7,7 @@ call reports what was accepted meanwhile.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stratagem.cluster.units import Lease, Plan, Topic, Unit
+from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.units import lease_from_proto
@@ -166,6 +168,14 @@ class LeaseClient:
         self._reported()
         self._limit, self._reported_step = reply.limit, reply.clock
         return reply.clock, True
+
+    def report(self) -> None:
+        """Tells the chief what is accepted while this worker waits for a ps: at staleness 0 perhaps for the part of one
+        who may not begin before that."""
+        if self._unreported and self._plan.staleness == 0:
+            with contextlib.suppress(PeerUnavailableError):
+                self._chief.report(self._report())
+                self._reported()
 
     def leave(self) -> None:
         """Gives back everything that is not accepted."""

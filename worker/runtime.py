@@ -203,7 +203,7 @@ class WorkerRuntime:
         for client in self.clients:
             client.close("there is another number of parameter servers")
         self.clients[:] = [
-            PsClient(self.session, index, self.bytes, self.config, lambda: len(self.clients))
+            PsClient(self.session, index, self.bytes, self.config, lambda: len(self.clients), self._report)
             for index in range(self.session.membership.num_ps)
         ]
 
@@ -281,6 +281,10 @@ class WorkerRuntime:
 
     def _held(self) -> list[Lease]:
         return [held for lease in self.leases.values() for held in lease.held()]
+
+    def _report(self) -> None:
+        for lease in self.leases.values():
+            lease.report()
 
     def _spawn_chief(self) -> ChiefProcess | None:
         if self.cluster.chief or self.task != TaskId("worker", 0):

@@ -8,19 +8,25 @@ which its owner calls after every live ps has refused the former holder (fence) 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.leasing.clocks import Clocks
 from stratagem.chief.leasing.leases import EpochLeases, Leases
 from stratagem.chief.leasing.loops import WorkerLoops
 from stratagem.chief.leasing.positions import Positions, RollBack, plus, positions_of
-from stratagem.chief.leasing.steps import JobSteps, Removal, SliceState
+from stratagem.chief.leasing.steps import JobStep, JobSteps, Removal, SliceState
 from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, LimitError, ProtocolError
 
 MAX_DATASETS, MAX_EPOCHS = 1 << 16, 1 << 20
 """Of a job; a pass over a dataset takes 800 bytes."""
+NUM_ASKING = 20
+"""Staleness 0: workers that may ask once in the time that ``at_most`` covers, a second; fewer ask as often together. A
+worker that dies has a slice in each step that was leased ahead, which goes on without it."""
+MAX_AHEAD = 64
+"""Steps that a worker is ahead with its leases; ps remember more that were closed (``NUM_REMEMBERED``)."""
 
 
 class LeaseBook:
@@ -162,7 +168,7 @@ class LeaseBook:
             workers: live workers that the holder trains with, in worker order; asked for where slices are dealt.
             stop: the holder is about the units before this one, which begins a global batch; None: about all.
             group: of agreements, that the holder and the workers are in.
-            at_most: see :meth:`EpochLeases.ask`; slices of steps are leased as far as that.
+            at_most: see :meth:`EpochLeases.ask`; of the slices of steps those that nobody has to wait for.
         """
         leases = self.to_lease(dataset, epoch)
         if not leases.closed and (epoch >= self.current[1] or self.epochs[self.current].closed):
@@ -172,13 +178,16 @@ class LeaseBook:
         waits_for: list[Incarnation] = []
         if leases.plan.staleness == 0:
             units = [Unit(dataset, epoch, index) for index in leases.held_by(incarnation) if index not in held]
-            granted = [lease for unit in units if (lease := self._lease_of(unit)) is not None][:want]
+            granted = [lease for unit in units if (lease := self._lease_of(unit)) is not None]
+            granted.sort(key=operator.attrgetter("step"))
             members = workers() if callable(workers) else workers
-            while len(granted) < want and not waits_for:
-                unit, waits_for = self._lease_slice(incarnation, leases, dataset, epoch, members, stop, group)
-                if unit is None:
+            ahead = min(at_most * len(members) // NUM_ASKING, MAX_AHEAD) - len(held)
+            most = want if incarnation in self.steps.accumulating else max(want, ahead)
+            while len(granted) < most:
+                step, waits_for = self._find_step(incarnation, leases, dataset, epoch, members, stop, group)
+                if step is None or waits_for or (len(granted) >= want and not self.steps.is_free(step)):
                     break
-                lease = self._lease_of(unit)
+                lease = self._lease_of(self.steps.grant(incarnation, step).unit)
                 assert lease is not None
                 granted.append(lease)
         else:
@@ -200,7 +209,7 @@ class LeaseBook:
                 return epoch
             epoch += 1
 
-    def _lease_slice(
+    def _find_step(
         self,
         incarnation: Incarnation,
         leases: EpochLeases,
@@ -209,7 +218,8 @@ class LeaseBook:
         workers: Sequence[Incarnation],
         stop: int,
         group: str,
-    ) -> tuple[Unit | None, list[Incarnation]]:
+    ) -> tuple[JobStep | None, list[Incarnation]]:
+        """The next step of ``incarnation``, and whose slices it has to wait for."""
         while (step := self.steps.reserved_for(incarnation, dataset, epoch, stop)) is None:
             first = leases.first_pending
             if first is None or first >= stop:
@@ -225,10 +235,7 @@ class LeaseBook:
             for each in composed.slices:
                 assert each.incarnation is not None
                 leases.acquire(each.unit.index, each.incarnation, self.restores)
-        waits_for = self.steps.waits_for(incarnation, step)
-        if waits_for:
-            return None, waits_for
-        return self.steps.grant(incarnation, step).unit, []
+        return step, self.steps.waits_for(incarnation, step)
 
     def _lease_of(self, unit: Unit) -> Lease | None:
         """What the holder is told about a unit; None while it is only reserved."""

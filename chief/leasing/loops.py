@@ -61,6 +61,10 @@ class WorkerLoops:
         keys = [(at, number) for number in range(first, stop)]
         return any(self._is_open(key) and not self.has_left(worker, *key) for key in keys)
 
+    def is_elsewhere(self, worker: Incarnation, dataset: int, epoch: int) -> bool:
+        """Whether it will not ask for this epoch, or not before it has gone through something else."""
+        return self.has_left(worker, dataset, epoch) or self.is_before(worker, dataset, epoch)
+
     def forget(self, incarnation: Incarnation) -> None:
         """``incarnation`` is over."""
         self._asked.pop(incarnation, None)

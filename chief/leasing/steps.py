@@ -167,15 +167,15 @@ class JobSteps:
                 each.incarnation, each.state = incarnation, SliceState.GRANTED
 
     def reserve_orphans(
-        self, workers: Sequence[Incarnation], has_left: Callable[[Incarnation, int, int], bool]
+        self, workers: Sequence[Incarnation], is_elsewhere: Callable[[Incarnation, int, int], bool]
     ) -> list[tuple[Unit, Incarnation]]:
         """Reserves slices without a worker for workers that have none in the step: the reply that granted them got
-        lost. ``has_left``: whether a worker has left an epoch of a dataset. Returns what was reserved."""
+        lost. ``is_elsewhere``: see :meth:`WorkerLoops.is_elsewhere`. Returns what was reserved."""
         reserved: list[tuple[Unit, Incarnation]] = []
         for step in self.open.values():
             having = {each.incarnation for each in step.slices}
             dataset, epoch = step.units[0][:2]
-            idle = [one for one in workers if one not in having and not has_left(one, dataset, epoch)]
+            idle = [one for one in workers if one not in having and not is_elsewhere(one, dataset, epoch)]
             for each in step.slices:
                 if each.unfinished and each.incarnation is None and idle:
                     each.incarnation = idle.pop(0)
@@ -212,6 +212,10 @@ class JobSteps:
         if not self.accumulating.isdisjoint([other for other, units_of in found if units_of == own]):
             raise is_late(incarnation)
         return sorted({other for other, _ in found})
+
+    def is_free(self, step: JobStep) -> bool:
+        """Whether nobody has to wait for earlier steps before it may have its slice of this one."""
+        return not any(each.refresh or each.incarnation in self._missed for each in step.slices)
 
     def unfinished(self, number: int) -> list[Incarnation]:
         """Workers that still have to deliver a slice of a step."""
@@ -276,7 +280,10 @@ class JobSteps:
         self.accumulating.discard(incarnation)
 
     def _add(self, step: JobStep) -> JobStep:
+        is_last = step.number >= max(self.open, default=0)
         self.open[step.number] = step
+        if not is_last:  # who holds more than one told of it after others had told of later ones
+            self.open = dict(sorted(self.open.items()))
         self._of_unit.update((unit, step) for unit in step.units)
         return step
 

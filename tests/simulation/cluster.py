@@ -74,6 +74,8 @@ class Job:
     drop_last: bool = False
     epochs: int = 2
     staleness: float = float("inf")
+    leases_ahead: bool = False
+    """At staleness 0 workers lease as many steps ahead as in asynchronous training, however few they are."""
     step_s: float = 0.1
     """Seconds a step takes, at most."""
     calm_s: float = 0.0

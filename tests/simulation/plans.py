@@ -150,6 +150,8 @@ def plan(seed: int, form: str = "") -> Schedule:
             job = dataclasses.replace(job, num_workers=max(2, job.num_workers), epochs=job.epochs + 1)
             workers = [f"worker:{batches.randrange(job.num_workers)}" for _ in range(batches.choice((1, 2, 3)))]
             faults += [Fault(0.5 + 2 * batches.random(), "kill", worker) for worker in workers]
+    if not job.staleness:
+        job = dataclasses.replace(job, leases_ahead=random.Random(-32 * seed - 1).random() < 0.5)
     if not (job.fits or job.loads or job.reloads):
         job = dataclasses.replace(job, has_slots=random.Random(-22 * seed - 1).random() < 0.3)
     if not job.fits:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from stratagem.chief.journal.journal import Journal
+from stratagem.chief.leasing import lease_book
 from stratagem.errors import ConfigurationError, JobStoppedError
 from tests.simulation import fits
 from tests.simulation.cluster import Cluster, Job
@@ -294,8 +295,9 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
     faults = world.faults = _Faults(cluster)  # type: ignore[attr-defined]
     faults.arrange(schedule.faults)
     before(cluster)
-    failure = ""
+    failure, num_asking = "", lease_book.NUM_ASKING
     try:
+        lease_book.NUM_ASKING = 1 if schedule.job.leases_ahead else num_asking
         cluster.run()
         if schedule.job.min_workers:
             rings.ended()
@@ -309,6 +311,7 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
     except SimulationError as error:
         failure = str(error)
     finally:
+        lease_book.NUM_ASKING = num_asking
         cluster.close()
         checks.stores.clear()
     return Outcome(failure, world.trace, world.num_events, world.now - START, checks.num_checkpoints)

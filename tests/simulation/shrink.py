@@ -53,7 +53,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, num_optimizers=1))
     if job.accumulates > 1:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, accumulates=1))
-    parts = ("meets", "returns", "raises", "keeps", "breaks", "steps_per_epoch", "peeks", "drop_last")
+    parts = ("meets", "returns", "raises", "keeps", "breaks", "steps_per_epoch", "peeks", "drop_last", "leases_ahead")
     for name in ("prepares_apart", "prepares_late", "saves", "loads", "reloads", *parts):
         if getattr(job, name):
             yield dataclasses.replace(schedule, job=dataclasses.replace(job, **{name: type(getattr(job, name))()}))

@@ -108,6 +108,8 @@ class PsClient:
     """How long to wait for a ps that restarts, and what lanes are like."""
     num_ps: Callable[[], int] = lambda: 0
     """Of how many ps the variables are shared out among; 0: whatever there are."""
+    on_wait: Callable[[], None] = lambda: None
+    """Called now and then while this worker waits for the ps."""
 
     def __post_init__(self) -> None:
         self.task = f"ps:{self.index}"
@@ -277,6 +279,7 @@ class PsClient:
         info = self._info()
         if info is None or not info.live or info.incarnation != incarnation:
             raise PeerUnavailableError(f"the chief has lost {self.task}")
+        self.on_wait()
 
     def _sender(self) -> common_pb2.Sender:
         return common_pb2.Sender(task=self.session.task, incarnation=self.session.incarnation)

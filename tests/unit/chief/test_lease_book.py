@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stratagem.chief.leasing import lease_book
-from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.leasing.lease_book import MAX_AHEAD, LeaseBook
 from stratagem.chief.leasing.steps import StepClosing
 from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
@@ -70,6 +70,7 @@ class LendingMachine(RuleBasedStateMachine):
         self.incarnation = 0
         self.live: dict[int, Incarnation] = {}
         self.held: dict[Incarnation, list[Lease]] = {}
+        self.unreported: dict[Incarnation, list[int]] = {}
         self.stops = [self.plan.units_of(batch)[0] for batch in range(part, self.plan.num_batches, part)]
         self.stops.append(self.plan.num_units)
         self.stop: dict[Incarnation, int] = {}
@@ -84,17 +85,23 @@ class LendingMachine(RuleBasedStateMachine):
     def _join(self, index: int) -> None:
         self.incarnation += 1
         self.live[index] = Incarnation(f"worker:{index}", self.incarnation)
-        self.held[self.live[index]] = []
+        self.held[self.live[index]], self.unreported[self.live[index]] = [], []
         self.stop[self.live[index]] = self.stops[0]
 
     def _workers(self) -> list[Incarnation]:
         return [self.live[index] for index in sorted(self.live)]
 
-    def _ask(self, incarnation: Incarnation, want: int, lose_reply: bool = False) -> bool:
+    def _report(self, incarnation: Incarnation) -> None:
+        self.accepted += self.lease_book.accept(incarnation, 1, 0, self.unreported[incarnation])
+        self.unreported[incarnation] = []
+
+    def _ask(self, incarnation: Incarnation, want: int, lose_reply: bool = False, at_most: int = 0) -> bool:
         """True when the epoch is closed."""
+        self._report(incarnation)
         known = {lease.unit.index for lease in self.held[incarnation]}
         stop = self.stop[incarnation]
-        granted = self.lease_book.ask(incarnation, 1, 0, known, want, self._workers(), stop)
+        workers = self._workers()
+        granted = self.lease_book.ask(incarnation, 1, 0, known, want, workers, stop, at_most=at_most)
         assert all(lease.unit.index < stop for lease in granted.granted)
         if granted.end:
             assert {unit.index for unit in self.accepted} >= {*range(stop)}
@@ -114,7 +121,7 @@ class LendingMachine(RuleBasedStateMachine):
                 return False
             del self.committed[incarnation]
             self.held[incarnation].remove(lease)
-            self.accepted += self.lease_book.accept(incarnation, 1, 0, [lease.unit.index])
+            self.unreported[incarnation].append(lease.unit.index)
         elif self.held[incarnation]:
             self.committed[incarnation] = self.held[incarnation][0]
             self.ps.commit(self.held[incarnation][0])
@@ -140,10 +147,17 @@ class LendingMachine(RuleBasedStateMachine):
         self.accepted += self.lease_book.mark_accepted(removal.accepted)
         self.lease_book.give_back(removal.returned)
 
-    @rule(index=st.integers(0, 2), want=st.integers(1, 2), lose_reply=st.booleans())
-    def ask(self, index: int, want: int, lose_reply: bool) -> None:
+    @rule(
+        index=st.integers(0, 2), want=st.integers(1, 2), lose_reply=st.booleans(), at_most=st.sampled_from([0, 20, 50])
+    )
+    def ask(self, index: int, want: int, lose_reply: bool, at_most: int) -> None:
         if index in self.live and not self.held[self.live[index]]:
-            self._ask(self.live[index], want if self.plan.staleness else 1, lose_reply)
+            self._ask(self.live[index], want if self.plan.staleness else 1, lose_reply, at_most)
+
+    @rule(index=st.integers(0, 2))
+    def report(self, index: int) -> None:
+        if index in self.live:
+            self._report(self.live[index])
 
     @rule(index=st.integers(0, 2))
     def work(self, index: int) -> None:
@@ -164,6 +178,7 @@ class LendingMachine(RuleBasedStateMachine):
     def leave(self, index: int) -> None:
         incarnation = self.live.get(index)
         if incarnation is not None and incarnation not in self.committed:
+            self._report(incarnation)
             self._drop(incarnation, leave=True)
             self.held[incarnation] = []
 
@@ -198,6 +213,7 @@ class LendingMachine(RuleBasedStateMachine):
             for incarnation in self._workers():
                 while self._work(incarnation):
                     pass
+                self._report(incarnation)  # others may have to wait for what is accepted
                 ends.append(not self.held[incarnation] and self._ask(incarnation, 1))
             if all(ends):
                 break
@@ -496,7 +512,7 @@ def test_a_resumed_worker_keeps_its_slice_after_a_restart_of_the_chief() -> None
     after.resume(B, [lease])
     assert after.held(B) == [lease.unit]
     assert after.steps.orphans() == [Unit(1, 0, 0)]
-    assert after.steps.reserve_orphans([A, B], after.loops.has_left) == [(Unit(1, 0, 0), A)]
+    assert after.steps.reserve_orphans([A, B], after.loops.is_elsewhere) == [(Unit(1, 0, 0), A)]
     assert after.steps.next_number == 2
 
 
@@ -508,10 +524,47 @@ def test_a_worker_that_accumulates_has_what_a_lost_reply_granted_it_at_once() ->
     after = sync_lending()
     after.resume(A, [leases[0], later])
     after.resume(B, [leases[1]])
-    assert after.steps.reserve_orphans([A, B], after.loops.has_left) == [(Unit(1, 0, 3), B)]
+    assert after.steps.reserve_orphans([A, B], after.loops.is_elsewhere) == [(Unit(1, 0, 3), B)]
     after.epoch(1, 0).acquire(3, B, after.restores)
     [lost] = after.ask(B, 1, 0, (1,), 1, [A, B]).granted
     assert (lost.unit.index, lost.step, lost.refresh) == (3, 2, False)
+
+
+def test_a_slice_of_nobody_is_for_none_who_has_yet_to_come_to_its_epoch() -> None:
+    """It got that of a worker which had left the epoch before, and waited for its own slice of a later step."""
+    after = sync_lending()
+    after.to_lease(1, 0)
+    after.loops.left(B, 1, 0)
+    after.readmit({4: [Unit(1, 1, 0)]})
+    assert after.steps.reserve_orphans([A, B], after.loops.is_elsewhere) == [(Unit(1, 1, 0), B)]
+
+
+def test_slices_of_several_steps_are_leased_at_once_where_nobody_has_to_wait() -> None:
+    lease_book = sync_lending(400)
+
+    def ask(worker: Incarnation, held: tuple[int, ...] = (), at_most: int = 50) -> list[tuple[int, int]]:
+        leases = lease_book.ask(worker, 1, 0, held, 1, [A, B], at_most=at_most)
+        return [(lease.step, lease.unit.index) for lease in leases.granted]
+
+    first = ask(A)
+    assert first == [(step, 2 * step - 2) for step in range(1, 6)], "two of 20 workers: a tenth of what it wants"
+    assert ask(A) == first, "the reply was lost"
+    assert ask(B) == [(step, 2 * step - 1) for step in range(1, 6)]
+    lease_book.accept(A, 1, 0, [0, 2, 4, 6, 8])
+    assert len(ask(A, at_most=5000)) == MAX_AHEAD
+    lease_book.accept(B, 1, 0, [1, 3, 5, 7, 9])
+    lease_book.steps.accumulating.add(B)
+    assert ask(B) == [(6, 11)]
+
+
+def test_no_step_is_leased_ahead_that_another_worker_has_to_wait_for() -> None:
+    """It would wait for the report of who waits for its slice."""
+    lease_book = sync_lending()
+    lease_book.know_accepted({(1, 0): UnitBitmap.of([1])})
+    assert [lease.step for lease in lease_book.ask(A, 1, 0, (), 1, [A, B], at_most=80).granted] == [1]
+    assert lease_book.ask(B, 1, 0, (), 1, [A, B]).waits_for == (A,)
+    lease_book.accept(A, 1, 0, [0])
+    assert lease_book.ask(B, 1, 0, (), 1, [A, B]).granted[0].refresh
 
 
 def test_nobody_begins_where_another_accumulates() -> None:
