@@ -64,8 +64,12 @@ class Recovery(ChiefPart):
             units = lease_book.held(incarnation)
             if units and not lease_book.synchronous:
                 known, everybody = self._journal.history.initialized, await self._ps_pool.describe()
-                # Without one that has come back and is yet to be put back.
-                described = {who: each for who, each in everybody.items() if each.initialized or who.task not in known}
+                # Without one that has come back and is yet to be put back; what it is put back to may be nothing.
+                described = {
+                    who: each
+                    for who, each in everybody.items()
+                    if each.initialized or each.complete or who.task not in known
+                }
                 if len(described) < self._ps_pool.num_ps:
                     return False  # one that has an update of several of these could not take another one of some
                 if any(each.accumulates for each in described.values()) or not lease_book.counts(incarnation):

@@ -426,6 +426,35 @@ async def test_what_a_checkpoint_has_of_several_units_is_not_leased_again_by_a_j
         await worker.die()
 
 
+class Empty(FakePs):
+    """None of the variables is here, as its checkpoint says, too."""
+
+    async def RestoreShards(self, request: Any, context: Any) -> Any:
+        reply = await super().RestoreShards(request, context)
+        self.initialized, self.complete = False, True
+        return reply
+
+
+async def test_a_ps_without_variables_that_was_put_back_can_say_what_it_has_of_a_dead_worker(tmp_path: Path) -> None:
+    """It was taken for one that is yet to be put back: what the worker held was leased to nobody for ever."""
+    config: dict[str, Any] = {"num_workers": 2, "num_ps": 2, "checkpoint_dir": str(tmp_path)}
+    async with cluster(**config) as (running, _, servers):
+        servers[1].initialized, servers[1].complete = False, True
+        await until(lambda: running.job.journal.history.checkpoint)
+    async with chief(**config) as running, ps(running.address, FakePs(0)), ps(running.address, Empty(1)):
+        first, second = [await Task(running.address, f"worker:{index}").welcomed() for index in range(2)]
+        await first.ready()
+        for worker in (first, second):
+            await worker.open()
+        assert indices(await first.next(want=2)) == [0, 1]
+        first.goodbye(exit_code=1)
+        await until(lambda: running.job.sessions.fenced.get("worker:0"))
+        await until(lambda: not running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation))
+        assert indices(await second.next(want=4)) == [0, 1, 2, 3]
+        for worker in (first, second):
+            await worker.die()
+
+
 async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
     config = {
         "state_dir": str(tmp_path / "state"),
