@@ -99,8 +99,7 @@ class Recovery(ChiefPart):
         of_all = described.values()
         if len(of_all) < self._ps_pool.num_ps or not any(each.accumulates for each in of_all):
             return {}
-        halves = plus(*(each.halves for each in of_all))
-        applied = minus(common([positions_of(units), plus(*(each.applied() for each in of_all))]), halves)
+        applied = common([positions_of(units), plus(*(each.applied() for each in of_all))])
         for incarnation, updates in torn_updates(described).items():
             lacked = common([applied, positions_of(unit for update in updates for unit in update.units)])
             if described[incarnation].has_part:

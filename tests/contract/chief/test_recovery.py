@@ -345,6 +345,7 @@ async def test_what_any_ps_has_of_a_dead_worker_is_not_made_again_where_updates_
         applied(servers, 0, 1)
         servers[0].apply(Unit(1, 0, 2))  # and the other ps lacks it
         servers[0].accumulates = True
+        servers[1].per_unit = 2  # as one that was put back says where a further model has had no update
         first.goodbye(exit_code=1)
         await until(lambda: not running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation))
         assert indices(await second.next(want=2, steps_per_unit=1)) == [3, 4]

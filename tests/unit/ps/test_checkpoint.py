@@ -318,6 +318,20 @@ def test_a_unit_is_a_half_before_any_is_closed_here_where_another_has_more_or_an
     assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([1])}
 
 
+def test_no_unit_is_a_half_where_updates_are_of_several() -> None:
+    """A further model had had no update yet: what the first one's had come of was computed again, beside other units,
+    and the ps refused that."""
+    store = new_store()
+    first, second = (
+        DirectWorker(store, "worker:0", make_spec(SHAPES, group=group, prefix=name))
+        for group, name in enumerate("ab", start=1)
+    )
+    first.create(torch.zeros(11))
+    second.create(torch.zeros(11))
+    store.state.units.record(Update((Unit(1, 0, 0), Unit(1, 0, 1)), 0), 1, (1,))
+    assert not store.checkpoints.describe_units().units.halves
+
+
 def test_a_unit_of_which_its_worker_counts_more_is_a_half() -> None:
     """It came in half from a checkpoint of another number of ps: how many others had here was not known, and the rest
     of it, which another process had, was lost untold."""
