@@ -134,7 +134,7 @@ class SynchronousStrategy(SynchronousInput):
             for model in models:
                 check_shapes(model)
                 check_dense(model, (*model.named_parameters(), *model.named_buffers()))
-            agree(self.communicator, models, optimizers, preparation.alike)
+            agree(self.communicator, models, optimizers, f"{preparation.alike}, compression {self._compression}")
         prepared = self._local.add(objects)
         self._remember(models, [(optimizer, parameters_of(optimizer)) for optimizer in optimizers])
         self._known.update((id(item), item) for item in fresh)

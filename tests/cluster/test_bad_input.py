@@ -247,6 +247,25 @@ def test_asynchronous_workers_that_ask_otherwise_of_prepare(cluster: Start, tmp_
     assert "Traceback" not in done.stderr
 
 
+COMPRESSED = """
+import os
+os.environ["STRATAGEM_COMPRESSION"] = "bf16" if os.environ["STRATAGEM_TASK"] == "worker:0" else "fp16"
+import torch, stratagem as sg
+strategy = sg.MultiWorkerMirroredStrategy()
+strategy.prepare(torch.nn.Linear(2, 1))
+"""
+
+
+def test_workers_of_a_ring_that_compress_otherwise(cluster: Start, tmp_path: Path) -> None:
+    """They heard that ranks make other calls: one had perhaps left its loop early."""
+    path = tmp_path / "script.py"
+    path.write_text(COMPRESSED)
+    done = cluster(2, 0, path).finish()
+    assert done.code == 2, done.stderr
+    check_words(done.stderr, "rank 0 has", "compression bf16, rank 1 has", "compression fp16")
+    assert "Traceback" not in done.stderr
+
+
 ONE_MORE = """
 import os, sys, time
 if not strategy.is_lead:

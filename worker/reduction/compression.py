@@ -50,6 +50,9 @@ class GradientCompression(abc.ABC):
 
     name: str
 
+    def __str__(self) -> str:
+        return self.name
+
     @abc.abstractmethod
     def reduce(self, bucket: FullBucket, communicator: Communicator) -> None:
         """Writes the sum of all ranks' sources into the bucket's result, as well as it can. The bucket is the same one
