@@ -74,11 +74,6 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         if isinstance(cluster_resolver, CommunicationImplementation | str):
             communication, cluster_resolver = cluster_resolver, None
         config, cluster = roles.join_or_alone(cluster_resolver)
-        if cluster is not None and cluster.num_ps:
-            raise ConfigurationError(
-                f"MultiWorkerMirroredStrategy trains without parameter servers, but the cluster has {cluster.num_ps} "
-                "ps; use ParameterServerStrategy (--strategy ps) or leave the ps out"
-            )
         own = parse_devices(devices or named_devices(config.devices))
         self.options = communication_options or config.communication_options(
             bytes_per_pack=config.bucket_bytes, timeout_seconds=config.collective_timeout_s

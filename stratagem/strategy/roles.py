@@ -56,8 +56,15 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
 
 
 def join_or_alone(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec | None]:
-    """As :func:`join_as`; without a cluster the configuration of the only worker, and None."""
-    if _told(resolver)[1] is not None:
+    """As :func:`join_as`, of a cluster without ps, which a ps itself says, too: it would wait for a chief that has
+    failed. Without a cluster the configuration of the only worker, and None."""
+    cluster = _told(resolver)[1]
+    if cluster is not None and cluster.num_ps:
+        raise ConfigurationError(
+            f"MultiWorkerMirroredStrategy trains without parameter servers, but the cluster has {cluster.num_ps} "
+            "ps; use ParameterServerStrategy (--strategy ps) or leave the ps out"
+        )
+    if cluster is not None:
         return join_as(resolver)
     return cast(WorkerConfig, gather("worker", os.environ)[0].config), None
 

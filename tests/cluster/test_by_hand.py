@@ -60,6 +60,15 @@ def test_python_train_py_in_every_task(
     )
 
 
+def test_a_ps_whose_script_makes_a_ring_says_so(tasks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """Its workers had failed at once, and the chief that it waited for with them."""
+    (tmp_path / "train.py").write_text("import stratagem as sg\nsg.MultiWorkerMirroredStrategy()\n")
+    workers, ps = free_addresses(1), free_addresses(1)
+    tasks.append(start({"worker": workers, "ps": ps}, "ps", 0, script=str(tmp_path / "train.py")))
+    assert "the cluster has 1 ps; use ParameterServerStrategy" in tasks[0].communicate(timeout=60)[1]
+    assert tasks[0].returncode == 1
+
+
 @pytest.mark.thorough
 def test_a_worker_that_is_killed_as_it_ends_finds_that_the_job_is_over(
     tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
