@@ -44,7 +44,7 @@ def _row(record: JobRecord, state: JobState) -> tuple[str, ...]:
     words = state.phase + (f" ({state.detail})" if state.detail else "")
     code = "" if state.exit_code is None else str(state.exit_code)
     marks = ",".join(f"{key}={value}" for key, value in record.labels.items())
-    script = " ".join([record.entry_point, *record.args])
+    script = " ".join(word if word.isprintable() else repr(word) for word in (record.entry_point, *record.args))
     return record.id, record.target, words, code, record.strategy, script, marks, record.created_at[:19]
 
 

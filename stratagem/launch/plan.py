@@ -41,6 +41,7 @@ OF_ONE_TASK = (
 )
 """Variables that say which task of which cluster a process is."""
 _OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "TLS", "TOKEN_FILE"))
+_OPEN_FILES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _OF_A_PERSON = ("PYTHONINSPECT",)
 """Python would ask on standard input what to do when the process should end."""
 
@@ -122,6 +123,11 @@ class LocalJob:
         if self.ps_replicas > 1 and self.staleness == 0:
             raise ConfigurationError(
                 "--ps-replicas 2 needs a staleness above 0: at 0 all ps go back to a checkpoint together when one dies"
+            )
+        if not self.module and str(self.script).startswith(_OPEN_FILES):
+            raise ConfigurationError(
+                f"expected a training script, but {self.script} is an open file of this command, and each task opens "
+                "the script by itself: give the path of a file"
             )
         if not (self.module or self.script.is_file()):
             raise ConfigurationError(f"expected a training script, but there is no file {self.script}")

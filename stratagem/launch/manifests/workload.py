@@ -144,6 +144,11 @@ class Workload:
     def __post_init__(self) -> None:
         if not (self.image and self.script):
             raise ConfigurationError(f"expected an image and a script in it, got {self.image!r} and {self.script!r}")
+        for text in (self.script, *self.args, *self.environment.values()):
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ConfigurationError(
+                    f"expected a script, arguments and variables in UTF-8, got {text!r}: containers are told no other"
+                )
         check_image("image", self.image)
         check_staleness(self.staleness, self.num_ps)
         check_checkpoint_every(self.checkpoint_every_s, self.num_ps)

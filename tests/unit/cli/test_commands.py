@@ -162,6 +162,7 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["ps", "--cluster", "nowhere.yaml"], "cannot read the cluster file nowhere.yaml: No such file"),
         (["worker", "nowhere.py"], "there is no file nowhere.py"),
         (["run", "nowhere.py"], "there is no file nowhere.py"),
+        (["run", "--workers", "2", "/dev/stdin"], "/dev/stdin is an open file of this command, and each task opens"),
         (["run", str(NOTEBOOK)], f"submit.ipynb is a notebook: `stratagem submit {NOTEBOOK}`"),
         (["run", "--ps", "1", "--strategy", "one", __file__], "the cluster has 1 ps"),
         (["run", "--workers", "2", "--strategy", "one", __file__], "the cluster has 2 workers"),
@@ -239,11 +240,11 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
 
 def test_a_job_is_listed_as_it_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    store, place, args = JobStore(), {"host": "elsewhere"}, ("[/bold]", "--names=[red]x", ":smile:")
+    store, place, args = JobStore(), {"host": "elsewhere"}, ("[/bold]", "--names=[red]x", ":smile:", "a\nb")
     store.create("digits-1")
     store.save(JobRecord("digits-1", "local", "digits.py", "one", 0, 0, "2026-11-26", args=args, place=place))
     code, out, _ = invoke("jobs", "list")
-    assert code == 0 and "digits.py [/bold] --names=[red]x :smile:" in out
+    assert code == 0 and r"digits.py [/bold] --names=[red]x :smile: 'a\nb'" in out
     code, _, err = invoke("jobs", "cancel", "digits-1")
     assert code == 1 and "digits-1 unknown (it runs on elsewhere; ask there)" in err
     assert not store.load("digits-1").cancelled

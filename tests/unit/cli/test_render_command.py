@@ -91,6 +91,8 @@ def test_text_that_other_readers_of_yaml_take_for_numbers_is_quoted() -> None:
         ("--label app.kubernetes.io/name=mine t.py", "app.kubernetes.io/ is reserved"),
         ("--name A t.py", "got 'A'"),
         ("--image= t.py", "expected an image and a script in it, got '' and 't.py'"),
+        ("t.py \udcff", "variables in UTF-8, got '\\udcff'"),
+        ("--env A=\udcff t.py", "variables in UTF-8, got '\\udcff'"),
         ("--workers 2 --staleness 2 t.py", "a staleness of 2 needs parameter servers: add ps"),
         ("--workers 2 --checkpoint-every-s 30 t.py", "--checkpoint-every-s is for parameter servers"),
         ("--workers 100000 t.py", "at most 4096 of each, got 100000 workers"),
