@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -115,17 +116,21 @@ def test_who_waits_for_a_ring_says_whom_it_cannot_reach(
     caplog.set_level("INFO")
     for module in ("peers", "ring_service"):
         monkeypatch.setattr(f"stratagem.worker.ring.{module}.PATIENCE_S", 0.1)
-    known = [Member("worker:0", "127.0.0.1:1", 1, True), Member("worker:1", "127.0.0.1:2", 2, True)]
+    unheard = socket.socket()  # listens to nobody, and no other process can while it has the port
+    unheard.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{unheard.getsockname()[1]}"
+    known = [Member("worker:0", address, 1, True), Member("worker:1", "127.0.0.1:2", 2, True)]
     said = Membership(True, tuple(known))
     service, cut_off = (RingService("127.0.0.1", lambda: said, BytesMeter()) for _ in range(2))
     with pytest.raises(PeerUnavailableError, match="not every rank has arrived yet: worker:1 to come"):
         service.meet(Incarnation("worker:0", 1), 0, 1, RankInfo("worker:0"))
     service.close()
     member = RingMember(cut_off, session_of(1, known), BytesMeter())
-    with pytest.raises(ClusterTimeoutError, match=r"worker:0 cannot be reached .*, and can it reach 127\.0\.0\.1:1\?"):
+    with pytest.raises(ClusterTimeoutError, match=rf"worker:0 cannot be reached .*, and can it reach {address}\?"):
         member.form(OVER_TCP, CPU, 1.0)
     member.close("the test is over")
-    assert "Waiting for the ring to form at worker:0 (127.0.0.1:1): worker:0 cannot be reached" in caplog.text
+    unheard.close()
+    assert f"Waiting for the ring to form at worker:0 ({address}): worker:0 cannot be reached" in caplog.text
 
 
 def test_a_group_that_not_all_ranks_confirm_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
