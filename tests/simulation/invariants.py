@@ -141,9 +141,11 @@ class Invariants:
             )
 
     def entered(self, incarnation: tuple[str, int]) -> None:
-        """Fences are final on every ps that the chief has not given up."""
+        """Fences are final on every ps that the chief has not given up, nor awaits since it was started again: such a
+        one hears of them before it hears from another worker."""
         job = self.cluster.chief_job
-        is_member = job is None or job.sessions.tasks[self.task()].state is not SessionState.LOST
+        away = SessionState.LOST, SessionState.AWAITED
+        is_member = job is None or job.sessions.tasks[self.task()].state not in away
         if incarnation in self.released and is_member:
             self.world.fail(f"{self.task()} takes an update from {incarnation}, whose units have gone to others")
 
