@@ -322,8 +322,7 @@ class Recovery(ChiefPart):
     async def _find_owners(self) -> None:
         """Staleness 0: finds an owner, or an end, for the slices that nobody has reported."""
         steps, lease_book = self._lease_book.steps, self._lease_book
-        # Accepted by what every ps has closed: the journal had not got so far, nor may its worker know what it said.
-        for unit in steps.to_deliver():
+        for unit in steps.orphans():  # accepted by what every ps has closed: the journal had not got so far
             if unit.index in lease_book.epoch(unit.dataset, unit.epoch).accepted:
                 self.accepted(lease_book.mark_accepted(steps.accept(unit).accepted))
         orphans = steps.orphans()

@@ -113,16 +113,16 @@ class LeaseBook:
     def accept(self, incarnation: Incarnation, dataset: int, epoch: int, indices: Iterable[int]) -> list[Unit]:
         """Counts units as accepted; returns the new ones, those of absorbed slices included. Errors as
         :meth:`EpochLeases.accept`."""
-        leases = self.epoch(dataset, epoch)
+        leases, indices = self.epoch(dataset, epoch), [*indices]
         units = [Unit(dataset, epoch, index) for index in leases.accept(incarnation, indices)]
-        absorbed: list[Unit] = []
-        for unit in [*units]:
+        self.examples_accepted += sum(leases.plan.unit_examples(unit.index) for unit in units)
+        new, reported = {*units}, (Unit(dataset, epoch, index) for index in indices)
+        # Accepted before, perhaps, by what all ps have; but its step waits for this word.
+        for unit in [unit for unit in reported if unit in new or self.steps.holder(unit) == incarnation]:
             done = self.steps.accept(unit)
-            absorbed += self.mark_accepted(done.accepted)
+            units += self.mark_accepted(done.accepted)
             for other in done.returned:
                 self.epoch(other.dataset, other.epoch).give_back(other.index)
-        units += absorbed
-        self.examples_accepted += sum(leases.plan.unit_examples(u.index) for u in units if u not in absorbed)
         return units
 
     def mark_accepted(self, units: Iterable[Unit]) -> list[Unit]:
@@ -177,9 +177,8 @@ class LeaseBook:
         self.loops.asked(incarnation, dataset, epoch)
         waits_for: list[Incarnation] = []
         if leases.plan.staleness == 0:
-            units = [Unit(dataset, epoch, index) for index in leases.held_by(incarnation) if index not in held]
-            granted = [lease for unit in units if (lease := self._lease_of(unit)) is not None]
-            granted.sort(key=operator.attrgetter("step"))
+            unheard = (Unit(dataset, epoch, index) for index in leases.held_by(incarnation) if index not in held)
+            granted = sorted(filter(None, map(self._lease_of, unheard)), key=operator.attrgetter("step"))
             members = workers() if callable(workers) else workers
             ahead = min(at_most * len(members) // NUM_ASKING, MAX_AHEAD) - len(held)
             most = want if incarnation in self.steps.accumulating else max(want, ahead)
@@ -270,14 +269,14 @@ class LeaseBook:
         return leases
 
     def held(self, incarnation: Incarnation) -> list[Unit]:
-        """Units leased to (or reserved for) ``incarnation``."""
-        return [Unit(*key, index) for key, leases in self._leasing.items() for index in leases.held_by(incarnation)]
+        """Units leased to (or reserved for) ``incarnation``, or accepted before it has said so of their slices."""
+        leased = {Unit(*key, index) for key, leases in self._leasing.items() for index in leases.held_by(incarnation)}
+        return sorted(leased.union(self.steps.to_deliver(incarnation)))
 
     def leave(self, incarnation: Incarnation, dataset: int, epoch: int) -> Removal:
         """``incarnation`` left its loop. Its units stay leased until :meth:`give_back`."""
         self.loops.left(incarnation, dataset, epoch)
-        units = [Unit(dataset, epoch, index) for index in self.epoch(dataset, epoch).held_by(incarnation)]
-        return self.remove(units, {})
+        return self.remove([unit for unit in self.held(incarnation) if unit[:2] == (dataset, epoch)], {})
 
     def remove(self, units: Sequence[Unit], committed: Mapping[Unit, Mapping[int, int]]) -> Removal:
         """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`, or
@@ -375,7 +374,8 @@ class LeaseBook:
 
         A worker cannot go on with a lease from before: the ps refuse it until it has said Hello, and then it forgets
         its leases and asks anew. So the units come in the order of the plan again. Units of closed epochs are lost
-        instead, because no worker asks for a closed epoch again. ``saved``: accepted units in the checkpoint;
+        instead, because no worker asks for a closed epoch again. ``saved``: units that the checkpoint has all updates
+        of, accepted unless something is counted on them, which is to be reported;
         ``reopen``: the workers start anew as well and walk through the epochs from the first: nothing is lost;
         ``is_last``: no worker asks for any epoch again.
         """
@@ -390,6 +390,8 @@ class LeaseBook:
             revoked.update(Unit(*key, index) for index in missing)
         self._prior = {key: bitmap & saved.get(key, UnitBitmap()) for key, bitmap in self._prior.items()}
         self.examples_accepted -= sum(self.plans[unit.dataset].unit_examples(unit.index) for unit in revoked)
+        if not (reopen or self._counting):
+            self.know_accepted(saved)
         num_returned = sum(leases.give_all_back() for leases in self._leasing.values())
         self.steps.clear()
         return RollBack(len(revoked) + num_returned, lost)

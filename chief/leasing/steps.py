@@ -184,9 +184,10 @@ class JobSteps:
                     reserved.append((each.unit, each.incarnation))
         return reserved
 
-    def to_deliver(self) -> list[Unit]:
-        """Units of unfinished slices."""
-        return [each.unit for step in self.open.values() for each in step.slices if each.unfinished]
+    def to_deliver(self, incarnation: Incarnation) -> list[Unit]:
+        """Units of unfinished slices of a worker."""
+        every = (each for step in self.open.values() for each in step.slices)
+        return [each.unit for each in every if each.unfinished and each.incarnation == incarnation]
 
     def orphans(self) -> list[Unit]:
         """Units of unfinished slices that belong to nobody."""
@@ -232,6 +233,11 @@ class JobSteps:
     def find(self, unit: Unit) -> tuple[JobStep, Slice] | None:
         step = self._of_unit.get(unit)
         return None if step is None else (step, next(each for each in step.slices if each.unit == unit))
+
+    def holder(self, unit: Unit) -> Incarnation | None:
+        """Whose slice of an open step it is."""
+        found = self.find(unit)
+        return None if found is None else found[1].incarnation
 
     def accept(self, unit: Unit) -> Removal:
         """A slice was accepted. Returns what becomes of absorbed slices with it."""

@@ -382,8 +382,12 @@ async def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_ma
                 await task.die()
 
 
-async def test_a_step_whose_unit_all_ps_have_closed_is_over_though_its_worker_holds_it_yet(tmp_path: Path) -> None:
-    """The chief had died with its word that the unit is accepted: who had to wait for earlier steps waited for ever."""
+@pytest.mark.parametrize("reports", [True, False])
+async def test_a_step_whose_unit_all_ps_have_closed_waits_for_the_word_of_its_worker(
+    tmp_path: Path, reports: bool
+) -> None:
+    """The chief had died with its word that the unit is accepted: who had to wait for earlier steps waited for ever.
+    And where the worker computed it again, the others waited for ever when it died."""
     sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
     async with contextlib.AsyncExitStack() as stack:
         port, place, worker, server, held = await closed_as_the_chief_dies(stack, sizes, is_reported=False)
@@ -393,7 +397,13 @@ async def test_a_step_whose_unit_all_ps_have_closed_is_over_though_its_worker_ho
                 Task(port, "ps:0", place, resume=server.session.incarnation, store_epoch=1),
             ]
             await until(lambda: second.job.is_open)
-            assert not second.job.lease_book.steps.open
+            assert second.job.lease_book.epoch(1, 0).accepted and 1 in second.job.lease_book.steps.open
+            if reports:
+                await tasks[0].next([0], wait=False)
+            else:
+                await tasks[0].die()
+            await until(lambda: 1 not in second.job.lease_book.steps.open)
+            assert bool(server.closings[1][1]) is not reports, "its part counts though it is dead"
             for task in [*tasks, worker]:
                 await task.die()
 
