@@ -125,6 +125,9 @@ async def _serve(
     )
     async with contextlib.AsyncExitStack() as servers:
         servers.push_async_callback(server.stop)
+        loop = asyncio.get_running_loop()
+        for number, end in zip(_ENDINGS, (job.leave, job.stop), strict=True):
+            loop.add_signal_handler(number, end, EXIT_PREEMPTED, f"the chief got {signal.Signals(number).name}")
         job.address = told_address(config.advertise, server.address)
         if config.state_dir:
             with _kept_in(config.state_dir):
@@ -138,9 +141,6 @@ async def _serve(
         logger.info("%s listening on %s%s", config.task, server.address, security.words)
         if print_address:
             print(server.address, flush=True)
-        loop = asyncio.get_running_loop()
-        for number, end in zip(_ENDINGS, (job.leave, job.stop), strict=True):
-            loop.add_signal_handler(number, end, EXIT_PREEMPTED, f"the chief got {signal.Signals(number).name}")
         if until_eof:
             loop.add_reader(sys.stdin.fileno(), _on_input, job)
         for serve_http in _http_servers(config):
