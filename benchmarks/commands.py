@@ -205,9 +205,10 @@ def ps_command(
 @benchmark("step")
 @lane_option(ALL_LANES, ALL_LANES)
 @device_option
-def step_command(lanes: tuple[str, ...], device: str) -> Groups:
+@click.option("--in-step", is_flag=True, help="Measure two workers at staleness 0 too.")
+def step_command(lanes: tuple[str, ...], device: str, in_step: bool) -> Groups:
     """What a step on a parameter server costs beside model and bytes, by role."""
-    return [step_cases(lanes, workload_on(EMPTY.name, device))]
+    return [step_cases(lanes, workload_on(EMPTY.name, device), in_step=in_step)]
 
 
 @benchmark("fit")

@@ -62,10 +62,15 @@ def ps_cases(
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
 
 
-def step_cases(lanes: Sequence[str], workload: Workload) -> list[Case]:
-    """An empty model with one variable of 4 KB, one worker and one ps: what a step costs beside model and bytes."""
+def step_cases(lanes: Sequence[str], workload: Workload, *, in_step: bool) -> list[Case]:
+    """An empty model with one variable of 4 KB, one worker and one ps: what a step costs beside model and bytes.
+    ``in_step``: also of two workers at staleness 0, each of whose steps counts."""
     case = functools.partial(_case, "step", workload, sample=to_step_sample)
-    cases = [case("stratagem", lane, 1, 1, functools.partial(jobs.run_ps, workload, 1, 1, lane)) for lane in lanes]
+    run = functools.partial(jobs.run_ps, workload)
+    cases = [case("stratagem", lane, 1, 1, functools.partial(run, 1, 1, lane)) for lane in lanes]
+    for lane in lanes if in_step else ():
+        together = functools.partial(run, NUM_WORKERS, 1, lane, in_step=True)
+        cases.append(case("stratagem in step", lane, NUM_WORKERS, 1, together))
     if workload.device == "cpu":
         cases.append(case("bare sockets", "tcp", 1, 1, functools.partial(jobs.run_bare, workload, 1, 1)))
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]

@@ -28,10 +28,14 @@ def run_fit(workload: Workload) -> list[JobResult]:
     return run_job([Task(python_module("training.fit_job", *_arguments(workload)))], read_results)
 
 
-def run_ps(workload: Workload, num_workers: int, num_ps: int, lane: str, *, tls: bool = False) -> JobResult:
-    """A chief, ``num_ps`` parameter servers and ``num_workers`` workers that reach them over ``lane``."""
+def run_ps(
+    workload: Workload, num_workers: int, num_ps: int, lane: str, *, tls: bool = False, in_step: bool = False
+) -> JobResult:
+    """A chief, ``num_ps`` parameter servers and ``num_workers`` workers that reach them over ``lane``; ``in_step``: at
+    staleness 0."""
     options = ["--workers", str(num_workers), "--ps", str(num_ps), "--strategy", "ps", "--transport", lane]
     options += ["--tls", "auto"] if tls else []
+    options += ["--staleness", "0"] if in_step else []
     command = stratagem_run("training/stratagem_job.py", _arguments(workload), *options)
     return run_job([Task(command, gpus(workload.device))], read_result)
 

@@ -109,10 +109,12 @@ def test_rows_of_ps_under_tls_stand_beside_those_in_the_clear() -> None:
 
 
 def test_rows_of_step() -> None:
-    rows = [case.identities[0] for case in step_cases(["shm", "grpc"], EMPTY)]
+    rows = [case.identities[0] for case in step_cases(["shm", "grpc"], EMPTY, in_step=True)]
     assert [(row["system"], row["lane"], row["workers"], row["ps"]) for row in rows] == [
         ("stratagem", "shm", 1, 1),
         ("stratagem", "grpc", 1, 1),
+        ("stratagem in step", "shm", 2, 1),
+        ("stratagem in step", "grpc", 2, 1),
         ("bare sockets", "tcp", 1, 1),
         ("torch alone", None, 1, 0),
     ]
@@ -120,7 +122,7 @@ def test_rows_of_step() -> None:
 
 def test_rows_on_a_gpu_say_so_and_leave_out_who_has_none_there() -> None:
     cases = [
-        *step_cases(["shm"], workload_on("empty", "cuda")),
+        *step_cases(["shm"], workload_on("empty", "cuda"), in_step=False),
         *ps_cases(workload_on("sparse", "cuda"), ["shm"], "/somewhere/python"),
         *train_cases(workload_on("dense", "cuda"), 2, ["shm"], ddp=True, tf_python="/somewhere/python"),
     ]
