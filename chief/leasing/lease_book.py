@@ -48,7 +48,7 @@ class LeaseBook:
         """The newest epoch that a worker has asked about and that was not closed then, with its dataset before it."""
         self._leasing: dict[tuple[int, int], EpochLeases] = {}
         """Of the epochs, those that may have units leased: of many thousands these are few."""
-        self.loops = WorkerLoops(lambda key: key in self.epochs and not self.epochs[key].closed)
+        self.loops = WorkerLoops(self._is_open)
         self._counting: set[Incarnation] = set()
 
     @property
@@ -200,13 +200,15 @@ class LeaseBook:
 
     def _first_open(self, dataset: int, epoch: int) -> int:
         """The first epoch from this one on that is not closed; one that nobody has asked for makes no book."""
-        num_units = self.plans[dataset].num_units
-        while True:
-            leases = self.epochs.get((dataset, epoch))
-            num_accepted = leases.num_accepted if leases else len(self._prior.get((dataset, epoch), ()))
-            if num_accepted < num_units or not num_accepted:
-                return epoch
+        while self.plans[dataset].num_units and not self._is_open((dataset, epoch)):
             epoch += 1
+        return epoch
+
+    def _is_open(self, key: tuple[int, int]) -> bool:
+        """Whether an epoch has units that are not accepted."""
+        leases = self.epochs.get(key)
+        num_accepted = leases.num_accepted if leases is not None else len(self._prior.get(key, ()))
+        return num_accepted < self.plans[key[0]].num_units
 
     def _find_step(
         self,

@@ -11,7 +11,7 @@ Key = tuple[int, int]
 
 
 class WorkerLoops:
-    """The loops of all workers. ``is_open``: whether units of an epoch that somebody has asked for are left."""
+    """The loops of all workers. ``is_open``: whether units of an epoch are left."""
 
     def __init__(self, is_open: Callable[[Key], bool]) -> None:
         self._is_open = is_open

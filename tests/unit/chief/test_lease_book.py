@@ -363,6 +363,8 @@ def test_a_part_of_an_epoch_ends_when_its_units_are_accepted_and_no_others_are_l
 
 def test_what_is_reserved_in_a_group_can_be_given_back() -> None:
     lease_book = sync_lending()
+    for worker in (A, B):
+        lease_book.loops.left(worker, 1, 0)
     [mine] = lease_book.ask(A, 1, 1, (), 1, [A, B], group="fit 1").granted
     assert mine.step_units == (0, 1)
     assert lease_book.leave(B, 1, 0).returned == {}, "it has only left the pass before"
@@ -533,7 +535,6 @@ def test_a_worker_that_accumulates_has_what_a_lost_reply_granted_it_at_once() ->
 def test_a_slice_of_nobody_is_for_none_who_has_yet_to_come_to_its_epoch() -> None:
     """It got that of a worker which had left the epoch before, and waited for its own slice of a later step."""
     after = sync_lending()
-    after.to_lease(1, 0)
     after.loops.left(B, 1, 0)
     after.readmit({4: [Unit(1, 1, 0)]})
     assert after.steps.reserve_orphans([A, B], after.loops.is_elsewhere) == [(Unit(1, 1, 0), B)]
