@@ -64,6 +64,7 @@ class LeaseClient:
         self._limit = 0
         self._reported_step = 0
         self._first_open = 0
+        self._accumulates = False
         self.attempt = 0
         """Of an evaluation: units of others do not count; grows when the weights have changed."""
 
@@ -113,11 +114,12 @@ class LeaseClient:
         self, wait: bool, group: str = "", counts: bool = False, done: Done = NOTHING
     ) -> chief_pb2.NextUnitsRequest:
         """What to ask the chief for now."""
+        self._accumulates = done.accumulates
         request = self._report()
         request.held.extend(unit.index for unit in self._held if unit.epoch == self._epoch)
         request.want, request.at_most, request.wait = self._first, self._affordable(), wait
         request.group, request.counts = group, counts
-        request.num_groups, request.steps_per_unit, request.accumulates = done
+        request.num_groups, request.steps_per_unit = done.num_groups, done.steps_per_unit
         return request
 
     def take(self, reply: chief_pb2.NextUnitsReply) -> None:
@@ -179,6 +181,7 @@ class LeaseClient:
 
     def leave(self) -> None:
         """Gives back everything that is not accepted."""
+        self._accumulates = False
         request = self._report()
         self.forget()
         request.leave = True
@@ -191,6 +194,7 @@ class LeaseClient:
         self._held.clear()
         self._states.clear()
         self._limit = self._first_open = 0
+        self._accumulates = False
 
     def held(self) -> list[Lease]:
         """Units leased, and those it has not heard the end of, for a chief that restarted."""
@@ -203,6 +207,7 @@ class LeaseClient:
     def _report(self) -> chief_pb2.NextUnitsRequest:
         request = chief_pb2.NextUnitsRequest()
         request.CopyFrom(self._pass)
+        request.accumulates = self._accumulates
         accepted, states = self._accepted()
         request.accepted.extend(accepted)
         request.states.extend(states)

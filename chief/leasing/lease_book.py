@@ -272,8 +272,8 @@ class LeaseBook:
 
     def held(self, incarnation: Incarnation) -> list[Unit]:
         """Units leased to (or reserved for) ``incarnation``, or accepted before it has said so of their slices."""
-        leased = {Unit(*key, index) for key, leases in self._leasing.items() for index in leases.held_by(incarnation)}
-        return sorted(leased.union(self.steps.to_deliver(incarnation)))
+        leased = [Unit(*key, index) for key, leases in self._leasing.items() for index in leases.held_by(incarnation)]
+        return sorted({*leased, *self.steps.to_deliver(incarnation)}) if self.steps.open else leased
 
     def leave(self, incarnation: Incarnation, dataset: int, epoch: int) -> Removal:
         """``incarnation`` left its loop. Its units stay leased until :meth:`give_back`."""

@@ -37,7 +37,11 @@ class Chief:
         if said.leave:
             self.book.give_back(self.book.leave(A, 1, epoch).returned)
             return chief_pb2.NextUnitsReply()
+        if not said.want:
+            return chief_pb2.NextUnitsReply()
         return leases_to_proto(self.book.ask(A, 1, epoch, said.held, said.want, [A], stop, at_most=said.at_most))
+
+    report = next_units
 
     def start_step(self, dataset: int, epoch: int, accepted: Any, states: Any, clock: int) -> chief_pb2.StartStepReply:
         self.num_calls += 1
@@ -162,3 +166,22 @@ def test_the_bound_is_asked_for_when_it_may_be_reached_or_others_may_wait() -> N
     assert num_asked(10.0, 20, 0.001) == 4, "half the bound"
     assert num_asked(1000.0, 100, REPORT_S / 10) == 10, "twice a second"
     assert num_asked(1000.0, 20, 2 * REPORT_S) == 20, "a slow worker after every step"
+
+
+def test_a_worker_that_waits_at_staleness_0_says_what_it_has_done() -> None:
+    worker = Worker(Plan(10_000, 1, staleness=0), first=1)
+    assert worker.train(600, 0.001) < 60, "steps of a twentieth of a second at once, as of 20 workers"
+    assert worker.client.has_ready and len(worker.chief.accepted) < 600
+    worker.client.report()
+    assert len(worker.chief.accepted) == 600
+    calls = worker.chief.num_calls
+    worker.client.report()
+    assert worker.chief.num_calls == calls, "there is nothing new"
+
+
+def test_who_may_run_ahead_reports_when_it_asks() -> None:
+    worker = Worker(Plan(1000, 1))
+    worker.train(1, 0.01)
+    calls = worker.chief.num_calls
+    worker.client.report()
+    assert worker.chief.num_calls == calls
