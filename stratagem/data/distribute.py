@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from stratagem.arguments import whole_number
 from stratagem.cluster.units import Plan
+from stratagem.data.distributed import DistributedDataset
 from stratagem.data.files import file_based, own_files
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
@@ -186,7 +187,7 @@ def _not_healing(source: str) -> ConfigurationError:
 
 
 def _with_batches(source: Any, batch_size: int | None) -> Any:
-    if isinstance(source, SplitDataset):
+    if isinstance(source, SplitDataset | DistributedDataset):
         raise ConfigurationError(
             "expected a source of global batches, got the result of distribute_dataset: iterate over it as it is"
         )

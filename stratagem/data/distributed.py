@@ -53,10 +53,23 @@ class DistributedIterator(WithWaysOut, Iterator[Any]):
 
     def __init__(self, batches: Generator[Any]) -> None:
         self._batches = batches
+        self._error = ""
         self.close = batches.close
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        if error := self._error:  # the end of a generator that failed looks like that of the pass
+            self._error = ""
+            raise ConfigurationError(
+                f"this pass was ended by {error}. Its other batches cannot be had: where an example may be bad, let "
+                "the dataset leave it out, or give another in its place"
+            )
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+            raise
 
     def get_next(self) -> Any:
         """TensorFlow's name for ``next()``; there are no more where it raises StopIteration."""

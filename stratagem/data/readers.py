@@ -222,12 +222,13 @@ class Reopened:
         if hasattr(self._source.dataset, "set_epoch"):
             # Processes that stay (persistent_workers) have copies of the dataset, which would be told no epoch.
             self._source._iterator = None
-        given = self._source.generator
+        given = self._source.generator, getattr(self._source, "in_order", True)
         seed_epoch(self._source, seed, epoch, self._worker)
+        self._source.in_order = True  # positions, and workers that share a batch, go by the order
         try:
             return islice(iter(self._source), first, None)
         finally:
-            self._source.generator = given
+            self._source.generator, self._source.in_order = given
 
 
 class ItemBatches:

@@ -18,6 +18,7 @@ import stratagem as sg
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Lease, Plan
+from stratagem.data.distribute import leasable
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
@@ -82,6 +83,11 @@ def test_parts_are_pieces_of_passes(num_examples: int, batch_size: int, num_batc
         assert source.lending.examples_accepted == sum(len(batch) for part in found for batch in part)
     else:
         assert found == [[]] * 4
+
+
+def test_what_is_distributed_already_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="got the result of distribute_dataset"):
+        leasable(leased(8, 2)[0])
 
 
 def test_a_process_that_is_told_to_end_while_it_waits_for_the_chief_asks_it_nothing_more(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stratagem.data.distribute import distribute
 from stratagem.data.loaders import why_not_planned
@@ -66,3 +67,43 @@ def test_a_stream_that_cannot_be_leased_is_refused_with_what_to_do() -> None:
     refusal = why_not_planned(DataLoader(Stream(), batch_size=2))
     assert all(advice in refusal for advice in ("list(dataset)", "distribute_datasets_from_function", "ring"))
     assert not why_not_planned(DataLoader(list(Stream()), batch_size=2)), "the first advice works"  # type: ignore[arg-type]
+
+
+def test_a_stream_comes_in_the_order_of_its_loader_whatever_process_is_first() -> None:
+    second_is_ready = multiprocessing.get_context("fork").Event()
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            worker = get_worker_info()
+            assert worker is not None
+            if worker.id == 0:
+                assert second_is_ready.wait(60)
+            yield from range(worker.id, 8, 2)
+            second_is_ready.set()
+
+    # Each worker of a ring reads it, and keeps its part of each batch: they have to be the same batches.
+    loader = DataLoader(
+        Stream(), batch_size=2, num_workers=2, prefetch_factor=4, multiprocessing_context="fork", in_order=False
+    )
+    batches = distribute(loader, placement=InputPlacement((CPU,)))
+    assert [batch.tolist() for batch in batches] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+class OneBad(Numbers):
+    """Its third example cannot be read."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            raise ValueError("a bad example")
+        return super().__getitem__(index)
+
+
+def test_a_pass_that_an_error_of_its_data_ended_does_not_seem_complete() -> None:
+    batches = iter(distribute(DataLoader(OneBad(6), batch_size=2), placement=InputPlacement((CPU,))))
+    assert next(batches).tolist() == [0, 1]
+    with pytest.raises(ValueError, match="a bad example"):
+        next(batches)
+    with pytest.raises(ConfigurationError, match="ended by ValueError: a bad example"):
+        next(batches)
+    with pytest.raises(StopIteration):  # a loop that goes on after any error ends too
+        next(batches)
