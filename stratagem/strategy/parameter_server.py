@@ -204,7 +204,8 @@ class ParameterServerStrategy(Strategy):
         if self.staleness > 0:
             follow(scheduler, push, is_in_loop)
         else:
-            self._missed.append(keep_up(scheduler, push, is_in_loop, lambda: self._newest[0]))
+            chief, ordinal = self.servers.chief, len(self._missed)
+            self._missed.append(keep_up(scheduler, push, is_in_loop, lambda: self._newest[0], chief, ordinal))
 
     def _attach(self, push: GradientPush) -> None:
         """The ps step in the stead of the optimizer, which goes on with a copy of itself that has no parameters."""

@@ -10,9 +10,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.push.gradient_push import GradientPush
 
 logger = logging.getLogger(__name__)
+
+_PLACES = "schedulers of updates"
 
 UPDATES_IN_A_ROW = 3
 """After so many that each found other learning rates, a scheduler is stepped with every update, not every epoch."""
@@ -79,7 +82,12 @@ def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], 
 
 
 def keep_up(
-    scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], bool], dataset: Callable[[], int]
+    scheduler: LRScheduler,
+    push: GradientPush,
+    is_in_loop: Callable[[], bool],
+    dataset: Callable[[], int],
+    chief: ChiefClient,
+    ordinal: int,
 ) -> Callable[[int], None]:
     """Staleness 0: has a scheduler that is stepped with each update take part in those that this worker missed; changes
     it in place.
@@ -89,23 +97,35 @@ def keep_up(
     newer weights may be here, with the numbers of steps of the job between this worker's last two: of these some may
     not have been made, which only those do not see who train tables alone. Steps that were missed are of the same
     dataset; a scheduler that was stepped over another one has no part in them.
+
+    A worker that is started again has to know before its first update that the others step theirs, ``ordinal`` among
+    the schedulers, with each: who does first tells ``chief`` how many updates the job had made more than the scheduler
+    steps.
     """
     push.is_paced = True
     kind: Any = type(scheduler)
     num_pushed, num_of_others, follows = push.num_pushed, push.num_of_others, -1
+    has_told = False
 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        nonlocal num_pushed, follows
+        nonlocal num_pushed, follows, has_told
         with_update = not args and not kwargs and is_in_loop() and push.num_pushed == num_pushed + 1
         follows = dataset() if with_update else -1
         num_pushed = push.num_pushed
         kind.step(self, *args, **kwargs)
+        if with_update and not has_told and push.num_of_others is not None:
+            has_told = True
+            chief.record_logs(_PLACES, ordinal, {"more": push.num_of_others + num_pushed - self.last_epoch})
 
     def missed(gap: int) -> None:
         nonlocal num_of_others
         before, num_of_others = num_of_others, push.num_of_others
         number = gap if before is None or num_of_others is None else num_of_others - before
-        for _ in range(number if follows == dataset() else 0):
+        number = number if follows == dataset() else 0
+        if not push.num_pushed and num_of_others and (place := chief.logs(_PLACES, ordinal)) is not None:
+            number = num_of_others - int(place["more"]) - scheduler.last_epoch
+            vars(scheduler.optimizer)["_opt_called"] = True  # by others: torch warns of a scheduler that steps first
+        for _ in range(number):
             kind.step(scheduler)
 
     _replace(scheduler, step=step)

@@ -30,6 +30,19 @@ class Job:
         self.num_applied += 1 + num_others
 
 
+class Chief:
+    """Keeps what was said first of each topic."""
+
+    def __init__(self) -> None:
+        self.said: dict[tuple[str, int], dict[str, float]] = {}
+
+    def record_logs(self, group: str, ordinal: int, logs: dict[str, float]) -> dict[str, float]:
+        return self.said.setdefault((group, ordinal), logs)
+
+    def logs(self, group: str, ordinal: int) -> dict[str, float] | None:
+        return self.said.get((group, ordinal))
+
+
 @pytest.fixture
 def job() -> Job:
     return Job()
@@ -113,8 +126,11 @@ def test_at_staleness_0_only_a_scheduler_of_updates_takes_part_in_missed_steps(j
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     by_step, by_epoch = (lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2))
     dataset = 1
-    push = cast(Any, job)
-    missed = [keep_up(scheduler, push, lambda: job.in_loop, lambda: dataset) for scheduler in (by_step, by_epoch)]
+    push, chief = cast(Any, job), cast(Any, Chief())
+    missed = [
+        keep_up(scheduler, push, lambda: job.in_loop, lambda: dataset, chief, ordinal)
+        for ordinal, scheduler in enumerate((by_step, by_epoch))
+    ]
     optimizer.step()
     for _ in range(3):
         job.update(0)
@@ -136,6 +152,41 @@ def test_at_staleness_0_only_a_scheduler_of_updates_takes_part_in_missed_steps(j
     for tell in missed:
         tell(1)
     assert (by_step.last_epoch, by_epoch.last_epoch) == (7, 1)
+
+
+def test_at_staleness_0_a_worker_that_starts_again_steps_a_scheduler_of_updates_to_its_place() -> None:
+    chief = cast(Any, Chief())
+
+    def worker(job: Job) -> tuple[list[Any], list[Any]]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+        schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)]
+        push = cast(Any, job)
+        missed = [keep_up(each, push, lambda: job.in_loop, lambda: 1, chief, i) for i, each in enumerate(schedulers)]
+        optimizer.step()
+        return schedulers, missed
+
+    first = Job()
+    (by_step, by_epoch), _ = worker(first)
+    for _ in range(2):
+        first.update(0)  # a warm-up that no scheduler takes part in
+    for _ in range(3):
+        first.update(0)
+        by_step.step()
+    first.in_loop = False
+    by_epoch.step()
+    again = Job(num_of_others=9)
+    schedulers, missed = worker(again)
+    schedulers[1].step()  # after a pass that is over
+    for _ in range(2):
+        for tell in missed:
+            tell(0)
+    assert [each.last_epoch for each in schedulers] == [7, 1]
+    again.update(0)
+    schedulers[0].step()
+    again.num_of_others = 10
+    for tell in missed:
+        tell(1)
+    assert [each.last_epoch for each in schedulers] == [9, 1]
 
 
 @pytest.mark.parametrize(
