@@ -77,6 +77,16 @@ def test_clipping_schedule_and_shards(cluster: Start, tmp_path: Path) -> None:
     check_equal(expected, out)
 
 
+def test_a_worker_that_starts_again_has_the_jobs_place_in_a_schedule(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "ps.pt"
+    arguments = ["--anneal", "--optimizer", "momentum"]
+    faults = [{"task": "worker:0", "step": 7, "action": "kill"}]
+    job = cluster(1, 1, "train_small.py", *arguments, "--out", out, flags=["--staleness", "0"], faults=faults)
+    expected = one_process(tmp_path, *arguments)
+    assert job.succeed().faults
+    check_equal(expected, out)
+
+
 def test_one_worker_equals_one_process_asynchronously(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "ps.pt"
     job = cluster(1, 2, "train_small.py", "--out", out)

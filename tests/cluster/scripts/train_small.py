@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip-norm", type=float)
     parser.add_argument("--decay", action="store_true")
+    parser.add_argument("--anneal", action="store_true", help="a schedule that is stepped with each update")
     parser.add_argument("--poison-step", type=int, default=-1)
     parser.add_argument("--nan", default="error")
     parser.add_argument("--shards", type=int, default=1)
@@ -62,6 +63,9 @@ def main() -> None:
     task = str(getattr(strategy, "task", "worker:0"))
     strategy.prepare(model, optimizer, clip_norm=options.clip_norm, nan=options.nan)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if options.decay else None
+    annealing = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if options.anneal else None
+    if annealing is not None:
+        strategy.prepare(annealing)
     loader = DataLoader(TensorDataset(x, y), batch_size=options.batch_size, shuffle=True)
     dataset = strategy.distribute_dataset(loader)
 
@@ -74,6 +78,8 @@ def main() -> None:
         loss.backward()
         if (step + 1) % options.accumulate == 0:
             optimizer.step()
+            if annealing is not None:
+                annealing.step()
         return loss.detach()
 
     step = 0
