@@ -143,22 +143,29 @@ def event_to_proto(event: events.Event) -> chief_pb2.SessionEvent:
     return chief_pb2.SessionEvent(stop=chief_pb2.Stop(exit_code=event.exit_code, reason=event.reason))
 
 
-def measures_to_proto(measured: Measures) -> chief_pb2.Measures:
+def _add_measures(shown: chief_pb2.Measures, measured: Measures) -> None:
+    shown.SetInParent()
     if isinstance(measured, bytes):
-        return chief_pb2.Measures.FromString(measured)
-    return chief_pb2.Measures(values=measured)
+        shown.MergeFromString(measured)
+    else:
+        shown.values.update(measured)
 
 
-def status_to_proto(status: JobStatus, with_measures: bool = False) -> chief_pb2.GetStatusReply:
-    tasks = []
+def status_to_proto(
+    status: JobStatus, with_measures: bool = False, with_earlier: bool = True
+) -> chief_pb2.GetStatusReply:
+    reply = to_message(chief_pb2.GetStatusReply, status, tasks=())
     for task, (said, measured) in zip(status.tasks, status.said, strict=True):
         progress, info = chief_pb2.Progress.FromString(said), to_message(common_pb2.TaskInfo, task)
         if task.waiting_on:
             progress.waiting_on, progress.waiting_s = task.waiting_on, task.waiting_s or progress.waiting_s
-        shown = to_message(chief_pb2.TaskStatus, task, info=info, progress=progress, measures=None, earlier=None)
-        if with_measures:
-            shown.measures.CopyFrom(measures_to_proto(measured.newest))
-            shown.earlier.CopyFrom(measures_to_proto(measured.earlier))
+        reply.tasks.append(
+            to_message(chief_pb2.TaskStatus, task, info=info, progress=progress, measures=None, earlier=None)
+        )
+        if with_measures:  # where they are to be: a message is copied when another takes it in
+            shown = reply.tasks[-1]
+            _add_measures(shown.measures, measured.newest)
+            if with_earlier:
+                _add_measures(shown.earlier, measured.earlier)
             shown.window_s, shown.measures_age_s = measured.window_s, measured.age_s
-        tasks.append(shown)
-    return to_message(chief_pb2.GetStatusReply, status, tasks=tasks)
+    return reply

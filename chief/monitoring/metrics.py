@@ -6,13 +6,15 @@ that a script reports, the first :data:`MAX_REPORTED` of a task count.
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
-from stratagem.measuring.measures import MEASURES, ROW_SHARE, STEPS, Kind, labels
+from stratagem.measuring.measures import MEASURES, ROW_SHARE, STEPS, Kind
 from stratagem.rpc.status_view import StatusView, TaskState
 
 MAX_REPORTED = 20
@@ -48,32 +50,67 @@ _COUNTED: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
 )
 
 
-def families(status: StatusView) -> Iterable[Metric]:
+class Family:
+    """A metric with all its series, as rows: an object for each of tens of thousands would cost more than all else.
+
+    ``labels``: in alphabetical order, as a series names them.
+    """
+
+    def __init__(self, name: str, meaning: str, labels: Sequence[str] = (), is_counter: bool = False) -> None:
+        assert list(labels) == sorted(labels), labels
+        self.name, self.labels = name, labels
+        self.pattern = Metric(f"stratagem_{name}", meaning, "counter" if is_counter else "gauge")
+        """The metric with one sample, of which every row makes another."""
+        sample = f"stratagem_{name}{'_total' if is_counter else ''}"
+        self.pattern.add_sample(sample, dict.fromkeys(labels, "%s"), 0.0)
+        self.rows: list[tuple[str | float, ...]] = []
+
+    def add(self, value: float, *labels: str) -> None:
+        # What is below a million is written as Python does.
+        self.rows.append((*labels, float(value) if abs(value) < 1e6 else floatToGoString(value)))  # type: ignore[no-untyped-call]
+
+
+def exposition(found: Iterable[Family], encode: Callable[[Any], bytes]) -> bytes:
+    """What ``encode``, of prometheus_client, would write of all rows. It writes one sample of each metric."""
+    every = list(found)
+    patterns = encode(types.SimpleNamespace(collect=lambda: [family.pattern for family in every]))
+    rows = (family.rows for family in every)
+    lines: list[str] = []
+    for line in patterns.decode().splitlines(keepends=True):
+        if line.startswith("#"):
+            lines.append(line)
+        else:
+            series = f"{line.rpartition(' ')[0]} %s\n"
+            lines += [series % row for row in next(rows)]
+    return "".join(lines).encode()
+
+
+def families(status: StatusView) -> Iterable[Family]:
     """Every metric of a status page that has measures."""
     yield from _of_the_job(status)
     live = [task for task in status.tasks if task.state == "live"]
-    up = GaugeMetricFamily("stratagem_task_up", "Whether the task is live.", labels=["task"])
+    up = Family("task_up", "Whether the task is live.", ("task",))
     for task in status.tasks:
-        up.add_metric([task.task], task.state == "live")
+        up.add(task.state == "live", task.task)
     yield up
-    for rows, family in ((_OF_A_TASK, GaugeMetricFamily), (_COUNTED, CounterMetricFamily)):
-        for name, meaning, types, value in rows:
-            metric = family(f"stratagem_{name}", meaning, labels=["task"])
+    for rows, is_counter in ((_OF_A_TASK, False), (_COUNTED, True)):
+        for name, meaning, kinds, value in rows:
+            family = Family(name, meaning, ("task",), is_counter)
             for task in live:
-                if (not types or _type(task) in types) and (number := value(task)) is not None:
-                    metric.add_metric([task.task], number)
-            yield metric
+                if (not kinds or _type(task) in kinds) and (number := value(task)) is not None:
+                    family.add(number, task.task)
+            yield family
     yield _staleness(live)
     yield _reported(live)
     yield from _measured(live)
 
 
-def _of_the_job(status: StatusView) -> Iterable[Metric]:
-    tasks = GaugeMetricFamily("stratagem_tasks", "Tasks by type and state.", labels=["type", "state"])
+def _of_the_job(status: StatusView) -> Iterable[Family]:
+    tasks = Family("tasks", "Tasks by type and state.", ("state", "type"))
     counts = Counter((_type(task), task.state) for task in status.tasks)
     for kind in sorted({kind for kind, _ in counts}):
         for state in STATES:
-            tasks.add_metric([kind, state], counts[kind, state])
+            tasks.add(counts[kind, state], state, kind)
     yield tasks
     gauges = {
         "ready": ("Whether the whole cluster has come up.", float(status.ready)),
@@ -87,48 +124,66 @@ def _of_the_job(status: StatusView) -> Iterable[Metric]:
     if (step := status.checkpoint_step) is not None:
         gauges["checkpoint_step"] = ("Step of the newest committed checkpoint.", step)
     for name, (meaning, value) in gauges.items():
-        yield GaugeMetricFamily(f"stratagem_{name}", meaning, value=value)
-    yield CounterMetricFamily(
-        "stratagem_updates_lost", "Updates that a ps lost with its values.", value=status.updates_lost
-    )
+        family = Family(name, meaning)
+        family.add(value)
+        yield family
+    lost = Family("updates_lost", "Updates that a ps lost with its values.", is_counter=True)
+    lost.add(status.updates_lost)
+    yield lost
 
 
-def _staleness(live: Iterable[TaskState]) -> Metric:
+def _staleness(live: Iterable[TaskState]) -> Family:
     clocks = {task.task: task.clock for task in live if task.clock}
-    metric = GaugeMetricFamily(
-        "stratagem_steps_ahead",
-        "Steps ahead of the slowest live worker, where a staleness bound counts.",
-        labels=["task"],
-    )
+    family = Family("steps_ahead", "Steps ahead of the slowest live worker, where a staleness bound counts.", ("task",))
+    slowest = min(clocks.values(), default=0)
     for name, clock in clocks.items():
-        metric.add_metric([name], clock - min(clocks.values()))
-    return metric
+        family.add(clock - slowest, name)
+    return family
 
 
-def _reported(live: Iterable[TaskState]) -> Metric:
-    metric = GaugeMetricFamily("stratagem_reported", "Newest value of strategy.report.", labels=["task", "name"])
+def _reported(live: Iterable[TaskState]) -> Family:
+    family = Family("reported", "Newest value of strategy.report.", ("name", "task"))
     for task in live:
         for name in sorted(task.metrics)[:MAX_REPORTED]:
-            metric.add_metric([task.task, name], task.metrics[name])
-    return metric
+            family.add(task.metrics[name], _escaped(name), task.task)
+    return family
 
 
-def _measured(live: Sequence[TaskState]) -> Iterable[Metric]:
+def _measured(live: Sequence[TaskState]) -> Iterable[Family]:
     """What every process measures, under the names that all else uses; at most :data:`MAX_REPORTED` labels each."""
-    for name, measure in MEASURES.items():
-        if name in _NOT_SHOWN:
-            continue
-        family = GaugeMetricFamily if measure.kind is Kind.GAUGE else CounterMetricFamily
-        metric = family(
-            f"stratagem_{name}", measure.meaning, labels=["task", *([measure.label] if measure.label else [])]
+    found = {
+        name: Family(
+            name,
+            measure.meaning,
+            sorted({"task", measure.label or "task"}),
+            is_counter=measure.kind is not Kind.GAUGE,
         )
-        for task in live:
-            found = labels(task.measures, name) if measure.label else {"": task.measures.get(name)}
-            for label in sorted(found)[:MAX_REPORTED]:
-                if (number := found[label]) is not None:
-                    metric.add_metric([task.task, *([label] if measure.label else [])], number)
-        yield metric
+        for name, measure in MEASURES.items()
+        if name not in _NOT_SHOWN
+    }
+    known: dict[str, tuple[Family | None, str]] = {}  # hundreds of tasks have the same
+    for task in live:
+        counts: Counter[str] = Counter()
+        for key in sorted(task.measures):
+            if key not in known:
+                name, bar, label = key.partition("|")
+                is_one = name in found and bool(bar) == bool(label) == bool(MEASURES[name].label)
+                known[key] = found[name] if is_one else None, _escaped(label)
+            family, label = known[key]
+            if family is None:
+                continue
+            if not label:
+                family.add(task.measures[key], task.task)
+            elif (number := counts[family.name]) < MAX_REPORTED:
+                counts[family.name] = number + 1
+                both = (task.task, label) if family.labels[0] == "task" else (label, task.task)
+                family.add(task.measures[key], *both)
+    return found.values()
 
 
 def _type(task: TaskState) -> str:
     return task.task.partition(":")[0]
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

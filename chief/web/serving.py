@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import mimetypes
-import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import TYPE_CHECKING
@@ -31,7 +29,7 @@ from stratagem.rpc.security import Security
 from stratagem.rpc.status_view import StatusView, from_reply
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
+    from stratagem.chief.monitoring.metrics import Family
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ class JobPage:
         return web.Response(body=body, headers=headers, content_type=kind, charset="utf-8")
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _json(dataclasses.asdict(await self._watch.look()))
+        return _json(await self._watch.look())
 
     async def _why(self, request: web.Request) -> web.Response:
         return _json(judge(reading_of(await self._watch.look())).as_json())
@@ -109,7 +107,7 @@ class JobPage:
         return response
 
 
-def _json(content: Mapping[str, object]) -> web.Response:
+def _json(content: object) -> web.Response:
     return web.Response(text=to_json(content), content_type="application/json")
 
 
@@ -124,25 +122,25 @@ def _files(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:
     return found
 
 
-def _looking(job: ChiefJob) -> Callable[[], Awaitable[StatusView]]:
+def _looking(job: ChiefJob, with_earlier: bool = True) -> Callable[[], Awaitable[StatusView]]:
     """What gives the status with measures; the loop of the job only puts it together."""
     ask = of_loop(asyncio.get_running_loop(), job.get_status)
 
     async def look() -> StatusView:
-        return from_reply(status_to_proto(await ask(), with_measures=True))
+        return from_reply(status_to_proto(await ask(), with_measures=True, with_earlier=with_earlier))
 
     return look
 
 
-def metrics_app(look: Callable[[], Awaitable[Iterable[Metric]]]) -> web.Application:
+def metrics_app(look: Callable[[], Awaitable[Iterable[Family]]]) -> web.Application:
     """``/metrics``, for Prometheus; ``look`` gives the metrics."""
     from prometheus_client.exposition import choose_encoder
 
+    from stratagem.chief.monitoring.metrics import exposition
+
     async def metrics(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        found = await look()
-        body = encode(types.SimpleNamespace(collect=lambda: found))  # a registry of what this request has found
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        return web.Response(body=exposition(await look(), encode), headers={"Content-Type": content_type})
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)
@@ -153,10 +151,10 @@ def serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> Htt
     """``/metrics`` at ``metrics_bind``; errors as :class:`HttpServer`."""
     from stratagem.chief.monitoring.metrics import families
 
-    look = _looking(job)
+    look = _looking(job, with_earlier=False)
 
-    async def measure() -> Iterable[Metric]:
-        return [*families(await look())]
+    async def measure() -> Iterable[Family]:
+        return families(await look())
 
     server = HttpServer("metrics", config.metrics_bind, metrics_app(measure), security, insecure=config.insecure)
     logger.info("Metrics at %s/metrics", server.url)

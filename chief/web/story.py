@@ -120,7 +120,7 @@ def staleness(status: StatusView) -> float | None:
     """What nine of ten of the last commits do not exceed; None: there was none."""
     counts: collections.Counter[str] = collections.Counter()
     for task in status.tasks:
-        counts.update(measures.labels(measures.since(task.measures, task.earlier), measures.STALENESS))
+        counts.update(measures.labels(task.recent, measures.STALENESS))
     left = 0.9 * sum(counts.values())
     for bound in measures.STALENESS_BOUNDS if left else ():
         left -= counts[str(bound)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import click
 
 from stratagem.cli.asking import Asking, asking_options
@@ -77,7 +75,7 @@ def status_command(asking: Asking, stacks: bool) -> None:
     status = fetch_status(asking.address, asking.timeout_s, security)
     found = _stacks(status, asking.timeout_s, security) if stacks else {}
     if asking.as_json:
-        click.echo(to_json(dataclasses.asdict(status) | ({"stacks": found} if stacks else {}), indent=2))
+        click.echo(to_json(vars(status) | ({"stacks": found} if stacks else {}), indent=2))
         return
     click.echo(summary_line(status))
     print_table(COLUMNS, [row(task) for task in status.tasks])

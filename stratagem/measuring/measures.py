@@ -102,6 +102,7 @@ COMPUTING = (FORWARD, BACKWARD, OPTIMIZER, SCRIPT)
 """Phases in which the script computes."""
 COMMUNICATION = (PUSH, WAIT, GATE_WAIT, MEETING, ROWS_WAIT, LEASE_WAIT)
 """Phases that are exposed communication."""
+_ADDED_UP = frozenset(name for name, measure in MEASURES.items() if measure.kind is not Kind.GAUGE)
 MAX_LABELS = 64
 STALENESS_BOUNDS = (0, 1, 3, 7, 15, 31)
 _STALENESS_LABELS = (*map(str, STALENESS_BOUNDS), "more")
@@ -120,13 +121,16 @@ def split(key: str) -> tuple[str, str]:
 
 def labels(values: Values, name: str) -> dict[str, float]:
     """By label, what was measured under a name."""
-    return {label: value for key, value in values.items() for found, label in [split(key)] if found == name and label}
+    start = labelled(name, "")
+    return {key[len(start) :]: value for key, value in values.items() if key.startswith(start) and key != start}
 
 
 def since(values: Values, earlier: Values) -> dict[str, float]:
     """What was added to counters and phases since; gauges as they are. A value that shrank belongs to a new process."""
     return {
-        key: value if _is_gauge(key) or value < earlier.get(key, 0.0) else value - earlier.get(key, 0.0)
+        key: value - before
+        if (before := earlier.get(key, 0.0)) and not value < before and split(key)[0] in _ADDED_UP
+        else value
         for key, value in values.items()
     }
 
@@ -140,11 +144,6 @@ def bounded(values: Values) -> dict[str, float]:
         for label in sorted(every, key=lambda one: every[one], reverse=True)[:MAX_LABELS]:
             found[labelled(name, label)] = every[label]
     return found
-
-
-def _is_gauge(key: str) -> bool:
-    measure = MEASURES.get(split(key)[0])
-    return measure is None or measure.kind is Kind.GAUGE
 
 
 def staleness_bucket(behind: int) -> str:

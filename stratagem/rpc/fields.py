@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, MutableSequence
 from typing import Any, TypeVar
 
@@ -23,16 +24,21 @@ def from_message(kind: type[T], *messages: Message, **others: Any) -> T:
 
     A repeated field is a tuple, a map a dict.
     """
-    fields = {field.name for field in dataclasses.fields(kind)} - others.keys()  # type: ignore[arg-type]
     for message in messages:
-        others |= {
-            name: _plain(getattr(message, name)) for name in fields.intersection(message.DESCRIPTOR.fields_by_name)
-        }
-        fields -= others.keys()
+        for name in _shared(kind, type(message)):  # type: ignore[arg-type]
+            if name not in others:
+                others[name] = _plain(getattr(message, name))
     return kind(**others)
 
 
+@functools.cache
+def _shared(kind: type, message: type[Message]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.name in message.DESCRIPTOR.fields_by_name)
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, str | int | float):
+        return value
     if isinstance(value, Mapping):
         return dict(value)
     return tuple(value) if isinstance(value, MutableSequence) else value

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
+from stratagem.measuring import measures
 from stratagem.rpc.fields import from_message
 from stratagem.rpc.generated import chief_pb2
 
@@ -51,6 +53,11 @@ class TaskState:
     """The same ``window_s`` seconds before, and seconds since the newer ones came."""
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
     """Words about lanes: which and why."""
+
+    @functools.cached_property
+    def recent(self) -> dict[str, float]:
+        """What it has measured in ``window_s``; gauges as they are."""
+        return measures.since(self.measures, self.earlier)
 
     @property
     def state_words(self) -> str:

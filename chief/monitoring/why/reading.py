@@ -46,12 +46,12 @@ class TaskReading:
         """Seconds of a phase in a step."""
         return self.get(phase) / max(1.0, self.steps)
 
-    @property
+    @functools.cached_property
     def waits(self) -> float:
         """The part of its time that is exposed communication."""
         return self.share(*COMMUNICATION)
 
-    @property
+    @functools.cached_property
     def own_s(self) -> float:
         """Seconds a step takes by itself: data, computing, optimizer, saving, encoding; not waiting for others."""
         waits = (phase for phase in COMMUNICATION if phase != measures.PUSH)
@@ -89,12 +89,12 @@ class Reading:
     def of(self, kind: str) -> list[TaskReading]:
         return [task for task in self.tasks if task.task.partition(":")[0] == kind]
 
-    @property
+    @functools.cached_property
     def working(self) -> list[TaskReading]:
         """Workers that measured something inside their loops."""
         return [worker for worker in self.of("worker") if worker.total_s > 0 and worker.steps > 0]
 
-    @property
+    @functools.cached_property
     def in_step(self) -> bool:
         """Whether each step of a worker waits for the others."""
         return any(worker.get(measures.IN_STEP) for worker in self.of("worker"))
@@ -105,7 +105,7 @@ def reading_of(status: StatusView) -> Reading:
 
 
 def _task(task: TaskState) -> TaskReading:
-    values, window_s = measures.since(task.measures, task.earlier), task.window_s
+    values, window_s = task.recent, task.window_s
     if not window_s:  # it has spoken once so far: since it began
         window_s = sum(task.measures.get(phase, 0.0) for phase in PHASES)
     return TaskReading(

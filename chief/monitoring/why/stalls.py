@@ -19,8 +19,7 @@ def silent(reading: Reading) -> Iterator[Finding]:
         return
     tasks = [task for task in reading.tasks if not task.task.startswith("evaluator:")]  # nobody waits for it
     for task in sorted(tasks, key=lambda one: -one.silent_s):  # what was lost first made the others go
-        waiting = [one for one in reading.tasks if task.task in one.waiting_on]
-        evidence = tuple(f"{one.task} has waited {one.waiting_s:.1f} s for {one.waiting_on}" for one in waiting)
+        evidence: tuple[str, ...] = ()
         if task.state == "lost":
             waits = ", and the job waits until it is restarted" if task.task.startswith("ps:") else ""
             sentence = f"{task.task} is lost{waits}"
@@ -29,9 +28,11 @@ def silent(reading: Reading) -> Iterator[Finding]:
             how_long = f"{task.task} has been silent for {task.silent_s:.1f} s"
             sentence = f"{how_long}: its process is suspended, or its machine is unreachable"
             advice = "check whether its process is suspended (state T in `ps`: kill -CONT it), swaps, or has no network"
-            evidence = ("a live task reports twice a second", *evidence)
+            evidence = ("a live task reports twice a second",)
         else:
             continue
+        waiting = [one for one in reading.tasks if task.task in one.waiting_on]
+        evidence += tuple(f"{one.task} has waited {one.waiting_s:.1f} s for {one.waiting_on}" for one in waiting)
         yield Finding(Cause.SILENT, task.task, sentence, advice, 1.0, evidence)
 
 

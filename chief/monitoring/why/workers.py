@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from stratagem.chief.monitoring.why.finding import WORTH, Cause, Finding, percent
 from stratagem.chief.monitoring.why.reading import Reading, TaskReading
@@ -29,15 +30,16 @@ GIL_S = 0.002
 def slow_data(reading: Reading) -> Iterator[Finding]:
     """Workers that wait for their batches."""
     workers = reading.working
-    for worker in workers:
-        share = _data_share(worker)
-        others = [_data_share(one) for one in workers if one is not worker]
+    shares = [_data_share(worker) for worker in workers]
+    ordered = sorted(shares)
+    each = [f"{one.task} waits {percent(one.share(measures.DATA_WAIT))} of its time for data" for one in workers]
+    for worker, share in zip(workers, shares, strict=True):
         if share < WORTH:
             continue
         cpu = worker.get(measures.DATA_CPU) / max(1e-9, share * worker.total_s)
         loaders = worker.values.get(measures.LOADER_WORKERS)
         where = "" if loaders is None else f": DataLoader(num_workers={loaders:.0f})"
-        alike = bool(others) and min(others) >= 0.7 * share
+        alike = len(workers) > 1 and _without(share, ordered)[0] >= 0.7 * share
         advice = "read in other processes: DataLoader(num_workers=2 or more, persistent_workers=True)"
         if loaders:
             advice = "give the DataLoader more workers, cheaper transforms, or faster storage"
@@ -54,7 +56,7 @@ def slow_data(reading: Reading) -> Iterator[Finding]:
             (
                 f"a batch takes {1e3 * per_step:.1f} ms, the rest of a step {1e3 * rest:.1f} ms",
                 f"the training thread itself computes for {percent(cpu)} of that wait",
-                *(f"{one.task} waits {percent(one.share(measures.DATA_WAIT))} of its time for data" for one in workers),
+                *each,
             ),
         )
 
@@ -64,12 +66,14 @@ def slow_worker(reading: Reading) -> Iterator[Finding]:
     workers = reading.working
     if len(workers) < 2:
         return
+    computing = sorted(_computing_s(one) for one in workers)
+    cpus = sorted(one.each_s(measures.STEP_CPU) for one in workers)
+    waiting = sorted(one.waits for one in workers)
+    phases = {phase: sorted(one.each_s(phase) for one in workers) for phase in _PARTS}
     for worker in workers:
-        others = [one for one in workers if one is not worker]
-        own, usual = _computing_s(worker), statistics.median(_computing_s(one) for one in others)
+        own, cpu = _computing_s(worker), worker.each_s(measures.STEP_CPU)
+        usual, usual_cpu = statistics.median(_without(own, computing)), statistics.median(_without(cpu, cpus))
         ratio = own / max(1e-9, usual)
-        cpu = worker.each_s(measures.STEP_CPU)
-        usual_cpu = statistics.median(one.each_s(measures.STEP_CPU) for one in others)
         # Where all lack cores those that wait for it look slow, too; what they need of them does not grow.
         is_slower = ratio >= SLOWER or cpu >= MUCH_SLOWER * max(1e-9, usual_cpu)
         if not is_slower or own - usual < WORTH * worker.total_s / max(1.0, worker.steps):
@@ -79,12 +83,12 @@ def slow_worker(reading: Reading) -> Iterator[Finding]:
             cpu < SLOWER * usual_cpu and ratio >= MUCH_SLOWER and own - starved < SLOWER * usual and starved > 0.3 * own
         )
         lost = (own - usual) / own if reading.in_step else (own - usual) / own / len(workers) + 0.1
-        waits = percent(statistics.mean(one.waits for one in others))
+        waits = percent(statistics.fmean(_without(worker.waits, waiting)))
         after = f": the others wait {waits} of every step" if reading.in_step else ""
         how = (
             f"its CPU time per step is {1e3 * cpu:.1f} ms, that of the others {1e3 * usual_cpu:.1f} ms",
             f"its computing takes {1e3 * own:.1f} ms per step, that of the others {1e3 * usual:.1f} ms",
-            *_where(worker, others),
+            *_where(worker, phases),
         )
         cause, sentence = Cause.SLOW_WORKER, f"{worker.task} computes {ratio:.1f} x slower than the others{after}"
         advice = "it has more to do, or a slower machine: compare its CPU, its clock, its share of the batch"
@@ -196,11 +200,18 @@ def _computing_s(worker: TaskReading) -> float:
     return sum(worker.get(phase) for phase in (*measures.COMPUTING, measures.PUSH)) / max(1.0, worker.steps)
 
 
-def _where(worker: TaskReading, others: Sequence[TaskReading]) -> Iterator[str]:
-    """Which part of its step takes longer, where one does most of that."""
+def _without(own: float, ordered: Sequence[float]) -> Sequence[float]:
+    """What the others have, in order: ordered once, as there may be hundreds of them for each of hundreds."""
+    place = bisect.bisect_left(ordered, own)
+    return [*ordered[:place], *ordered[place + 1 :]]
+
+
+def _where(worker: TaskReading, phases: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """Which part of its step takes longer, where one does most of that; ``phases``: what all spend, in order."""
     more, parts = {}, {}
     for phase, words in _PARTS.items():
-        own, usual = worker.each_s(phase), statistics.median(one.each_s(phase) for one in others)
+        own = worker.each_s(phase)
+        usual = statistics.median(_without(own, phases[phase]))
         more[phase] = own - usual
         parts[phase] = f"{words}: {1e3 * own:.1f} ms per step, that of the others {1e3 * usual:.1f} ms"
     most = max(more, key=lambda phase: more[phase])

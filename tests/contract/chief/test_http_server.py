@@ -15,10 +15,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from stratagem.chief.monitoring.metrics import Family
 from stratagem.chief.web import http_server
 from stratagem.chief.web.http_server import HttpServer, of_loop
 from stratagem.chief.web.serving import metrics_app
@@ -29,12 +28,18 @@ from stratagem.rpc.security import OPEN, Security, make_security
 TOKEN = "a-token-of-the-job-0123456789"
 
 
-def look() -> list[Metric]:
-    return [GaugeMetricFamily("stratagem_ready", "Whether.", value=1.0)]
+def look() -> list[Family]:
+    return [gauge("ready", "Whether.", 1.0)]
+
+
+def gauge(name: str, meaning: str, value: float) -> Family:
+    family = Family(name, meaning)
+    family.add(value)
+    return family
 
 
 def serve(
-    look: Callable[[], list[Metric]] = look,
+    look: Callable[[], list[Family]] = look,
     bind: str = "127.0.0.1:0",
     security: Security = OPEN,
     names: tuple[str, ...] | None = None,
@@ -46,7 +51,7 @@ def serve(
 
 @asynccontextmanager
 async def serving(
-    security: Security = OPEN, look: Callable[[], list[Metric]] = look, names: tuple[str, ...] | None = None
+    security: Security = OPEN, look: Callable[[], list[Family]] = look, names: tuple[str, ...] | None = None
 ) -> AsyncIterator[HttpServer]:
     server = serve(look, security=security, names=names)
     try:
@@ -75,9 +80,9 @@ def get(
 async def test_it_answers_with_the_status_of_now() -> None:
     asked = []
 
-    def count() -> list[Metric]:
+    def count() -> list[Family]:
         asked.append(asyncio.get_running_loop())  # runs in the loop: nothing else touches the job's state
-        return [GaugeMetricFamily("stratagem_asked", "How often.", value=len(asked))]
+        return [gauge("asked", "How often.", len(asked))]
 
     async with serving(look=count) as server:
         assert server.url == f"http://{server.address}"

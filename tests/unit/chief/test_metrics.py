@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import types
 from typing import Any
 
-from prometheus_client.metrics_core import Metric
+import prometheus_client.exposition
+import prometheus_client.openmetrics.exposition
+import pytest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
 
-from stratagem.chief.monitoring.metrics import MAX_REPORTED, families
+from stratagem.chief.monitoring import metrics as chief_metrics
+from stratagem.chief.monitoring.metrics import MAX_REPORTED, Family, exposition, families
 from stratagem.chief.web.story import COLUMNS, point_of
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.status_view import StatusView, TaskState, from_reply
@@ -36,7 +42,8 @@ def status(*tasks: TaskState, checkpoint: str = "", stop_reason: str = "") -> St
 def samples(page: StatusView) -> dict[str, float]:
     """Each series as ``name{label=value}`` without the prefix, and its value."""
     found: dict[str, float] = {}
-    metrics: list[Metric] = list(families(page))
+    text = exposition(families(page), prometheus_client.exposition.generate_latest).decode()
+    metrics = list(text_string_to_metric_families(text))
     assert len({metric.name for metric in metrics}) == len(metrics), "a name twice"
     for metric in metrics:
         assert metric.documentation.endswith(".")
@@ -59,8 +66,8 @@ def test_the_job() -> None:
 
 def test_tasks_by_state() -> None:
     found = samples(status(task("worker:0"), task("worker:1", "lost"), task("ps:0", "waiting")))
-    assert found["tasks{type=worker,state=live}"] == 1 and found["tasks{type=worker,state=lost}"] == 1
-    assert found["tasks{type=ps,state=waiting}"] == 1 and found["tasks{type=ps,state=live}"] == 0
+    assert found["tasks{state=live,type=worker}"] == 1 and found["tasks{state=lost,type=worker}"] == 1
+    assert found["tasks{state=waiting,type=ps}"] == 1 and found["tasks{state=live,type=ps}"] == 0
     assert found["task_up{task=worker:0}"] == 1 and found["task_up{task=worker:1}"] == 0
 
 
@@ -102,8 +109,41 @@ def test_what_is_measured_has_the_names_of_the_table() -> None:
     measured = {"data_wait_s": 2.5, "peer_wait_s|ps:0": 1.0, "cores": 4.0, **{f"staleness|{n}": n for n in range(99)}}
     found = samples(status(task("worker:0", measures=measured)))
     assert found["data_wait_s_total{task=worker:0}"] == 2.5 and found["cores{task=worker:0}"] == 4
-    assert found["peer_wait_s_total{task=worker:0,peer=ps:0}"] == 1
+    assert found["peer_wait_s_total{peer=ps:0,task=worker:0}"] == 1
     assert len([series for series in found if series.startswith("staleness_total{")]) == MAX_REPORTED
+
+
+ENCODERS = (
+    prometheus_client.exposition.generate_latest,
+    prometheus_client.openmetrics.exposition.generate_latest,
+)
+
+
+@pytest.mark.parametrize("encode", ENCODERS)
+def test_rows_are_written_as_the_encoder_writes_samples(encode: Any) -> None:
+    values = [0.0, -0.0, 3, True, 1e-9, 0.1, 999999.5, 1e6, 12345678, 1e22, -2e7, math.inf, -math.inf, math.nan]
+    labels = ["ps:0", 'a "b" \\ c\nd', "100 %s", "é", ""]
+    ours = Family("waited", 'Of a "test".', ("peer", "task"), is_counter=True)
+    theirs = CounterMetricFamily("stratagem_waited", 'Of a "test".', labels=["task", "peer"])
+    for value in values:
+        for label in labels:
+            ours.add(value, chief_metrics._escaped(label), "worker:0")
+            theirs.add_metric(["worker:0", label], value)
+    expected = encode(types.SimpleNamespace(collect=lambda: [theirs, type(theirs)("stratagem_none", "None.")]))
+    assert exposition([ours, Family("none", "None.", is_counter=True)], encode) == expected
+
+
+def test_what_hundreds_of_tasks_measure_is_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def escaped(label: str) -> str:
+        asked.append(label)
+        return label
+
+    monkeypatch.setattr(chief_metrics, "_escaped", escaped)
+    measured = {f"peer_wait_s|ps:{number}": 1.0 for number in range(8)} | {"data_wait_s": 1.0}
+    found = samples(status(*(task(f"worker:{number}", measures=measured) for number in range(100))))
+    assert found["peer_wait_s_total{peer=ps:7,task=worker:99}"] == 1 and len(asked) == len(measured)
 
 
 def test_the_dead_say_nothing_more() -> None:
@@ -115,7 +155,7 @@ def test_a_script_that_reports_much_makes_no_more_series() -> None:
     reported = {f"name {number:03d}": 1.0 for number in range(1000)}
     found = samples(status(task("worker:0", metrics=reported)))
     assert len([series for series in found if series.startswith("reported{")]) == MAX_REPORTED
-    assert found["reported{task=worker:0,name=name 019}"] == 1.0
+    assert found["reported{name=name 019,task=worker:0}"] == 1.0
 
 
 def test_progress_comes_from_the_wire() -> None:

@@ -410,3 +410,24 @@ def test_json_has_plain_values() -> None:
 
     said: dict[str, Any] = json.loads(json.dumps(judge(Reading((worker(0),))).as_json()))
     assert said["cause"] == "nothing" and said["sure"] == "sure" and said["evidence"]
+
+
+def test_what_a_verdict_looks_up_grows_as_the_job_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    get = TaskReading.get
+
+    def counted(self: TaskReading, name: str) -> float:
+        nonlocal asked
+        asked += 1
+        return get(self, name)
+
+    monkeypatch.setattr(TaskReading, "get", counted)
+    counts = []
+    for number in (50, 200):
+        asked = 0
+        times = {"steps": 10.0, "backward_s": 1.0, "data_wait_s": 3.0, "step_cpu_s": 1.0, "in_step": 1.0}
+        slow = times | {"backward_s": 9.0, "step_cpu_s": 9.0}
+        workers = (TaskReading(f"worker:{one}", slow if one % 5 == 0 else times, 10.0) for one in range(number))
+        assert judge(Reading(tuple(workers))).cause is not Cause.NOTHING
+        counts.append(asked)
+    assert counts[1] < 5 * counts[0], "each worker is compared with all others by looking at all of them again"
