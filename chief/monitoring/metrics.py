@@ -66,8 +66,9 @@ class Family:
         self.rows: list[tuple[str | float, ...]] = []
 
     def add(self, value: float, *labels: str) -> None:
-        # What is below a million is written as Python does.
-        self.rows.append((*labels, float(value) if abs(value) < 1e6 else floatToGoString(value)))  # type: ignore[no-untyped-call]
+        """One more series; a number below a million is written as Python does."""
+        written = float(value) if abs(value) < 1e6 else floatToGoString(value)  # type: ignore[no-untyped-call]
+        self.rows.append((*labels, written))
 
 
 def exposition(found: Iterable[Family], encode: Callable[[Any], bytes]) -> bytes:
