@@ -212,6 +212,7 @@ class Maintenance(ChiefPart):
             # checkpoint to put each back to; a worker may be at its ``prepare``, and tell them more.
             self._journal.write("initialized", tasks=sorted({*history.initialized, *holding}))
             await self._recovery.ps_return.lost_after_restarts(self._lease_book.positions())
+            self._changed.notify()
 
     async def _save_first(self) -> None:
         """The initial checkpoint: from then on a lost ps has something to come back from."""

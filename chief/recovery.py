@@ -72,7 +72,10 @@ class Recovery(ChiefPart):
                 }
                 if len(described) < self._ps_pool.num_ps:
                     return False  # one that has an update of several of these could not take another one of some
-                if any(each.accumulates for each in described.values()) or not lease_book.counts(incarnation):
+                accumulates = any(each.accumulates for each in described.values())
+                if accumulates and self._journal.history.is_rerouted and not self._sessions.work_is_done:
+                    return False  # no worker has told these what they are to hold: nobody knows what they lack
+                if accumulates or not lease_book.counts(incarnation):
                     units = await self._accept_done(units, described)
             committed = await self._committed_ordinals(units, slices) if lease_book.synchronous and units else {}
             back = await self.carry_out(lease_book.remove(units, committed))
@@ -95,15 +98,18 @@ class Recovery(ChiefPart):
         self, units: Sequence[Unit], described: Mapping[Incarnation, ServerDescription]
     ) -> Positions:
         """Where an update is of several units, each of these is leased again beside another one, and no ps that has it
-        can take an update of both: those that any ps has are closed, and lost where one lacks them."""
+        can take an update of both: those that any ps has are closed, and lost where one lacks an update of them."""
         of_all = described.values()
         if len(of_all) < self._ps_pool.num_ps or not any(each.accumulates for each in of_all):
             return {}
         applied = common([positions_of(units), plus(*(each.applied() for each in of_all))])
-        for incarnation, updates in torn_updates(described).items():
-            lacked = common([applied, positions_of(unit for update in updates for unit in update.units)])
-            if described[incarnation].has_part:
-                await self.ps_return.lose(incarnation, lacked)
+        unfinished = unfinished_units(of_all, self._lease_book.steps.per_unit)
+        torn = torn_updates(described)
+        for incarnation, each in described.items():
+            absent = minus(unfinished, minus(each.applied(), each.halves))
+            lacked = plus(absent, positions_of(unit for one in torn.get(incarnation, ()) for unit in one.units))
+            if each.has_part:
+                await self.ps_return.lose(incarnation, common([applied, lacked]))
         if applied:
             await self._ps_pool.insist_all(lambda each: each.mark_lost(applied))
         return applied
@@ -273,6 +279,9 @@ class Recovery(ChiefPart):
             closed = _closed(holding)
             if not (synchronous and any(map(is_back, self._ps_pool.servers))):  # else all go back
                 mine = [*filter(self._lease_book.is_pending, sorted(_opened(holding)))]
+                is_away = len(descriptions) < self._ps_pool.num_ps and not self._sessions.work_is_done
+                if mine and is_away and any(each.accumulates for each in holding):
+                    return  # as where a worker is over: none of these may be leased before it is back
                 closed = plus(closed, await self._close_applied(mine, descriptions))
             self.accepted(units_of(self._lease_book.know_accepted(closed)))
             if synchronous:

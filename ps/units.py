@@ -35,7 +35,7 @@ class AppliedUnits:
     """Updates applied of units not closed, one entry per unit, with the number of servers each takes part on."""
     halves: dict[Epoch, UnitBitmap]
     """Units not closed that lack an update here: closed ones had more, or, before any is, others have; their workers
-    count more; or an optimizer has had no update here. None where updates are of several units: each has one."""
+    count more; or an optimizer has had no update here."""
     accumulates: bool
     """An update of several units has come."""
 
@@ -134,7 +134,7 @@ class UnitLedger:
         per_unit, are_halves = self._per_unit or max(known, default=0), lacks_first and not self._per_unit
         own = {ordinal for ordinal, groups in self._groups.items() if not groups.isdisjoint(trained)}
         halves: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
-        for unit, ordinals in () if self._accumulates else self._open.items():
+        for unit, ordinals in self._open.items():
             lacks_own = unit in self._joined and not own <= ordinals.keys()
             if are_halves or lacks_own or len(ordinals) < max(per_unit, self._counted.get(unit, 0)):
                 halves[unit.dataset, unit.epoch].add(unit.index)

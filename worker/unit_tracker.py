@@ -14,13 +14,19 @@ MAX_IDLE = 64  # batches that a script may be ahead; what it left longer ago it 
 
 
 class UnitTracker:
-    def __init__(self) -> None:
+    """``in_step``: at staleness 0 a slice of a batch is over with the first update that has it, whose step others share;
+    above 0 each update of a batch names all units whose gradients it has."""
+
+    def __init__(self, *, in_step: bool = False) -> None:
+        self._in_step = in_step
         self.current: Unit | None = None
         """The unit that the script works on; None before the first and after the last."""
         self._num_steps = 0
         self.has_gradients = False
         """Whether backward has reached the current unit since its last step."""
         self._accumulating: list[Unit] = []
+        self._joined: list[Unit] = []
+        """Units beside the current one in its first update: another optimizer's update has their gradients, too."""
         self._idle: list[Unit] = []
         self.left_early: set[Unit] = set()
         """Units that were idle when their loop ended, and are closed: what the script still computes has no unit."""
@@ -29,12 +35,12 @@ class UnitTracker:
         self.accumulates = False
         """Whether an update has held the gradients of several units."""
         self.steps_per_unit = 0
-        """Steps of the unit that had most; 0: none had any. 1 where updates hold several units, each of fewer steps."""
+        """Steps of the unit that had most; 0: none had any. 1 in step where updates hold several units."""
 
     @property
     def open_units(self) -> tuple[Unit, ...]:
         """Units taken and not yet closed, those of the next update last and oldest first."""
-        return (*self._idle, *self._accumulating, *((self.current,) if self.current else ()))
+        return (*self._idle, *self.step().units)
 
     @property
     def has_waiting(self) -> bool:
@@ -79,9 +85,10 @@ class UnitTracker:
 
     def leave(self) -> list[Unit]:
         """The script goes on to another batch. Returns the units that are complete now."""
-        closed: list[Unit] = []
+        closed, self._joined = self._joined, []
         if self.current is not None:
-            self.steps_per_unit = 1 if self.accumulates else max(self.steps_per_unit, self._num_steps)
+            is_one = self._in_step and self.accumulates
+            self.steps_per_unit = 1 if is_one else max(self.steps_per_unit, self._num_steps)
             if self._num_steps:
                 closed.append(self.current)
             else:
@@ -109,21 +116,24 @@ class UnitTracker:
     def step(self) -> Update:
         """The identity of the ``optimizer.step()`` that happens now; without a current unit it is that of those which
         are accumulating, at the end of a loop."""
-        return Update((*self._accumulating, *((self.current,) if self.current else ())), self._num_steps)
+        current = (self.current,) if self.current else ()
+        return Update((*self._joined, *self._accumulating, *current), self._num_steps)
 
     def stepped(self) -> list[Unit]:
         """The step was accepted. Returns the accumulated units that are complete with it."""
-        closed = self._accumulating
-        self.accumulates |= bool(closed)
-        self._accumulating = []
+        accumulated, self._accumulating = self._accumulating, []
+        self.accumulates |= bool(accumulated)
         self._num_steps += 1
         self.has_gradients = False
-        return closed
+        if self._in_step:
+            return accumulated
+        self._joined += accumulated
+        return []
 
     def abandon(self) -> tuple[Unit, ...]:
         """Forgets every open unit (the job went back to a checkpoint, or they go to others) and returns them."""
         dropped = self.open_units
         self.has_returned |= self.has_gradients or self.has_waiting
-        self._accumulating, self._idle = [], []
+        self._accumulating, self._joined, self._idle = [], [], []
         self.current, self._num_steps, self.has_gradients = None, 0, False
         return dropped

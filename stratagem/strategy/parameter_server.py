@@ -100,7 +100,7 @@ class ParameterServerStrategy(Strategy):
         self._runtime = WorkerRuntime(config, cluster)
         self._meter = self._runtime.meter
         roles.say_goodbye_at_exit(self._runtime)
-        self._tracker = UnitTracker()
+        self._tracker = UnitTracker(in_step=self.staleness == 0)
         self._groups = VariableGroups(self._runtime, variable_partitioner)
         self._runtime.meter.in_step = self.staleness == 0
         self.servers: Servers = Servers(self._runtime, self._groups, self.staleness, self.device, self._pull_all)

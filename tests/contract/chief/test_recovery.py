@@ -353,6 +353,24 @@ async def test_what_any_ps_has_of_a_dead_worker_is_not_made_again_where_updates_
         assert running.job.get_status().updates_lost == 1
 
 
+@pytest.mark.parametrize("on_both", [False, True])
+async def test_what_a_dead_worker_had_yet_to_make_of_accumulated_batches_is_told_to_be_lost(on_both: bool) -> None:
+    """Two optimizers; it died between their updates, and what the second one had of these batches was gone without a
+    word: that it is on another ps, or on each, made no difference."""
+    async with cluster(num_workers=2, num_ps=2) as (running, [first, second], servers):
+        await first.open(num_examples=16)
+        assert indices(await first.next(want=4, steps_per_unit=2)) == [0, 1, 2, 3]
+        for server in servers if on_both else servers[:1]:
+            for unit in (0, 1):
+                server.apply(Unit(1, 0, unit), num_servers=1 + on_both)
+            server.accumulates, server.per_unit = True, 2 if on_both else 1
+        first.goodbye(exit_code=1)
+        await until(lambda: not running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation))
+        assert indices(await second.next(want=2, steps_per_unit=2)) == [2, 3]
+        assert [each.closed for each in servers] == [{(1, 0): UnitBitmap.of([0, 1])}] * 2
+        assert running.job.get_status().updates_lost == (4 if on_both else 2)
+
+
 @pytest.mark.parametrize("knows", [0, 1])
 async def test_what_any_ps_has_of_a_dead_worker_is_known_before_it_is_leased_again(tmp_path: Path, knows: int) -> None:
     """A ps was away, so all of it went back to others, and the ps that had it refused their updates; also where that
@@ -425,6 +443,34 @@ async def test_what_a_checkpoint_has_of_several_units_is_not_leased_again_by_a_j
         await worker.open(num_examples=16)
         assert indices(await worker.next(want=2, steps_per_unit=1)) == [1, 3]
         await worker.die()
+
+
+async def test_what_a_ps_has_of_several_units_is_not_leased_again_by_a_chief_that_follows_while_another_ps_is_away(
+    tmp_path: Path,
+) -> None:
+    """It had been reported to the last chief alone, as it died; the next one leased it beside other units."""
+    config = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+    async with contextlib.AsyncExitStack() as stack:
+        running, [_, worker], servers = await stack.enter_async_context(cluster(**config))
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        applied(servers, 0, 1)
+        servers[0].accumulates = True
+        await lose(running, servers[1])
+        place = running.job.sessions.tasks["ps:0"].address
+        await running.kill()
+        async with chief(bind=running.address, **config) as following:
+            others = [Task(running.address, "worker:0").welcomed(), Task(running.address, "worker:1").welcomed()]
+            stays = Task(running.address, "ps:0", place, servers[0].session.incarnation, store_epoch=1)
+            num_described = servers[0].num_described
+            tasks = [stays, *await asyncio.gather(*others)]
+            await until(lambda: servers[0].num_described > num_described)
+            async with ps(running.address, FakePs(1)):
+                await tasks[-1].open()
+                assert indices(await tasks[-1].next(want=2)) == [2, 3]
+                assert following.job.get_status().updates_lost == 2
+                for task in tasks:
+                    await task.die()
 
 
 class Empty(FakePs):

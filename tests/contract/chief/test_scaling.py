@@ -329,6 +329,26 @@ class Told(FakePs):
         return described
 
 
+async def test_what_a_dead_worker_left_is_counted_once_it_is_known_what_each_ps_holds(tmp_path: Path) -> None:
+    """Two optimizers that accumulate: the second one's update was lost, and no ps had rows yet that lacked it."""
+    async with cluster(**folders(tmp_path)) as (running, [worker], [first]):
+        job = running.job
+        await begun(running, worker, first)
+        await worker.next(held=[0], steps_per_unit=2)
+        first.accumulates, first.per_unit = True, 2
+        await ask(worker, 2)
+        async with ps(running.address, Told(1)) as second:
+            assert isinstance(second, Told)
+            await until(lambda: len(job.sessions.live("ps")) == 2 and not first.token)
+            num_described = first.num_described
+            worker.goodbye(exit_code=1)
+            await until(lambda: job.sessions.fenced.get("worker:0") and first.num_described > num_described + 2)
+            assert job.lease_book.held(job.sessions.tasks["worker:0"].incarnation)
+            second.num_taken = 0
+            await until(lambda: not job.lease_book.held(job.sessions.tasks["worker:0"].incarnation))
+            assert not job.journal.history.is_rerouted and job.get_status().updates_lost == 1
+
+
 @pytest.mark.parametrize("was_told", [False, True])
 @pytest.mark.parametrize("num_taken", [0, 8])
 async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows(

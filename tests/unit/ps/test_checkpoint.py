@@ -318,18 +318,16 @@ def test_a_unit_is_a_half_before_any_is_closed_here_where_another_has_more_or_an
     assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([1])}
 
 
-def test_no_unit_is_a_half_where_updates_are_of_several() -> None:
-    """A further model had had no update yet: what the first one's had come of was computed again, beside other units,
-    and the ps refused that."""
+def test_units_of_one_update_are_halves_alike() -> None:
+    """Two optimizers accumulate over several batches; where a worker died between their updates, the ps said that it
+    has all of these."""
     store = new_store()
-    first, second = (
-        DirectWorker(store, "worker:0", make_spec(SHAPES, group=group, prefix=name))
-        for group, name in enumerate("ab", start=1)
-    )
-    first.create(torch.zeros(11))
-    second.create(torch.zeros(11))
-    store.state.units.record(Update((Unit(1, 0, 0), Unit(1, 0, 1)), 0), 1, (1,))
+    for index in range(2):
+        update = Update((Unit(1, 0, 2 * index), Unit(1, 0, 2 * index + 1)), 0)
+        store.state.units.record(update, 1, (1,))
     assert not store.checkpoints.describe_units().units.halves
+    store.state.units.record(update._replace(ordinal=1), 1, (2,))
+    assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([0, 1])}
 
 
 def test_a_unit_of_which_its_worker_counts_more_is_a_half() -> None:

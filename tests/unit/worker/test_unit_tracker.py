@@ -49,9 +49,24 @@ def test_accumulation_spans_units() -> None:
     tracker.take(C)
     tracker.backward()
     assert tracker.open_units == (A, B, C)
-    assert tracker.step() == Update((A, B, C), 0)
-    assert tracker.stepped() == [A, B]
-    assert tracker.leave() == [C]
+    for ordinal in range(2):  # of another optimizer, whose gradients are of all three, too
+        assert tracker.step() == Update((A, B, C), ordinal)
+        assert tracker.stepped() == []
+    assert tracker.open_units == (A, B, C)
+    assert tracker.leave() == [A, B, C] and tracker.steps_per_unit == 2
+    assert tracker.open_units == ()
+
+
+def test_in_step_a_slice_is_over_with_the_update_that_has_it() -> None:
+    tracker = UnitTracker(in_step=True)
+    tracker.take(A)
+    tracker.backward()
+    assert tracker.leave() == []
+    tracker.take(B)
+    assert tracker.step() == Update((A, B), 0)
+    assert tracker.stepped() == [A]
+    assert tracker.step() == Update((B,), 1) and tracker.stepped() == []
+    assert tracker.leave() == [B] and tracker.steps_per_unit == 1
 
 
 def test_what_accumulates_at_the_end_of_a_loop_makes_an_update() -> None:
@@ -61,8 +76,9 @@ def test_what_accumulates_at_the_end_of_a_loop_makes_an_update() -> None:
         tracker.backward()
         assert tracker.leave() == []
     assert tracker.step() == Update((A, B), 0)
-    assert tracker.stepped() == [A, B]
-    assert tracker.step() == Update((), 1) and tracker.end() == []
+    assert tracker.stepped() == []
+    assert tracker.step() == Update((A, B), 1)
+    assert tracker.end() == [A, B] and tracker.step().units == ()
 
 
 def test_a_batch_without_backward_is_complete_at_the_end() -> None:
