@@ -330,6 +330,20 @@ def test_units_of_one_update_are_halves_alike() -> None:
     assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([0, 1])}
 
 
+def test_a_unit_is_a_half_where_others_had_more_among_another_number_of_ps() -> None:
+    """Of the first one begun after that nobody knew it, and the rest was lost untold with its worker."""
+    store = new_store()
+    worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
+    worker.create(torch.zeros(11))
+    for ordinal in range(2):
+        worker.commit(torch.ones(11), unit(0), ordinal=ordinal)
+    store.state.units.mark_lost({(1, 0): UnitBitmap.of([0])})
+    store.state.units, _ = UnitLedger.joined([store.state.units])
+    assert not store.checkpoints.describe_units().units.halves
+    worker.commit(torch.ones(11), unit(1))
+    assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([1])}
+
+
 def test_a_unit_of_which_its_worker_counts_more_is_a_half() -> None:
     """It came in half from a checkpoint of another number of ps: how many others had here was not known, and the rest
     of it, which another process had, was lost untold."""
