@@ -14,7 +14,7 @@ MAX_IDLE = 64  # batches that a script may be ahead; what it left longer ago it 
 
 
 class UnitTracker:
-    """``in_step``: at staleness 0 a slice of a batch is over with the first update that has it, whose step others share;
+    """``in_step``: at staleness 0 a slice of a batch is over with the first update that has it, a step of all workers;
     above 0 each update of a batch names all units whose gradients it has."""
 
     def __init__(self, *, in_step: bool = False) -> None:

@@ -29,6 +29,7 @@ from stratagem.ps.state import StoreState
 from stratagem.ps.store import Store
 from stratagem.ps.table_group import TableGroup
 from stratagem.ps.units import UnitLedger
+from stratagem.strategy.ps.units import LeasedUnits
 from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.unit_tracker import UnitTracker
 from tests.simulation.threads import here
@@ -656,6 +657,17 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
         return drop_waiting
 
+    def on_leave(real: Any) -> Any:
+        def leave(self: Any) -> None:
+            tracker, job = self._tracker, checks().cluster.job
+            if job.accumulates > 1 and 0 < tracker._num_steps < job.num_optimizers:  # the script makes no other update
+                left = tracker.step().units
+                checks().dropped.update((job.pass_of(unit[:2]), unit.index) for unit in left)
+            real(self)
+
+        return leave
+
+    yield LeasedUnits, "leave", on_leave
     yield UnitLedger, "mark_lost", on_lost
     yield UnitLedger, "record", on_record
     yield UnitTracker, "drop_waiting", on_drop_waiting

@@ -140,7 +140,7 @@ def plan(seed: int, form: str = "") -> Schedule:
         steps_per_epoch = parts.randrange(1, num_examples // 2) if parts.random() < IN_PARTS else 0
         job = dataclasses.replace(job, num_examples=num_examples, batch_size=2, steps_per_epoch=steps_per_epoch)
     share = 0.1 if job.has_table or job.saves else 0.3 if job.staleness else 0.15
-    if job.num_optimizers > 1 or job.fits or job.loads or job.reloads:
+    if (job.num_optimizers > 1 and not job.staleness) or job.fits or job.loads or job.reloads:
         share = 0.0
     if (batches := random.Random(-21 * seed - 1)).random() < share:
         size = 2 if job.staleness else 6  # at staleness 0 a slice for each

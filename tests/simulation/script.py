@@ -139,25 +139,30 @@ def train(cluster: Cluster, process: Process) -> None:
         for _ in range(job.num_datasets)
     ]
 
+    num_taken = 0
+
     def steps(batch: list[torch.Tensor], scale: int) -> None:
+        nonlocal num_taken
+        is_last = (num_taken + 1) % job.accumulates == 0
         for other in others:
-            other.zero_grad()
+            if not num_taken:
+                other.zero_grad()
             trained = [one for group in other.param_groups for one in group["params"]]
             gradient = torch.zeros(job.num_examples).index_fill_(0, batch[0], -scale)
             torch.autograd.backward(trained, [gradient] * len(trained))
-            other.step()
-            if other is not others[-1]:
-                cluster.between_updates(process)
-                may_raise()
+            if is_last:
+                other.step()
+                if other is not others[-1]:
+                    cluster.between_updates(process)
+                    may_raise()
             cluster.compute(0, share=0.5)
+        num_taken = 0 if is_last else num_taken + 1
 
     stays = ""
 
     def may_raise() -> None:
         if job.raises and process.name != stays and world.random.random() < job.breaks:
             raise _LeftError
-
-    num_taken = 0
 
     def step(batch: list[torch.Tensor], scale: int) -> None:
         nonlocal num_taken
