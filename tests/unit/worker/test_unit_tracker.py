@@ -54,7 +54,7 @@ def test_accumulation_spans_units() -> None:
         assert tracker.stepped() == []
     assert tracker.open_units == (A, B, C)
     assert tracker.leave() == [A, B, C] and tracker.steps_per_unit == 2
-    assert tracker.open_units == ()
+    assert not tracker.open_units
 
 
 def test_in_step_a_slice_is_over_with_the_update_that_has_it() -> None:
