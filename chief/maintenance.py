@@ -146,6 +146,7 @@ class Maintenance(ChiefPart):
         if not self._config.checkpoint_dir or not self._journal.history.initialized:
             return
         async with self._first:  # else one that waits meanwhile finds another of its step in its way
+            self._commit_hold.check_all("the last checkpoint")  # one that is being put back looks as if it had nothing
             newest, described = self.newest or self._found(), [*await self._described()]
             if newest is None or newest.lacks(described):
                 # One without what no model has is to be the newest one. Nobody is waited for to prepare it.

@@ -322,6 +322,7 @@ class PsReturn(ChiefPart):
     async def _restore_all(self, cause: str) -> bool:
         """Staleness 0: all ps go back together; False when there is no checkpoint."""
         async with self._saving.lock:
+            described = (await self._ps_pool.describe()).values()
             restored = await self._restoring.newest(self._ps_pool.servers)
             if restored is None:
                 return False
@@ -330,7 +331,9 @@ class PsReturn(ChiefPart):
             self._all_went_back()
             self.restarted.clear()
             saved = manifest.done
-            back = self._lease_book.roll_back(saved, is_last=self._sessions.work_is_done)
+            accumulates = any(each.accumulates for each in described)
+            is_last = self._sessions.work_is_done
+            back = self._lease_book.roll_back(saved, is_last=is_last, accumulates=accumulates)
             if back.lost:
                 self._journal.write("lost", task="", units=encode_positions(back.lost))
             self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()))

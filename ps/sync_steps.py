@@ -94,6 +94,8 @@ class SyncSteps:
         """Updates have come of several batches."""
         self._left: dict[Unit, tuple[Sender, int]] = {}
         """Slices that have had all the updates that their workers make, and how many of these came here."""
+        self._accumulated: dict[Unit, tuple[Sender, int]] = {}
+        """Slices that were in the update of a later step, and its number."""
 
     @property
     def are_used(self) -> bool:
@@ -141,6 +143,10 @@ class SyncSteps:
 
     def _lacks_for_good(self, key: StepKey) -> ConfigurationError | None:
         came = self._open[key].contributions
+        for unit in self.included(key) if came else ():
+            other, number = self._accumulated.get(unit, (None, 0))
+            if other is not None and number > key[0] and unit not in came:
+                return _other_batches(key[0], next(iter(came.values())).sender, number, other)
         gone = [unit for unit in self.included(key) if unit not in came and self._is_left_without(unit, key[1])]
         if not gone or not came:
             return None
@@ -265,7 +271,10 @@ class SyncSteps:
     def finish(self, key: StepKey) -> None:
         """The step is applied; its gradients can go."""
         self._applied[key] = frozenset(self.included(key))
-        del self._open[key]
+        for one in self._open.pop(key).contributions.values():
+            self._accumulated.update(dict.fromkeys(one.update.units[:-1], (one.sender, key[0])))
+        while len(self._accumulated) > NUM_REMEMBERED:
+            del self._accumulated[next(iter(self._accumulated))]
         while len(self._applied) > NUM_REMEMBERED:
             oldest = min(self._applied)
             self._forgotten_step = max(self._forgotten_step, oldest[0])
@@ -306,6 +315,7 @@ class SyncSteps:
         self._closings.clear()
         self._applied.clear()
         self._left.clear()
+        self._accumulated.clear()
         self._forgotten_step = 0
 
 
@@ -314,11 +324,15 @@ def _check_batches(earlier: StepKey, one: Contribution, later: StepKey, other: C
     if earlier[0] > later[0]:
         earlier, one, later, other = later, other, earlier, one
     if earlier[0] < later[0] and any(unit in one.slice.units for unit in other.update.units[:-1]):
-        raise ConfigurationError(
-            f"{one.sender} makes a step after the batch of step {earlier[0]}, and {other.sender} accumulates over it "
-            f"and makes one after that of step {later[0]}: every worker must step after the same batches. A batch "
-            "smaller than the number of workers does not reach all of them: leave it out (drop_last=True). " + GOES_ON
-        )
+        raise _other_batches(earlier[0], one.sender, later[0], other.sender)
+
+
+def _other_batches(earlier: int, one: Sender, later: int, other: Sender) -> ConfigurationError:
+    return ConfigurationError(
+        f"{one} makes a step after the batch of step {earlier}, and {other} accumulates over it and makes one after that "
+        f"of step {later}: every worker must step after the same batches. A batch smaller than the number of workers "
+        "does not reach all of them: leave it out (drop_last=True). " + GOES_ON
+    )
 
 
 def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> None:

@@ -370,16 +370,16 @@ class LeaseBook:
         return plus(self.positions(), positions_of(unit for who in holders for unit in self.held(who)))
 
     def roll_back(
-        self, saved: Mapping[tuple[int, int], UnitBitmap], *, reopen: bool = False, is_last: bool = False
+        self, saved: Positions, *, reopen: bool = False, is_last: bool = False, accumulates: bool = False
     ) -> RollBack:
         """All ps are back at a checkpoint: units leased, and accepted units that it lacks, become pending again.
 
         A worker cannot go on with a lease from before: the ps refuse it until it has said Hello, and then it forgets
         its leases and asks anew. So the units come in the order of the plan again. Units of closed epochs are lost
         instead, because no worker asks for a closed epoch again. ``saved``: units that the checkpoint has all updates
-        of, accepted unless something is counted on them, which is to be reported;
-        ``reopen``: the workers start anew as well and walk through the epochs from the first: nothing is lost;
-        ``is_last``: no worker asks for any epoch again.
+        of, accepted unless something is counted on them, which is to be reported; ``reopen``: the workers start anew as
+        well and walk through the epochs from the first: nothing is lost; ``is_last``: no worker asks for any epoch
+        again; ``accumulates``: an update of several units had these, and none can be made of a part of them.
         """
         lost: Positions = {}
         revoked: set[Unit] = set()
@@ -392,7 +392,7 @@ class LeaseBook:
             revoked.update(Unit(*key, index) for index in missing)
         self._prior = {key: bitmap & saved.get(key, UnitBitmap()) for key, bitmap in self._prior.items()}
         self.examples_accepted -= sum(self.plans[unit.dataset].unit_examples(unit.index) for unit in revoked)
-        if not (reopen or self._counting):
+        if not reopen and (accumulates or not self._counting):
             self.know_accepted(saved)
         num_returned = sum(leases.give_all_back() for leases in self._leasing.values())
         self.steps.clear()

@@ -162,14 +162,24 @@ async def test_what_a_ps_loses_when_all_workers_have_finished_and_no_chief_is_th
 
 
 async def test_the_last_checkpoint_is_not_left_out_for_a_ps_that_is_away(tmp_path: Path) -> None:
-    """What the others had was the step of the last checkpoint: the updates of the one that was away were gone."""
+    """What the others had was the step of the last checkpoint: the updates of the one that was away were gone. One that
+    was back, and had yet to be put back to a checkpoint, looked as if it had nothing that is not in it."""
     async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
         await until(lambda: running.job.journal.history.checkpoint)
         servers[1].apply(Unit(1, 0, 0))
         await servers[1].session.die()
         await until(lambda: len(running.job.sessions.servers) == 1)
-        with pytest.raises(PeerUnavailableError, match="1 of 2 ps are away"):
+        with pytest.raises(PeerUnavailableError, match="needs all 2 ps"):
             await running.job._maintenance.save_last()
+        reborn = FakePs(1)
+        reborn.initialized = False
+        reborn.restore_gate.clear()
+        async with ps(running.address, reborn):
+            await until(lambda: len(running.job.ps_pool.servers) == 2)
+            with pytest.raises(PeerUnavailableError, match="needs all 2 ps"):
+                await running.job._maintenance.save_last()
+            reborn.restore_gate.set()
+            await until(lambda: len(running.job.ps_pool.ready) == 2)
 
 
 class BrokenOnce(FakePs):

@@ -204,6 +204,16 @@ def test_workers_that_step_after_other_batches_are_told_so() -> None:
         waiting.result()
 
 
+def test_a_worker_that_steps_after_a_batch_which_another_has_accumulated_over_is_told_so() -> None:
+    """It waited for ever for what was in an update of a later step, which was over: the other one was alone in it."""
+    store, (one, two) = started(2)
+    first, second = units_of(1, 2), units_of(2, 1)
+    ref = two.stage(torch.ones(SIZE))
+    assert two.send(two.request(ref, [first[1], second[0]], slice=part_of(2, second, 4))).applied
+    with pytest.raises(ConfigurationError, match=r"worker:0 .* after the batch of step 1, and worker:1 .* of step 2"):
+        commit(one, torch.ones(SIZE), first[0], part_of(1, first, 2)).result()
+
+
 @pytest.mark.parametrize("waits", ["for facts", "for the step", "later"])
 def test_a_worker_that_goes_on_without_an_update_is_waited_for_by_nobody(waits: str) -> None:
     """Its script leaves out a step, for a loss that is NaN say: the others waited for ever."""
