@@ -329,9 +329,9 @@ def _check_batches(earlier: StepKey, one: Contribution, later: StepKey, other: C
 
 def _other_batches(earlier: int, one: Sender, later: int, other: Sender) -> ConfigurationError:
     return ConfigurationError(
-        f"{one} makes a step after the batch of step {earlier}, and {other} accumulates over it and makes one after that "
-        f"of step {later}: every worker must step after the same batches. A batch smaller than the number of workers "
-        "does not reach all of them: leave it out (drop_last=True). " + GOES_ON
+        f"{one} makes a step after the batch of step {earlier}, and {other} accumulates over it and makes one after "
+        f"that of step {later}: every worker must step after the same batches. A batch smaller than the number of "
+        "workers does not reach all of them: leave it out (drop_last=True). " + GOES_ON
     )
 
 

@@ -206,7 +206,7 @@ def test_workers_that_step_after_other_batches_are_told_so() -> None:
 
 def test_a_worker_that_steps_after_a_batch_which_another_has_accumulated_over_is_told_so() -> None:
     """It waited for ever for what was in an update of a later step, which was over: the other one was alone in it."""
-    store, (one, two) = started(2)
+    _, (one, two) = started(2)
     first, second = units_of(1, 2), units_of(2, 1)
     ref = two.stage(torch.ones(SIZE))
     assert two.send(two.request(ref, [first[1], second[0]], slice=part_of(2, second, 4))).applied
