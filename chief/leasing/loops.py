@@ -56,9 +56,9 @@ class WorkerLoops:
 
     def is_before(self, worker: Incarnation, dataset: int, epoch: int) -> bool:
         """Whether it has yet to go through something, before this epoch, that others have left early."""
-        at, first = self.where(worker) or (dataset, 0)
-        stop = epoch if at == dataset else first + 1
-        keys = [(at, number) for number in range(first, stop)]
+        at = self.where(worker)
+        keys = [(dataset, number) for number in range(self._asked.get(worker, {}).get(dataset, 0), epoch)]
+        keys += [at] if at is not None and at[0] != dataset else []
         return any(self._is_open(key) and not self.has_left(worker, *key) for key in keys)
 
     def is_elsewhere(self, worker: Incarnation, dataset: int, epoch: int) -> bool:

@@ -540,6 +540,17 @@ def test_a_slice_of_nobody_is_for_none_who_has_yet_to_come_to_its_epoch() -> Non
     assert after.steps.reserve_orphans([A, B], after.loops.is_elsewhere) == [(Unit(1, 1, 0), B)]
 
 
+def test_who_has_left_one_dataset_is_before_a_pass_over_another_that_it_has_yet_to_go_through() -> None:
+    """A worker that had been started again got a slice of the pass after, and waited for itself before it."""
+    lease_book = sync_lending()
+    lease_book.open_dataset(2, Plan(8, 4, num_slices=2, staleness=0))
+    for dataset, epoch in ((2, 0), (1, 0), (1, 1)):
+        lease_book.loops.asked(B, dataset, epoch)
+        lease_book.loops.left(B, dataset, epoch)
+    assert not lease_book.loops.is_before(B, 2, 1)
+    assert lease_book.loops.is_before(B, 2, 2)
+
+
 def test_slices_of_several_steps_are_leased_at_once_where_nobody_has_to_wait() -> None:
     lease_book = sync_lending(400)
 
