@@ -19,11 +19,18 @@ class WorkerLoops:
         """Of each dataset that it asked for the last epoch; the last of them is where it is."""
         self._left: dict[Incarnation, dict[int, int]] = {}
         """Of each dataset the last epoch that it left early."""
+        self._order: dict[Key, int] = {}
+        """The place of each epoch among all, as somebody asked for it first: all workers run the same script."""
+        self._passes: list[Key] = []
+        """The same, in order."""
 
     def asked(self, incarnation: Incarnation, dataset: int, epoch: int) -> None:
         """It goes through this epoch."""
         if self.has_left(incarnation, dataset, epoch):
             self._left[incarnation][dataset] = epoch - 1
+        if (dataset, epoch) not in self._order:
+            self._order[dataset, epoch] = len(self._passes)
+            self._passes.append((dataset, epoch))
         of_all = self._asked.setdefault(incarnation, {})
         of_all.pop(dataset, None)
         of_all[dataset] = epoch
@@ -55,10 +62,12 @@ class WorkerLoops:
         return worker in founders or dataset in self._asked.get(worker, ())
 
     def is_before(self, worker: Incarnation, dataset: int, epoch: int) -> bool:
-        """Whether it has yet to go through something, before this epoch, that others have left early."""
+        """Whether it has yet to go through something, before this epoch, that others have left early. What they went
+        through before the chief started is known of the same dataset alone."""
         at = self.where(worker)
+        first, stop = 0 if at is None else self._order[at], self._order.get((dataset, epoch), 0)
         keys = [(dataset, number) for number in range(self._asked.get(worker, {}).get(dataset, 0), epoch)]
-        keys += [at] if at is not None and at[0] != dataset else []
+        keys += self._passes[first:stop]
         return any(self._is_open(key) and not self.has_left(worker, *key) for key in keys)
 
     def is_elsewhere(self, worker: Incarnation, dataset: int, epoch: int) -> bool:

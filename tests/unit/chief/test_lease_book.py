@@ -540,15 +540,22 @@ def test_a_slice_of_nobody_is_for_none_who_has_yet_to_come_to_its_epoch() -> Non
     assert after.steps.reserve_orphans([A, B], after.loops.is_elsewhere) == [(Unit(1, 1, 0), B)]
 
 
-def test_who_has_left_one_dataset_is_before_a_pass_over_another_that_it_has_yet_to_go_through() -> None:
-    """A worker that had been started again got a slice of the pass after, and waited for itself before it."""
+def test_a_worker_that_was_started_again_is_before_each_pass_on_its_way() -> None:
+    """It got a slice of a later pass, where others were, and waited for a slice of its own before it came there."""
     lease_book = sync_lending()
     lease_book.open_dataset(2, Plan(8, 4, num_slices=2, staleness=0))
-    for dataset, epoch in ((2, 0), (1, 0), (1, 1)):
-        lease_book.loops.asked(B, dataset, epoch)
-        lease_book.loops.left(B, dataset, epoch)
-    assert not lease_book.loops.is_before(B, 2, 1)
-    assert lease_book.loops.is_before(B, 2, 2)
+    loops, passes = lease_book.loops, [(1, 0), (2, 0), (1, 1), (2, 1), (2, 2)]
+    for each in passes:
+        loops.asked(A, *each)
+        loops.left(A, *each)
+    lease_book.know_accepted({(1, 0): UnitBitmap.of(range(4))})
+    loops.asked(B, 1, 0)
+    assert [loops.is_before(B, *each) for each in passes] == [False, False, True, True, True]
+    for each in passes[:3]:
+        loops.asked(B, *each)
+        loops.left(B, *each)
+    assert [loops.is_before(B, *each) for each in passes] == [False, False, False, False, True]
+    assert not loops.is_before(A, 2, 2)
 
 
 def test_slices_of_several_steps_are_leased_at_once_where_nobody_has_to_wait() -> None:
