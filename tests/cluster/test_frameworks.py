@@ -6,14 +6,15 @@ import contextlib
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from stratagem.rpc.binding import free_port
 from tests import forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
@@ -24,30 +25,42 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def loss(script: str, backend: str, *arguments: str) -> float:
-    """What two ranks under torchrun say they have come to; without a library, and over gloo, as forks: that is cheaper.
-    Over our backend they have to end, too; over gloo the last process waits at times for a thread that waits for the
-    GIL which the process holds, and is ended here."""
+    """What two ranks under torchrun say they have come to. Over our backend they have to end, too; over gloo the last
+    process waits at times for a thread that waits for the GIL which the process holds, and is ended here."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *TORCHRUN, str(EXAMPLES / script), "--backend", backend, *arguments]
-    environments = [environ]
-    if backend == "gloo" and script == "ddp.py":
-        environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environments = [{**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        command = [word for word in command if word not in TORCHRUN]
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(tempfile.TemporaryFile("w+"))
-        jobs = []
-        for each in environments:
-            job = forks.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=each)
-            jobs.append(stack.enter_context(job))
-            stack.callback(job.terminate)
-        assert jobs[0].stdout is not None
-        said = (re.match(rf"loss (\d+\.\d+) over {backend}$", line) for line in jobs[0].stdout)
+        job = stack.enter_context(forks.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environ))
+        stack.callback(job.terminate)
+        assert job.stdout is not None
+        said = (re.match(rf"loss (\d+\.\d+) over {backend}$", line) for line in job.stdout)
         found = next(filter(None, said), None)
-        ended = None if found and backend == "gloo" else jobs[0].wait(JOB_S)
+        ended = None if found and backend == "gloo" else job.wait(JOB_S)
         errors.seek(0)
         assert found and not ended, errors.read()[-5000:]
     return float(found[1])
+
+
+@pytest.mark.thorough
+def test_ddp_comes_to_the_loss_of_one_process() -> None:
+    toy = runpy.run_path(str(EXAMPLES / "ddp.py"))["ToyModel"]
+    states: list[torch.Tensor] = []
+    for rank in (1, 0):
+        torch.manual_seed(rank)
+        model = toy()
+        states.insert(0, torch.get_rng_state())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses = []
+        for rank, state in enumerate(states):
+            torch.set_rng_state(state)
+            losses.append(torch.nn.functional.mse_loss(model(torch.randn(20, 10)), torch.randn(20, 5)))
+            states[rank] = torch.get_rng_state()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    assert loss("ddp.py", "stratagem") == pytest.approx(torch.stack(losses).mean().item(), abs=2e-4)
 
 
 # make test-frameworks has each, a step of .ci/run; test_process_groups.py trains so in every run of the tests.
@@ -56,7 +69,6 @@ def loss(script: str, backend: str, *arguments: str) -> float:
 @pytest.mark.parametrize(
     ("script", "library", "arguments"),
     [
-        ("ddp.py", "torch", []),
         pytest.param("with_accelerate.py", "accelerate", ["--epochs", "1"], marks=pytest.mark.frameworks),
         pytest.param("with_lightning.py", "lightning", ["--epochs", "1"], marks=pytest.mark.frameworks),
         pytest.param("with_trainer.py", "transformers", ["--windows", "64"], marks=pytest.mark.frameworks),
