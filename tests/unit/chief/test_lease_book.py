@@ -492,6 +492,31 @@ def test_what_is_shown_is_the_newest_epoch_that_is_not_over() -> None:
     assert lease_book.current == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("counts", "accumulates", "comes_again"), [(False, False, False), (True, False, True), (True, True, False)]
+)
+def test_a_unit_that_the_checkpoint_has_comes_again_only_to_be_counted(
+    counts: bool, accumulates: bool, comes_again: bool
+) -> None:
+    """Its worker had yet to report it. Of an update of several units a part alone is refused by the ps."""
+    lease_book = sync_lending()
+    lease_book.note_counts(A, counts)
+    lease_book.ask(A, 1, 0, (), 1, [A, B])
+    lease_book.roll_back({(1, 0): UnitBitmap.of([0])}, accumulates=accumulates)
+    assert (0 in lease_book.epoch(1, 0).accepted) is not comes_again
+    assert lease_book.is_pending(Unit(1, 0, 0)) is comes_again
+
+
+def test_steps_that_workers_tell_a_new_chief_of_are_in_their_order() -> None:
+    after = LeaseBook(next_step=1, num_unsynced=64)
+    after.open_dataset(1, Plan(12, 4, num_slices=2, staleness=0))
+    for worker, first in ((A, 2), (B, 1)):
+        units = [Unit(1, 0, 2 * (step - 1) + (worker == B)) for step in range(first, 4)]
+        told = [Lease(each, 2, 1 + each.index // 2, (each.index & ~1, each.index | 1)) for each in units]
+        after.resume(worker, told)
+    assert [*after.steps.open] == [1, 2, 3]
+
+
 def test_after_a_roll_back_units_come_in_the_order_of_the_plan_again() -> None:
     lease_book = sync_lending()
     for worker in (A, B):
