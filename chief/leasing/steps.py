@@ -184,14 +184,14 @@ class JobSteps:
                     reserved.append((each.unit, each.incarnation))
         return reserved
 
-    def to_deliver(self, incarnation: Incarnation) -> list[Unit]:
-        """Units of unfinished slices of a worker."""
+    def to_deliver(self, incarnation: Incarnation | None) -> list[Unit]:
+        """Units of unfinished slices of a worker; None: of those that belong to nobody."""
         every = (each for step in self.open.values() for each in step.slices)
         return [each.unit for each in every if each.unfinished and each.incarnation == incarnation]
 
     def orphans(self) -> list[Unit]:
         """Units of unfinished slices that belong to nobody."""
-        return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.incarnation is None]
+        return self.to_deliver(None)
 
     def reserved_for(self, incarnation: Incarnation, dataset: int, epoch: int, stop: int) -> JobStep | None:
         """The first step with a slice reserved for ``incarnation`` in one epoch, before unit ``stop``."""
