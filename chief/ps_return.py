@@ -332,8 +332,10 @@ class PsReturn(ChiefPart):
             self.restarted.clear()
             saved = manifest.done
             accumulates = any(each.accumulates for each in described)
-            is_last = self._sessions.work_is_done
-            back = self._lease_book.roll_back(saved, is_last=is_last, accumulates=accumulates)
+            ended = self._journal.history.ended
+            if self._sessions.work_is_done:  # no worker asks for anything
+                ended = {key: leases.plan.num_units for key, leases in self._lease_book.epochs.items()}
+            back = self._lease_book.roll_back(saved, ended, accumulates=accumulates)
             if back.lost:
                 self._journal.write("lost", task="", units=encode_positions(back.lost))
             self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()))

@@ -321,7 +321,7 @@ class Recovery(ChiefPart):
         if not self._lease_book.synchronous:  # whose workers are dead
             begun = minus(positions_of(_opened(holding)), saved)
             saved = plus(saved, await self._close_applied(units_of(begun), descriptions))
-        self._lease_book.roll_back(saved, reopen=True)
+        self._lease_book.roll_back(saved, {}, reopen=True)
         self._begin_anew()
         for name, logs in {} if origin is None else origin.manifest.logs.items():
             self._journal.write("logs", topic=[name.group, name.ordinal], logs=logs)

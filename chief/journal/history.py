@@ -15,8 +15,8 @@ from stratagem.cluster.config import MAX_TASKS
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import MAX_UNITS, Plan, Topic, Unit, UnitBitmap
 
-_ENCODED = {"plans", "accepted", "left", "left_groups", "steps", "lost", "metric_states", "evaluations", "agreed"}
-_ENCODED |= {"wanted_workers", "wanted_ps", "num_ps", "told_ps"}
+_ENCODED = {"plans", "accepted", "ended", "left", "left_groups", "steps", "lost", "metric_states", "evaluations"}
+_ENCODED |= {"agreed", "wanted_workers", "wanted_ps", "num_ps", "told_ps"}
 """Fields of the history that are not in its record as they are."""
 
 
@@ -64,6 +64,8 @@ class JobHistory:
     """How often their number has changed."""
     plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
     accepted: dict[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
+    ended: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    """Of an epoch at staleness 0 the unit before which it is over for some worker, which was about a part of it."""
     left: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
     """Of workers that live, and datasets at staleness 0, the last epoch that they left early."""
     left_groups: set[tuple[str, str]] = dataclasses.field(default_factory=set)
@@ -173,6 +175,8 @@ class JobHistory:
                     self.accepted.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(index)
                 oldest = record["oldest_step"]
                 self.steps = {number: units for number, units in self.steps.items() if number >= oldest}
+            case "ended":
+                self.ended[record["dataset"], record["epoch"]] = record["stop"]
             case "left":
                 self.left[record["task"], record["dataset"]] = record["epoch"]
             case "left_group":
@@ -192,6 +196,7 @@ class JobHistory:
                 self.steps.clear()  # their units are leased again, in other steps
                 self.put_back.clear()  # all ps have gone back together
                 if record.get("reopen"):  # what was lost after that checkpoint comes again
+                    self.ended.clear()
                     self.lost = {task: common([units, self.accepted]) for task, units in self.lost.items()}
                 self.metric_states.keep(functools.partial(has, self.accepted))
             case "state":
@@ -253,6 +258,7 @@ class JobHistory:
             "num_ps": [self.num_ps, self.told_ps],
             "plans": [[dataset, dataclasses.asdict(plan)] for dataset, plan in self.plans.items()],
             "accepted": encode_positions(self.accepted),
+            "ended": [[*key, stop] for key, stop in self.ended.items()],
             "left": [[*key, epoch] for key, epoch in self.left.items()],
             "left_groups": sorted(self.left_groups),
             "steps": [*self.steps.items()],
@@ -273,6 +279,7 @@ class JobHistory:
         self.num_ps, self.told_ps = record["num_ps"]
         self.plans = {dataset: Plan(**plan) for dataset, plan in record["plans"]}
         self.accepted = decode_positions(record["accepted"])
+        self.ended = {(dataset, epoch): stop for dataset, epoch, stop in record["ended"]}
         self.left = {(task, dataset): epoch for task, dataset, epoch in record["left"]}
         self.left_groups = {(task, group) for task, group in record["left_groups"]}
         self.steps = {number: tuple(Unit(*unit) for unit in units) for number, units in record["steps"]}

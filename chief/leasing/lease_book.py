@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.leasing.clocks import Clocks
 from stratagem.chief.leasing.leases import EpochLeases, Leases
-from stratagem.chief.leasing.loops import WorkerLoops
+from stratagem.chief.leasing.loops import Key, WorkerLoops
 from stratagem.chief.leasing.positions import Positions, RollBack, plus, positions_of
 from stratagem.chief.leasing.steps import JobStep, JobSteps, Removal, SliceState
 from stratagem.cluster.task import Incarnation
@@ -370,26 +370,27 @@ class LeaseBook:
         return plus(self.positions(), positions_of(unit for who in holders for unit in self.held(who)))
 
     def roll_back(
-        self, saved: Positions, *, reopen: bool = False, is_last: bool = False, accumulates: bool = False
+        self, saved: Positions, ended: Mapping[Key, int], *, reopen: bool = False, accumulates: bool = False
     ) -> RollBack:
         """All ps are back at a checkpoint: units leased, and accepted units that it lacks, become pending again.
 
         A worker cannot go on with a lease from before: the ps refuse it until it has said Hello, and then it forgets
-        its leases and asks anew. So the units come in the order of the plan again. Units of closed epochs are lost
-        instead, because no worker asks for a closed epoch again. ``saved``: units that the checkpoint has all updates
-        of, accepted unless something is counted on them, which is to be reported; ``reopen``: the workers start anew as
-        well and walk through the epochs from the first: nothing is lost; ``is_last``: no worker asks for any epoch
-        again; ``accumulates``: an update of several units had these, and none can be made of a part of them.
+        its leases and asks anew. So the units come in the order of the plan again. Units of epochs that are over are
+        lost instead, because no worker asks for these again. ``saved``: units that the checkpoint has all updates of,
+        accepted unless something is counted on them, which is to be reported; ``ended``: of epochs that are not closed
+        the first unit that somebody may ask for again; ``reopen``: the workers start anew as well and walk through the
+        epochs from the first: nothing is lost; ``accumulates``: an update of several units had these, and none can be
+        made of a part of them.
         """
         lost: Positions = {}
         revoked: set[Unit] = set()
         for key, leases in self.epochs.items():
             missing = leases.accepted - saved.get(key, UnitBitmap())
-            if (leases.closed or is_last) and len(missing) and not reopen:
-                lost[key] = missing
-                continue
-            leases.revoke(missing)
-            revoked.update(Unit(*key, index) for index in missing)
+            over = leases.plan.num_units if leases.closed else ended.get(key, 0)
+            if len(gone := UnitBitmap() if reopen else missing.below(over)):
+                lost[key] = gone
+            leases.revoke(missing - gone)
+            revoked.update(Unit(*key, index) for index in missing - gone)
         self._prior = {key: bitmap & saved.get(key, UnitBitmap()) for key, bitmap in self._prior.items()}
         self.examples_accepted -= sum(self.plans[unit.dataset].unit_examples(unit.index) for unit in revoked)
         if not reopen and (accumulates or not self._counting):

@@ -194,10 +194,17 @@ class TrainingUnits(UnitLender[TrainingPass]):
         )
         if before != self._lease_book.loops.where(incarnation):
             self._changed.notify()  # others may have waited for it to come here
+        self._note_end(data, leases.end)
         for number in range(first, steps.next_number):
             self._recovery.composed(number)
             self._tell_of_rest(number, self._lease_book.plans[data.dataset])
         return leases
+
+    def _note_end(self, data: TrainingPass, is_end: bool) -> None:
+        """A worker that hears of the end of a part does not ask for its units again, whatever the ps go back to."""
+        key, ended = (data.dataset, data.epoch), self._journal.history.ended
+        if is_end and data.stop is not None and ended.get(key, 0) < data.stop and self._lease_book.synchronous:
+            self._journal.write("ended", dataset=data.dataset, epoch=data.epoch, stop=data.stop)
 
     def _tell_of_rest(self, number: int, plan: Plan) -> None:
         """Once, where a batch has parts that no worker takes in its step."""

@@ -394,6 +394,34 @@ async def test_a_chief_that_follows_does_not_take_back_what_was_leased_before_al
                 await task.die()
 
 
+async def test_who_has_heard_of_the_end_of_a_part_is_not_waited_for_in_it_after_all_went_back(tmp_path: Path) -> None:
+    """`fit(steps_per_epoch=)`, after a restart of the chief: a worker that had died came to the part again and waited
+    in it for the other one, which waited at its end."""
+    config: dict[str, Any] = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+    config |= {"num_workers": 1, "num_ps": 1}
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**config) as first:
+            port = first.address
+            worker, server = Task(port, "worker:0"), await stack.enter_async_context(ps(port, FakePs(0)))
+            await until(lambda: first.job.journal.history.checkpoint)
+            await worker.open(**{**SYNC, "num_slices": 1})
+            await worker.next(stop=1)
+            server.close_unit(Unit(1, 0, 0))
+            assert (await worker.next([0], stop=1)).end
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        async with chief(bind=port, **config) as second:
+            gone = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
+            resumed = Task(port, "worker:0", resume=worker.incarnation)
+            await until(lambda: second.job.is_open)
+            await gone.die()
+            await stack.enter_async_context(ps(port, FakePs(0)))
+            await until(lambda: second.job.get_status().updates_lost == 1)
+            assert (await resumed.next(stop=1)).end
+            for task in (resumed, worker):
+                await task.die()
+
+
 class Unmarked(FakePs):
     """It is not marked what was lost, until it may be."""
 

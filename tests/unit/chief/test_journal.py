@@ -130,6 +130,8 @@ def write_all(journal: Journal) -> None:
     journal.write("step", durable=False, step=6, units=[[1, 0, 4], [1, 0, 5]])
     journal.write("accepted", durable=False, units=[[1, 0, 2], [1, 0, 3]], oldest_step=6)
     journal.write("close_step", step=6, included=[[1, 0, 4]])
+    for stop in (2, 4):
+        journal.write("ended", dataset=1, epoch=0, stop=stop)
     for task, dataset in (("worker:0", 2), ("worker:1", 1)):
         journal.write("left", task=task, dataset=dataset, epoch=0)
         journal.write("left_group", task=task, group="fit 1")
@@ -161,6 +163,7 @@ EXPECTED = JobHistory(
     initialized=["ps:0"],
     plans={1: Plan(9, 2, drop_last=True, shuffle=False, num_slices=2, staleness=math.inf, seed=7)},
     accepted={(1, 0): UnitBitmap.of([2, 3])},
+    ended={(1, 0): 4},
     left={("worker:0", 1): 2},
     left_groups={("worker:0", "fit 2")},
     steps={6: (Unit(1, 0, 4),)},

@@ -431,14 +431,23 @@ def test_an_unknown_dataset_is_refused() -> None:
 def test_a_roll_back_reopens_units_of_open_epochs_and_loses_those_of_closed_ones() -> None:
     lease_book = sync_lending(num_examples=4, batch_size=2)
     lease_book.know_accepted({(1, 0): UnitBitmap.of([0, 1, 2, 3]), (1, 1): UnitBitmap.of([0, 1])})
-    back = lease_book.roll_back({(1, 0): UnitBitmap.of([0, 1, 2])})
+    back = lease_book.roll_back({(1, 0): UnitBitmap.of([0, 1, 2])}, {})
     assert back.lost == {(1, 0): UnitBitmap.of([3])}
     assert back.revoked == 2
     assert lease_book.epoch(1, 0).closed and lease_book.epoch(1, 1).num_accepted == 0
     assert lease_book.examples_accepted == 4
-    assert lease_book.roll_back({}, is_last=True).lost == {(1, 0): UnitBitmap.of([0, 1, 2, 3])}
+    assert lease_book.roll_back({}, {(1, 0): 4, (1, 1): 4}).lost == {(1, 0): UnitBitmap.of([0, 1, 2, 3])}
     lease_book.know_accepted({(1, 1): UnitBitmap.of([0])})
-    assert (1, 1) in lease_book.roll_back({}, is_last=True).lost, "nobody asks for an open epoch again either"
+    assert (1, 1) in lease_book.roll_back({}, {(1, 0): 4, (1, 1): 4}).lost, "nobody asks for an open epoch again either"
+
+
+def test_a_roll_back_loses_the_units_of_a_part_that_a_worker_knows_to_be_over() -> None:
+    lease_book = sync_lending(num_examples=16, batch_size=4)
+    lease_book.know_accepted({(1, 0): UnitBitmap.of([0, 1, 2, 3])})
+    assert len(lease_book.ask(A, 1, 0, (), 1, [A, B], stop=8).granted) == 1
+    back = lease_book.roll_back({(1, 0): UnitBitmap.of([0])}, {(1, 0): 4})
+    assert back.lost == {(1, 0): UnitBitmap.of([1, 2, 3])}, "who waits at the end of the part does not ask for it again"
+    assert lease_book.ask(B, 1, 0, (), 1, [A, B], stop=4).end
 
 
 def after_epochs(num: int) -> LeaseBook:
@@ -462,7 +471,7 @@ def test_what_a_step_a_loss_and_a_look_cost_does_not_grow_with_the_epochs_that_a
     lease_book = after_epochs(300)
     assert lease_book.current == (1, 299)
     assert [unit.epoch for unit in lease_book.held(A)] == [299]
-    assert lease_book.roll_back({}).revoked == 1, "what is leased comes back"
+    assert lease_book.roll_back({}, {}).revoked == 1, "what is leased comes back"
 
 
 def test_to_take_over_a_long_epoch_costs_a_chief_as_much_as_a_short_one() -> None:
@@ -502,7 +511,7 @@ def test_a_unit_that_the_checkpoint_has_comes_again_only_to_be_counted(
     lease_book = sync_lending()
     lease_book.note_counts(A, counts)
     lease_book.ask(A, 1, 0, (), 1, [A, B])
-    lease_book.roll_back({(1, 0): UnitBitmap.of([0])}, accumulates=accumulates)
+    lease_book.roll_back({(1, 0): UnitBitmap.of([0])}, {}, accumulates=accumulates)
     assert (0 in lease_book.epoch(1, 0).accepted) is not comes_again
     assert lease_book.is_pending(Unit(1, 0, 0)) is comes_again
 
@@ -522,7 +531,7 @@ def test_after_a_roll_back_units_come_in_the_order_of_the_plan_again() -> None:
     for worker in (A, B):
         lease_book.ask(worker, 1, 0, (), 1, [A, B])
     lease_book.accept(A, 1, 0, [0])
-    back = lease_book.roll_back({})
+    back = lease_book.roll_back({}, {})
     assert back.revoked == 2
     assert not lease_book.steps.open
     granted = [lease_book.ask(worker, 1, 0, (), 1, [A, B]).granted[0] for worker in (B, A)]
@@ -678,7 +687,7 @@ def test_a_report_that_is_repeated_after_all_ps_went_back_is_looked_at_again() -
     lease_book.ask(A, 1, 0, (), 1, [A])
     lease_book.accept(A, 1, 0, [0])
     lease_book.restores += 1
-    lease_book.roll_back({})
+    lease_book.roll_back({}, {})
     assert [lease.unit.index for lease in lease_book.ask(A, 1, 0, (), 1, [A]).granted] == [0]
     assert lease_book.doubtful(A, 1, 0, [0]) == [Unit(1, 0, 0)]
 
