@@ -242,6 +242,7 @@ class VariableGroups:
         clients = self._runtime.clients
         while True:
             self._runtime.reroute()
+            self.closes.rerouted()
             logger.info("The variables are now on %d ps", len(clients))
             self._load_bytes = [0] * len(clients)
             self._epochs = dict.fromkeys(range(len(clients)), 0)
@@ -262,7 +263,6 @@ class VariableGroups:
                 break
             except Rerouted:  # and another one
                 continue
-        self.closes.rerouted()
         for push in self.pushes:
             push.rerouted()
 
