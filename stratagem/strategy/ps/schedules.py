@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
 from stratagem.errors import ConfigurationError
 from stratagem.worker.chief_client import ChiefClient
@@ -115,7 +115,7 @@ def keep_up(
         kind.step(self, *args, **kwargs)
         if with_update and not has_told and push.num_of_others is not None:
             has_told = True
-            chief.record_logs(_PLACES, ordinal, {"more": push.num_of_others + num_pushed - self.last_epoch})
+            chief.record_logs(_PLACES, ordinal, {"more": push.num_of_others + num_pushed - _place(self)})
 
     def missed(gap: int) -> None:
         nonlocal num_of_others
@@ -123,7 +123,7 @@ def keep_up(
         number = gap if before is None or num_of_others is None else num_of_others - before
         number = number if follows == dataset() else 0
         if not push.num_pushed and num_of_others and (place := chief.logs(_PLACES, ordinal)) is not None:
-            number = num_of_others - int(place["more"]) - scheduler.last_epoch
+            number = num_of_others - int(place["more"]) - _place(scheduler)
             vars(scheduler.optimizer)["_opt_called"] = True  # by others: torch warns of a scheduler that steps first
         for _ in range(number):
             kind.step(scheduler)
@@ -156,6 +156,12 @@ def warn_of_unprepared(push: GradientPush) -> None:
             )
 
     push.optimizer.register_step_post_hook(updated)
+
+
+def _place(scheduler: LRScheduler) -> int:
+    while isinstance(scheduler, ChainedScheduler):  # it has none of its own, and steps all in it together
+        scheduler = scheduler._schedulers[0]
+    return scheduler.last_epoch
 
 
 def _replace(scheduler: LRScheduler, **methods: Callable[..., None]) -> None:

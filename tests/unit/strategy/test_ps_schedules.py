@@ -189,6 +189,28 @@ def test_at_staleness_0_a_worker_that_starts_again_steps_a_scheduler_of_updates_
     assert [each.last_epoch for each in schedulers] == [9, 1]
 
 
+def test_at_staleness_0_a_chain_of_schedulers_is_stepped_to_its_place() -> None:
+    chief = cast(Any, Chief())
+
+    def worker(job: Job) -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+        parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 3), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+        chain = lr_scheduler.ChainedScheduler(parts, optimizer)
+        missed = keep_up(chain, cast(Any, job), lambda: True, lambda: 1, chief, 0)
+        optimizer.step()
+        return chain, missed
+
+    first = Job()
+    chain, _ = worker(first)
+    for _ in range(2):
+        first.update(0)
+        chain.step()
+    again, missed = worker(Job(num_of_others=2))
+    missed(0)
+    assert again.state_dict() == chain.state_dict()
+    assert again.get_last_lr() == [0.125]
+
+
 @pytest.mark.parametrize(
     ("is_prepared", "every", "num_others", "num_warnings"),
     [(False, 1, 1, 1), (True, 1, 1, 0), (False, 5, 1, 0), (False, 1, 0, 0)],
