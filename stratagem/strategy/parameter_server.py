@@ -32,9 +32,10 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.prepared import Preparation, Prepared
-from stratagem.strategy.ps.checks import check_asked, check_contents, check_prepared, check_step
+from stratagem.strategy.ps.checks import check_asked, check_contents, check_prepared
 from stratagem.strategy.ps.schedules import follow, keep_up, push_of, warn_of_unprepared
 from stratagem.strategy.ps.servers import Servers
+from stratagem.strategy.ps.steps import step_by
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.strategy.replicas.context import run_alone, watch_torch
@@ -208,19 +209,12 @@ class ParameterServerStrategy(Strategy):
             self._missed.append(keep_up(scheduler, push, is_in_loop, lambda: self._newest[0], chief, ordinal))
 
     def _attach(self, push: GradientPush) -> None:
-        """The ps step in the stead of the optimizer, which goes on with a copy of itself that has no parameters."""
-        idle = object.__new__(type(push.optimizer))
-        idle.__dict__.update(push.optimizer.__dict__, param_groups=[])
-        vars(push.optimizer)["_step_supports_amp_scaling"] = True  # so a GradScaler leaves the mark that is looked for
-
-        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            check_step(optimizer, (*args[1:], kwargs.get("closure")))  # args begin with the optimizer itself
+        def commit() -> None:
             self._runtime.meter.computes(measures.OPTIMIZER)
             self._commit(push)
             self._runtime.meter.computes(measures.SCRIPT, after=measures.OPTIMIZER)
-            return (idle, *args[1:]), kwargs
 
-        push.optimizer.register_step_pre_hook(torch.compiler.disable(before, reason="parameter servers make the step"))
+        step_by(push.optimizer, commit)
         warn_of_unprepared(push)
 
     def _commit(self, push: GradientPush) -> None:
