@@ -241,7 +241,7 @@ class TrainedCopies:
     def note(self) -> None:
         """From now on they are to stay as they are."""
         self._counters = [(tensor._version, tensor.data_ptr()) for tensor in self._tensors]
-        is_exact = self._num_checked < NUM_EXACT or not self._num_checked % EXACT_EVERY
+        is_exact = self._has_warned or self._num_checked < NUM_EXACT or not self._num_checked % EXACT_EVERY
         self._sums = [sum_of_bits(tensor.detach().reshape(-1)) for tensor in self._tensors] if is_exact else None
         self._sample = None
         if not is_exact and self._heads:
@@ -264,7 +264,8 @@ class TrainedCopies:
 
     def changed(self) -> str:
         """Looks whether they have stayed so: the name of one that has other values, else nothing. Where only the
-        counters differ, values that were put back may be the same, so there is but a warning."""
+        counters differ, values that were put back may be the same, so there is but a warning; whoever writes to them
+        once may do so again, so all values are looked at from then on."""
         if self._counters is None:
             return ""
         self._num_checked += 1

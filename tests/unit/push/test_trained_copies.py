@@ -132,6 +132,24 @@ def test_later_a_change_is_said_once(
         copies.check()
 
 
+def test_who_has_written_to_them_is_looked_at_closely(model: torch.nn.Linear, copies: TrainedCopies) -> None:
+    """Averaged weights that were swapped in and out again had the only warning; what was changed later was lost."""
+    kept = model.bias.detach().clone()
+    for _ in range(2 * NUM_EXACT):
+        copies.note()
+        copies.check()
+    for written in (torch.ones(1), kept):
+        with torch.no_grad():
+            model.bias.copy_(written)
+    copies.check()
+    for _ in range(2 * NUM_EXACT):
+        copies.note()
+        copies.check()
+    torch.nn.init.ones_(model.bias)
+    with pytest.raises(ConfigurationError, match="bias was changed here"):
+        copies.check()
+
+
 def test_values_of_another_dtype_or_size_are_not_sent(model: torch.nn.Linear) -> None:
     """The ps refused the frame by ending the connection, and the worker sent it again over a new one, for ever."""
     layout = Layout([VariableSpec("weight", (1, 2), torch.float32, 0)], [[(0, 0, 1)]], 1 << 20)
