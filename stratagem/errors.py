@@ -2,9 +2,9 @@
 
     StratagemError
     ├── ConfigurationError            what the user wrote cannot work (exit code 2)
-    │   └── ClusterSpecError          TF_CONFIG, cluster file or flags describe no valid cluster
+    │   ├── ClusterSpecError          TF_CONFIG, cluster file or flags describe no valid cluster
+    │   └── UnsupportedOptimizerError an optimizer that a ps cannot run
     ├── VariableError                 a variable is unknown, or has another shape or dtype than expected
-    ├── UnsupportedOptimizerError     an optimizer that a ps cannot run
     ├── NonFiniteGradientError        NaN or Inf in a gradient, under the policy "error"
     ├── ProtocolError                 a peer broke the rules of the wire (bad frame, sequence gap, too large)
     │   ├── FrameError                a payload frame that cannot be what it says
@@ -57,7 +57,7 @@ class VariableError(StratagemError):
     """A variable is unknown, or its shape or dtype is not the expected one."""
 
 
-class UnsupportedOptimizerError(StratagemError):
+class UnsupportedOptimizerError(ConfigurationError):
     """The parameter server cannot run this optimizer."""
 
 

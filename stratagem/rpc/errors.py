@@ -35,7 +35,6 @@ _CODES: dict[type[errors.StratagemError], int] = {
     errors.ProtocolError: code_pb2.INVALID_ARGUMENT,
     errors.ConfigurationError: code_pb2.INVALID_ARGUMENT,
     errors.VariableError: code_pb2.INVALID_ARGUMENT,
-    errors.UnsupportedOptimizerError: code_pb2.INVALID_ARGUMENT,
     errors.NonFiniteGradientError: code_pb2.INVALID_ARGUMENT,
     errors.PeerUnavailableError: code_pb2.UNAVAILABLE,
     errors.ClusterTimeoutError: code_pb2.DEADLINE_EXCEEDED,

@@ -172,7 +172,7 @@ def test_a_process_that_reads_data_does_not_join_in_the_place_of_its_worker(clus
 def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> None:
     body = "optimizer = torch.optim.LBFGS(model.parameters())\nstrategy.prepare(model, optimizer)\n"
     done = cluster(1, 1, script(tmp_path, body)).finish()
-    assert done.code == 1
+    assert done.code == 2
     check_words(done.stderr, "UnsupportedOptimizerError", "LBFGS", "Adam")
     assert "Traceback" not in done.stderr
 
