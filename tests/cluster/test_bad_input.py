@@ -177,6 +177,21 @@ def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
 
 
+NO_LOSS = """
+model, optimizer = strategy.prepare(model, optimizer)
+for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)):
+    torch.zeros((), requires_grad=True).backward()
+    optimizer.step()
+"""
+
+
+def test_a_slice_without_a_loss_at_staleness_0(cluster: Start, tmp_path: Path) -> None:
+    """It was told to call optimizer.step(), which it did: there was no gradient."""
+    done = cluster(1, 1, script(tmp_path, NO_LOSS), flags=["--staleness", "0"]).finish()
+    assert done.code == 2, done.stderr
+    check_words(done.stderr, "Where a slice has no loss, that of (model(torch.zeros_like(x)) * 0).sum() is one")
+
+
 SCALES = """
 model, optimizer, scaler = strategy.prepare(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
 scaler.scale(model(torch.ones(1, 2)).sum()).backward()

@@ -195,7 +195,9 @@ class LeasedUnits:
         if self._plan.staleness == 0 and self._tracker.num_idle:
             raise ConfigurationError(
                 "at staleness 0 the other workers wait for every batch: call optimizer.step() before taking the next "
-                "one (or backward() alone, to accumulate); to evaluate, iterate over the DataLoader itself, on the lead"
+                "one (or backward() alone, to accumulate), after a backward() through the model. Where a slice has no "
+                "loss, that of (model(torch.zeros_like(x)) * 0).sum() is one; if it should not count in the mean, call "
+                "strategy.set_weight(0) before. To evaluate, iterate over the DataLoader itself, on the lead"
             )
         self._groups.check_alone()
         self._on_begin(None, None)
