@@ -62,6 +62,17 @@ def above_zero(**values: Any) -> None:
             raise ConfigurationError(f"expected {name} above 0 or None, got {value!r}")
 
 
+def told_path(path: str) -> str:
+    """``path``, where other tasks are told it: messages are text. Raises ConfigurationError: its bytes are none."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(
+            f"{path!r} cannot be told to other tasks: a byte of it is no UTF-8; name another folder, or rename it"
+        ) from None
+    return path
+
+
 def check_kind(value: Any, *kinds: type) -> None:
     """``value`` is of one of these classes."""
     if not isinstance(value, kinds):

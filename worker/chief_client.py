@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from stratagem.arguments import told_path
 from stratagem.cluster.units import Plan
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.errors import error_from_rpc
@@ -129,12 +130,12 @@ class ChiefClient:
 
     def save_checkpoint(self, directory: str) -> str:
         """Takes a checkpoint of all ps; returns its path."""
-        request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
+        request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=told_path(directory))
         return self._call(self._saving, request, meanwhile=self.meanwhile).path
 
     def check_folder(self, directory: str) -> None:
         """Refuses, by a ForbiddenError, what :meth:`save_checkpoint` would, because of where it lies."""
-        request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory, asks=True)
+        request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=told_path(directory), asks=True)
         self._call(self._saving, request)
 
     def save_loaded(self) -> list[int] | None:

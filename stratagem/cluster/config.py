@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from stratagem.arguments import told_path
 from stratagem.cluster.choice import StrategyOrAuto
 from stratagem.cluster.communication import CommunicationOptions, Compression, Transport, WireDType
 from stratagem.cluster.spec import split_address
@@ -167,6 +168,8 @@ class ChiefConfig(ServerConfig):
                 f"checkpoint_every_s {self.checkpoint_every_s:g} needs a place for the checkpoints: give the chief and "
                 "every ps the same checkpoint_dir"
             )
+        if self.num_ps:
+            told_path(self.checkpoint_dir)
         if self.ps_replicas > max(1, self.num_ps):
             raise ValueError(
                 f"ps_replicas {self.ps_replicas} needs as many ps: the copy of a ps is kept on another, and num_ps is "

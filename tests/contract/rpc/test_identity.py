@@ -160,6 +160,18 @@ def test_a_chief_that_takes_long_is_no_chief_that_is_away(monkeypatch: pytest.Mo
         session.goodbye(0)
 
 
+def test_a_folder_of_odd_bytes_is_refused() -> None:
+    """A bare UnicodeEncodeError of the message ended the worker."""
+    with chief(OPEN) as (_, address):
+        session = SessionClient(address, "worker:1", "")
+        session.start(30.0)
+        session.goodbye(0)
+        client = ChiefClient(session, 30.0)  # which gets no further than to its message
+        for verb in (client.save_checkpoint, client.check_folder):
+            with pytest.raises(ConfigurationError, match="no UTF-8"):
+                verb("/a\udce4")
+
+
 def test_an_error_that_names_a_file_by_odd_bytes_is_told() -> None:
     """The worker ended by an error of ours instead, and its chief took it for lost."""
     with chief(OPEN) as (servicer, address):

@@ -218,3 +218,7 @@ def test_fields_that_do_not_go_together() -> None:
         gather("worker", {}, {"chief": "h:1", "stripes": 1000})
     with pytest.raises(ConfigurationError, match=r"^checkpoint_every_s 5 needs a place for the checkpoints"):
         gather("chief", {}, {"num_workers": 1, "num_ps": 1, "checkpoint_every_s": 5.0})
+    odd = {"num_workers": 2, "checkpoint_dir": "/a\udce4"}  # as os.fsdecode reads a byte that is no UTF-8
+    gather("chief", {}, odd)  # without ps nobody is told
+    with pytest.raises(ConfigurationError, match=r"^'/a\\udce4' cannot be told to other tasks"):
+        gather("chief", {}, {**odd, "num_ps": 1})
