@@ -219,6 +219,7 @@ class ChiefJob(ChiefState):
         try:
             if self.sessions.work_is_done and not self.journal.history.ending:
                 await self.recovery.open_books()  # a chief that starts when all workers have gone looks what is there
+                await self.recovery.count_dropped()
                 await self.recovery.ps_return.lost_after_restarts(self.lease_book.positions())
             exit_code = await self._end.see_off(stop)
         finally:

@@ -107,7 +107,9 @@ class Recovery(ChiefPart):
         torn = torn_updates(described)
         for incarnation, each in described.items():
             absent = minus(unfinished, minus(each.applied(), each.halves))
-            lacked = plus(absent, positions_of(unit for one in torn.get(incarnation, ()) for unit in one.units))
+            lacked = plus(
+                absent, each.dropped, positions_of(unit for one in torn.get(incarnation, ()) for unit in one.units)
+            )
             if each.has_part:
                 await self.ps_return.lose(incarnation, common([applied, lacked]))
         if applied:
@@ -216,16 +218,23 @@ class Recovery(ChiefPart):
         return {unit.index for unit in missing}
 
     async def count_lost(self) -> None:
-        """Of a ps that was put back alone, what it lacks of what is accepted, or what others have closed: in another
-        checkpoint, or after ledgers are joined, nobody could tell. PeerUnavailableError: at staleness 0 the others are
-        yet to go back with it, when the books are opened."""
+        """What a ps has dropped; and of one that was put back alone, what it lacks of what is accepted, or what others
+        have closed: in another checkpoint, or after ledgers are joined, nobody could tell.
+        PeerUnavailableError: at staleness 0 the others are yet to go back with it, when the books are opened."""
         alone = {server.incarnation for server in self._ps_pool.servers} & self.ps_return.restarted
         if alone and self._lease_book.synchronous and not self._state.is_open:
             tasks = ", ".join(sorted(incarnation.task for incarnation in alone))
             raise PeerUnavailableError(f"{tasks} rolled back to a checkpoint, and the others have yet to follow")
-        described = await self._ps_pool.describe() if self.ps_return.restarted else {}
+        described = await self.count_dropped()
         closed = plus(self._lease_book.positions(), *(each.closed for each in described.values()))
         await self.ps_return.lost_after_restarts(closed)
+
+    async def count_dropped(self) -> dict[Incarnation, ServerDescription]:
+        """Counts and closes the units that lack an update which their ps has dropped; what each ps has."""
+        described = await self._ps_pool.describe()
+        for incarnation, each in described.items():
+            await self.ps_return.lose(incarnation, dict(each.dropped))
+        return described
 
     async def count_torn(self, incarnation: Incarnation) -> None:
         """A worker that asks for a checkpoint has no update under way: what a ps that was put back alone lacks of those

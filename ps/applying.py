@@ -160,7 +160,7 @@ class Turn:
                 held = not state.gate_lets_through(self._update)
                 with state.totals.timed(measures.HELD if held else measures.QUEUE):
                     wait(state, self._is_free, self._sender, self._call, None, self._store_epoch)
-            is_new = not self._update.units or state.units.is_new(self._update)
+            is_new = len(state.units.lacking(self._update)) == len(self._update.units)
             state.enter(self._sender)
             state.applying |= self._pairs
         return is_new

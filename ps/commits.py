@@ -76,7 +76,7 @@ class Commits(Applying):
             store_epoch = state.store_epoch
             present = self.present(request.groups)
             state.units.close(request.closes)
-            is_new = not update.units or state.units.is_new(update)
+            is_new = not update.units or bool(state.units.lacking(update))
             if request.slice is not None and state.steps.leave(request.sender, request.closes):
                 state.changed.notify_all()
         if request.slice is not None:
@@ -116,12 +116,16 @@ class Commits(Applying):
             if applies:
                 self.apply(request.groups, gradient, present, request.scale, request.as_it_came)
             gradient = {}  # its memory is free when staging forgets it, not when others have used the room
+            groups = [each.group for each in request.groups]
             with state.lock:
                 if not is_new:
                     self._drop_duplicate(request, running)
+                    state.units.drop(request.update, request.num_servers, groups)
+                    if state.backup is not None:
+                        state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
                     return False
                 self.forget(request)
-                state.units.record(request.update, request.num_servers, (each.group for each in request.groups))
+                state.units.record(request.update, request.num_servers, groups)
                 if state.backup is not None and not applies:
                     state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
                 if running is not None:  # before the reply: who does not get it has been applied all the same

@@ -70,12 +70,12 @@ class StoreCopy:
             with state.changed:
                 present = self._applying.present(request.groups)
                 state.units.close(request.closes)
-                is_new = not request.update.units or state.units.is_new(request.update)
+                is_new = len(state.units.lacking(request.update)) == len(request.update.units)
             if is_new and request.action is UpdateAction.APPLY:
                 self._applying.apply(request.groups, dict(gradient), present, request.scale)
+            note = state.units.record if is_new else state.units.drop
             with state.changed:
-                if is_new:
-                    state.units.record(request.update, request.num_servers, (each.group for each in request.groups))
+                note(request.update, request.num_servers, [each.group for each in request.groups])
                 state.senders.inherit((sender,))
 
     @contextlib.contextmanager

@@ -38,6 +38,8 @@ class AppliedUnits:
     count more; or an optimizer has had no update here."""
     accumulates: bool
     """An update of several units has come."""
+    dropped: dict[Epoch, UnitBitmap] = dataclasses.field(default_factory=dict)
+    """Units not closed that :meth:`UnitLedger.drop` left without an update."""
 
 
 class UnitLedger:
@@ -60,24 +62,39 @@ class UnitLedger:
         """Of each ordinal the groups that its updates change, here or on the ps of the checkpoint that this one began
         from."""
         self._accumulates = False
+        self._dropped: set[Unit] = set()
+        """Open units that an update would have had beside others that are applied: they stay open until the chief has
+        marked them as lost."""
 
     def is_applied(self, unit: Unit, ordinal: int) -> bool:
         """Whether the step ``ordinal`` of ``unit`` is applied here, or can never be."""
         return self._is_closed(unit) or ordinal in self._open.get(unit, ())
 
-    def is_new(self, update: Update) -> bool:
-        """True when the update must be applied, False when it is applied already. ProtocolError: some of its units are
-        applied and some are not: its sum cannot be taken apart. LimitError: a unit index beyond :data:`MAX_UNITS`."""
+    def lacking(self, update: Update) -> list[Unit]:
+        """Units without this update here: all of them, or it cannot be applied, for its sum cannot be taken apart.
+        LimitError: a unit index beyond :data:`MAX_UNITS`."""
         for unit in update.units:
             if unit.index >= MAX_UNITS:
                 _check_index(unit.index, unit)
-        applied = [unit for unit in update.units if self.is_applied(unit, update.ordinal)]
-        if applied and len(applied) < len(update.units):
+        return [unit for unit in update.units if not self.is_applied(unit, update.ordinal)]
+
+    def is_new(self, update: Update) -> bool:
+        """In step: whether the update must be applied. ProtocolError: some of its units are applied and some are not.
+        LimitError as :meth:`lacking`."""
+        lacking = self.lacking(update)
+        if lacking and len(lacking) < len(update.units):
             raise ProtocolError(
-                f"an update over {len(update.units)} units cannot be applied: {applied[0]} is applied here already and "
-                "others are not. Compute the others again, each in an update of its own"
+                f"an update over {len(update.units)} units cannot be applied: it is applied here already for some, and "
+                f"not for {lacking[0]}. Compute the others again, each in an update of its own"
             )
-        return not applied
+        return bool(lacking)
+
+    def drop(self, update: Update, num_servers: int, groups: Iterable[int]) -> None:
+        """The update is not applied, as it is for some of its units already. The others never get it here: as if they
+        had, but to be counted as lost."""
+        if lacking := self.lacking(update):
+            self.record(update, num_servers, groups)
+            self._dropped.update(lacking)
 
     def record(self, update: Update, num_servers: int, groups: Iterable[int]) -> None:
         """Notes an applied (or skipped) update; ``num_servers`` is the number of ps that take part in it, ``groups``
@@ -91,9 +108,9 @@ class UnitLedger:
     def close(self, closes: Iterable[UnitClose]) -> None:
         """Closes units: nothing of them can be applied again.
 
-        A unit stays open when the worker counts more updates here than there are: this ps went back to a checkpoint
-        since. The chief then finds that the unit is lacking, and has it marked as lost. LimitError: a unit index beyond
-        :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`.
+        A unit stays open when an update of it was dropped, and when the worker counts more updates here than there are:
+        this ps went back to a checkpoint since. The chief then finds that the unit is lacking, and has it marked as
+        lost. LimitError: a unit index beyond :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`.
         """
         for close in closes:
             unit = close.unit
@@ -103,6 +120,8 @@ class UnitLedger:
                 _check_index(unit.index, unit)
                 if unit in self._open:
                     self._counted[unit] = close.num_updates
+                continue
+            if unit in self._dropped:
                 continue
             epoch = unit.dataset, unit.epoch
             self._make_room(epoch, unit.index)
@@ -120,6 +139,7 @@ class UnitLedger:
             self._closed[epoch] |= bitmap
         self._open = {unit: ordinals for unit, ordinals in self._open.items() if not self._is_closed(unit)}
         self._counted = {unit: number for unit, number in self._counted.items() if unit in self._open}
+        self._dropped &= self._open.keys()
         return num_lost
 
     def describe(self, trained: Collection[int] = (), *, lacks_first: bool = False) -> AppliedUnits:
@@ -138,7 +158,10 @@ class UnitLedger:
             lacks_own = unit in self._joined and not own <= ordinals.keys()
             if are_halves or lacks_own or len(ordinals) < max(per_unit, self._counted.get(unit, 0)):
                 halves[unit.dataset, unit.epoch].add(unit.index)
-        return AppliedUnits(dict(self._closed), tuple(entries), dict(halves), self._accumulates)
+        dropped: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
+        for unit in self._dropped:
+            dropped[unit.dataset, unit.epoch].add(unit.index)
+        return AppliedUnits(dict(self._closed), tuple(entries), dict(halves), self._accumulates, dict(dropped))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -149,6 +172,7 @@ class UnitLedger:
             "joined": sorted(self._joined.intersection(self._open)),
             "groups": [[ordinal, sorted(groups)] for ordinal, groups in sorted(self._groups.items())],
             "accumulates": self._accumulates,
+            "dropped": [[*unit] for unit in sorted(self._dropped)],
         }
 
     @classmethod
@@ -163,6 +187,7 @@ class UnitLedger:
         ledger._joined = frozenset(Unit(*unit) for unit in data.get("joined", ()))
         ledger._groups.update((ordinal, set(groups)) for ordinal, groups in data.get("groups", ()))
         ledger._accumulates = data.get("accumulates", False)
+        ledger._dropped = {Unit(*unit) for unit in data.get("dropped", ())}
         return ledger
 
     @classmethod

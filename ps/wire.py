@@ -170,6 +170,7 @@ def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
     units = {
         "closed": unit_sets_to_proto(description.units.closed),
         "halves": unit_sets_to_proto(description.units.halves),
+        "dropped": unit_sets_to_proto(description.units.dropped),
     }
     accumulates = description.units.accumulates
     return to_message(ps_pb2.DescribeUnitsReply, description, open=opened, accumulates=accumulates, **units)

@@ -81,6 +81,8 @@ class ServerDescription:
     """No optimizer changes any of these: no update has a part here."""
     accumulates: bool = False
     """An update of several units has come."""
+    dropped: Mapping[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
+    """Units not closed that lack an update over several here, which was applied for others of these already."""
 
     @property
     def holds_rows(self) -> bool:
@@ -301,5 +303,5 @@ class PsPool:
 
 def _description(reply: ps_pb2.DescribeUnitsReply) -> ServerDescription:
     opened = {update_from_proto(each.update): each.num_servers for each in reply.open}
-    units = {"closed": unit_sets_from_proto(reply.closed), "halves": unit_sets_from_proto(reply.halves)}
+    units = {name: unit_sets_from_proto(getattr(reply, name)) for name in ("closed", "halves", "dropped")}
     return from_message(ServerDescription, reply, open=opened, **units)

@@ -1075,6 +1075,7 @@ class DescribeUnitsReply(_message.Message):
     HALVES_FIELD_NUMBER: _builtins.int
     ACCUMULATES_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     step: _builtins.int
     """Largest number of updates applied to any group."""
@@ -1111,6 +1112,12 @@ class DescribeUnitsReply(_message.Message):
     def halves(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units not closed that have fewer updates here than closed ones had, or than their workers count."""
 
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
+        """Units not closed of which an update over several was dropped here, as it was applied for others of these already: to be counted as
+        lost. MarkLost closes them.
+        """
+
     def __init__(
         self,
         *,
@@ -1127,10 +1134,11 @@ class DescribeUnitsReply(_message.Message):
         halves: _abc.Iterable[_common_pb2.UnitSet] | None = ...,
         accumulates: _builtins.bool = ...,
         num_updates: _builtins.int = ...,
+        dropped: _abc.Iterable[_common_pb2.UnitSet] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulates", b"accumulates", "closed", b"closed", "complete", b"complete", "groups", b"groups", "halves", b"halves", "initialized", b"initialized", "num_updates", b"num_updates", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulates", b"accumulates", "closed", b"closed", "complete", b"complete", "dropped", b"dropped", "groups", b"groups", "halves", b"halves", "initialized", b"initialized", "num_updates", b"num_updates", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

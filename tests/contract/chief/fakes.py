@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from stratagem.chief.job import ChiefJob
-from stratagem.chief.leasing.positions import plus, positions_of
+from stratagem.chief.leasing.positions import minus, plus, positions_of
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.chief.web.page_watch import PageWatch
 from stratagem.cluster.config import ChiefConfig, ServerConfig
@@ -218,6 +218,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.per_unit = 0
         self.token = 0
         self.accumulates = False
+        self.dropped: list[Unit] = []
         self.admits: list[Update] = []
         self.on_admit: Callable[[Update], None] = lambda update: None
         self.restored_from = ""
@@ -267,6 +268,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             untrained=self.untrained,
             accumulates=self.accumulates,
             halves=self._halves(),
+            dropped=unit_sets_to_proto(minus(positions_of(self.dropped), self.closed)),
         )
 
     def _halves(self) -> list[Any]:

@@ -353,6 +353,42 @@ async def test_what_any_ps_has_of_a_dead_worker_is_not_made_again_where_updates_
         assert running.job.get_status().updates_lost == 1
 
 
+@pytest.mark.parametrize("ends", [False, True])
+async def test_what_a_ps_dropped_is_counted_before_a_checkpoint_has_it_and_as_the_job_ends(
+    tmp_path: Path, ends: bool
+) -> None:
+    """Its update was over several units, of which the ps had one already."""
+    async with cluster() as (running, workers, servers):
+        await workers[0].open(num_examples=4)
+        await workers[0].next(want=2)
+        applied(servers, 0, 1)
+        servers[0].dropped, servers[0].accumulates = [Unit(1, 0, 1)], True
+        await workers[0].next([0, 1])
+        if ends:
+            for worker in workers:
+                worker.goodbye()
+        else:
+            await save(workers[0], tmp_path)
+        await until(lambda: running.job.get_status().updates_lost)
+        assert [each.closed for each in servers] == [{(1, 0): UnitBitmap.of([1])}, {}]
+        await save(workers[0], tmp_path / "again") if not ends else None
+        assert running.job.get_status().updates_lost == 1
+
+
+async def test_what_a_ps_dropped_of_a_dead_worker_is_told_to_be_lost_as_every_ps_closes_it() -> None:
+    async with cluster(num_workers=2, num_ps=2) as (running, [first, second], servers):
+        await first.open(num_examples=16)
+        assert indices(await first.next(want=2, steps_per_unit=1)) == [0, 1]
+        applied(servers, 0, 1)
+        for server in servers:
+            server.accumulates = True
+        servers[1].dropped = [Unit(1, 0, 1)]
+        first.goodbye(exit_code=1)
+        await until(lambda: not running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation))
+        assert indices(await second.next(want=2, steps_per_unit=1)) == [2, 3]
+        assert running.job.get_status().updates_lost == 1
+
+
 @pytest.mark.parametrize("on_both", [False, True])
 async def test_what_a_dead_worker_had_yet_to_make_of_accumulated_batches_is_told_to_be_lost(on_both: bool) -> None:
     """Two optimizers; it died between their updates, and what the second one had of these batches was gone without a

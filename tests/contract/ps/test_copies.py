@@ -190,6 +190,16 @@ def test_what_a_ps_acknowledges_its_backup_has_bit_for_bit(start: Start, connect
     check_equal(primary.store, follower.copy.state)
 
 
+def test_a_copy_knows_what_its_ps_has_dropped(start: Start, connect: Connect, follow: Follow) -> None:
+    primary, _, follower, worker = trained(start, connect, follow)
+    request = worker.commit_request(6, worker.stage(6, torch.ones(SIZE)), 1)
+    request.update.units.add(dataset=1, epoch=0, index=2)
+    request.groups[0].hyper_parameters[0].update({"lr": 0.1})
+    assert not worker.stub.CommitUpdate(request, timeout=TIMEOUT_S).applied
+    assert follower.copy is not None and primary.store.state.units.to_json()["dropped"] == [[1, 0, 2]]
+    check_equal(primary.store, follower.copy.state)
+
+
 def test_a_ps_that_takes_over_is_the_one_that_died(start: Start, connect: Connect, follow: Follow) -> None:
     primary, holder, follower, worker = trained(start, connect, follow)
     of_unit, _ = commit(worker, 6, 2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 
 import pytest
 import torch
 
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Unit, UnitBitmap
 from stratagem.errors import (
     FencedError,
     FrameError,
@@ -23,6 +24,7 @@ from stratagem.ps import waiting
 from stratagem.ps.requests import AssignValues, FrameKind, GroupCommit, Sender, TransferRef
 from stratagem.ps.specs import GroupSpec, Limits, ShardSpec
 from stratagem.ps.store import Store
+from stratagem.ps.units import UnitLedger
 from tests.polling import until
 from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, in_thread, make_spec, staged_bytes, weights
 
@@ -313,13 +315,21 @@ def test_torn_update_completes_where_it_is_missing() -> None:
     assert [store.state.step for store in stores] == [1, 1]
 
 
-def test_an_update_over_units_of_which_some_are_applied_is_refused() -> None:
+def test_an_update_over_units_of_which_some_are_applied_is_dropped_and_the_others_are_told_to_be_lost() -> None:
+    """It was refused, and the job ended."""
     store, (worker,) = started()
     worker.commit(torch.ones(10), unit(0), unit(1))
     assert not worker.commit(torch.ones(10), unit(0), unit(1)).applied
-    with pytest.raises(ProtocolError, match="unit 1/0/1 is applied here already"):
-        worker.commit(torch.ones(10), unit(1), unit(2))
-    assert store.state.step == 1
+    assert not worker.commit(torch.ones(10), unit(1), unit(2)).applied
+    assert not worker.commit(torch.ones(10), unit(2)).applied, "it is to be counted, and would be there all the same"
+    assert store.state.step == 1 and staged_bytes(store) == 0
+    worker.close(unit(0), unit(1), unit(2))
+    store.state.units = UnitLedger.from_json(json.loads(json.dumps(store.state.units.to_json())))
+    described = store.checkpoints.describe_units().units
+    assert (described.closed, described.dropped) == ({(1, 0): UnitBitmap.of([0, 1])}, {(1, 0): UnitBitmap.of([2])})
+    assert store.checkpoints.mark_lost(described.dropped) == 1
+    described = store.checkpoints.describe_units().units
+    assert (described.closed, described.dropped) == ({(1, 0): UnitBitmap.of([0, 1, 2])}, {})
 
 
 def test_several_optimizer_steps_in_a_unit() -> None:
