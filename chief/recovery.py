@@ -102,7 +102,7 @@ class Recovery(ChiefPart):
         of_all = described.values()
         if len(of_all) < self._ps_pool.num_ps or not any(each.accumulates for each in of_all):
             return {}
-        applied = common([positions_of(units), plus(*(each.applied() for each in of_all))])
+        applied = common([positions_of(units), _applied(of_all)])
         unfinished = unfinished_units(of_all, self._lease_book.steps.per_unit)
         torn = torn_updates(described)
         for incarnation, each in described.items():
@@ -113,6 +113,7 @@ class Recovery(ChiefPart):
             if each.has_part:
                 await self.ps_return.lose(incarnation, common([applied, lacked]))
         if applied:
+            await self.ps_return.lost_after_restarts(applied)  # of what others have closed nothing is torn
             await self._ps_pool.insist_all(lambda each: each.mark_lost(applied))
         return applied
 
@@ -287,7 +288,7 @@ class Recovery(ChiefPart):
 
             closed = _closed(holding)
             if not (synchronous and any(map(is_back, self._ps_pool.servers))):  # else all go back
-                mine = [*filter(self._lease_book.is_pending, sorted(_opened(holding)))]
+                mine = [*filter(self._lease_book.is_pending, units_of(_applied(holding)))]
                 is_away = len(descriptions) < self._ps_pool.num_ps and not self._sessions.work_is_done
                 if mine and is_away and any(each.accumulates for each in holding):
                     return  # as where a worker is over: none of these may be leased before it is back
@@ -328,8 +329,8 @@ class Recovery(ChiefPart):
         self.ps_return.restarted.clear()
         saved = plus(saved, _closed(holding))
         if not self._lease_book.synchronous:  # whose workers are dead
-            begun = minus(positions_of(_opened(holding)), saved)
-            saved = plus(saved, await self._close_applied(units_of(begun), descriptions))
+            begun = units_of(minus(_applied(holding), saved))
+            saved = plus(saved, await self._close_applied(begun, descriptions))
         self._lease_book.roll_back(saved, {}, reopen=True)
         self._begin_anew()
         for name, logs in {} if origin is None else origin.manifest.logs.items():
@@ -364,9 +365,9 @@ class Recovery(ChiefPart):
             await self._ps_pool.insist_all(operator.methodcaller("close_step", closing))
 
 
-def _opened(descriptions: Sequence[ServerDescription]) -> set[Unit]:
-    """Units with an update on some ps that are not closed there."""
-    return {unit for each in descriptions for update in each.open for unit in update.units}
+def _applied(descriptions: Iterable[ServerDescription]) -> Positions:
+    """Units with an update on some ps."""
+    return plus(*(each.applied() for each in descriptions))
 
 
 def _closed(descriptions: Sequence[ServerDescription]) -> Positions:

@@ -430,6 +430,26 @@ async def test_what_any_ps_has_of_a_dead_worker_is_known_before_it_is_leased_aga
             assert indices(await second.next(held=[4], want=2, steps_per_unit=2)) == ([3, 5] if knows == 0 else [0, 1])
 
 
+async def test_what_others_have_closed_of_a_dead_worker_and_one_that_was_put_back_lacks_is_told_to_be_lost(
+    tmp_path: Path,
+) -> None:
+    """Of several units an update: all ps closed it for good, and that one of them lacks it was never said."""
+    config = {"num_workers": 2, "num_ps": 2, "checkpoint_dir": str(tmp_path)}
+    async with cluster(**config) as (running, [first, second], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await first.open(num_examples=16)
+        assert indices(await first.next(want=2, steps_per_unit=1)) == [0, 1]
+        servers[0].apply(Unit(1, 0, 0))
+        servers[0].close_unit(Unit(1, 0, 0))
+        servers[0].accumulates = True
+        await lose(running, servers[1])
+        async with ps(running.address, FakePs(1)):
+            first.goodbye(exit_code=1)
+            await until(lambda: not running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation))
+            assert indices(await second.next(want=2, steps_per_unit=1)) == [1, 2]
+            assert running.job.get_status().updates_lost == 1
+
+
 class Accumulated(FakePs):
     """Its checkpoint has updates of several units, which nobody has closed: of 0 and 2."""
 
@@ -507,6 +527,36 @@ async def test_what_a_ps_has_of_several_units_is_not_leased_again_by_a_chief_tha
                 assert following.job.get_status().updates_lost == 2
                 for task in tasks:
                     await task.die()
+
+
+async def test_what_one_ps_has_closed_of_several_units_is_not_leased_again_by_a_chief_that_follows(
+    tmp_path: Path,
+) -> None:
+    """The other one takes part in no update, so it hears of closed units last: the batches came again, beside others,
+    where the chief's machine had crashed before the journal had them."""
+    config = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+    async with contextlib.AsyncExitStack() as stack:
+        running, [_, worker], servers = await stack.enter_async_context(cluster(**config))
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        for index in range(3):
+            servers[0].apply(Unit(1, 0, index), num_servers=1)
+        servers[0].close_unit(Unit(1, 0, 0))
+        servers[0].accumulates = servers[1].untrained = True
+        places = [running.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
+        await running.kill()
+        async with chief(bind=running.address, **config) as following:
+            tasks = [
+                Task(running.address, server.session.task, place, server.session.incarnation, store_epoch=1)
+                for server, place in zip(servers, places, strict=True)
+            ]
+            tasks += [await Task(running.address, f"worker:{index}").welcomed() for index in range(2)]
+            await tasks[-1].ready()
+            await tasks[-1].open()
+            assert indices(await tasks[-1].next(want=2)) == [3]
+            assert following.job.get_status().updates_lost == 0
+            for task in tasks:
+                await task.die()
 
 
 class Empty(FakePs):
