@@ -52,7 +52,9 @@ class ChiefClient:
     def next_units(self, request: chief_pb2.NextUnitsRequest) -> chief_pb2.NextUnitsReply:
         """Reports accepted units, with what was counted on them, and acquires further ones."""
         request.sender.CopyFrom(self._sender)
-        return self._call(lambda stub: stub.NextUnits, request)
+        # What it waits for may wait for ps that came since, and for what they are told to hold.
+        meanwhile = self.meanwhile if request.wait else None
+        return self._call(lambda stub: stub.NextUnits, request, meanwhile=meanwhile)
 
     def report_units(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
         """Reports units of a pass as accepted, and wants none. For workers that go on while the chief is away. Raises
@@ -176,9 +178,10 @@ class ChiefClient:
         method: Callable[[chief_pb2_grpc.ChiefStub], Callable[..., _Reply]],
         request: Any,
         timeout_s: float | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> _Reply:
         patient, timeout_s = timeout_s is None, timeout_s or self._timeout_s
+        look = meanwhile or (lambda: None)
         deadline = time.monotonic() + timeout_s
         while True:
             self._session.raise_if_stopped()
@@ -191,7 +194,7 @@ class ChiefClient:
                 if is_repeated or (patient and time.monotonic() > asked + PATIENCE_S):  # the chief was there
                     deadline = time.monotonic() + timeout_s
                 if is_repeated:
-                    meanwhile()
+                    look()
                     continue
                 error = error_from_rpc(rpc_error, "chief")
                 self._session.raise_if_stopped()
@@ -201,7 +204,7 @@ class ChiefClient:
                     raise PeerUnavailableError(
                         f"{self._session.task} could not reach the chief for {timeout_s:.0f} s: {error}"
                     ) from None
-                meanwhile()
+                look()
                 self._session.wait_stopped(0.1)
             except ValueError:  # the channel was closed under the call: there is another one, or the session is over
                 self._session.raise_if_stopped()

@@ -123,8 +123,12 @@ def test_a_task_joins_with_its_certificate(folder: Path) -> None:
         session.goodbye(0)
 
 
-def test_who_waits_for_others_looks_after_what_they_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lead waited in an agreement for a worker that waited for values of a ps which only the lead could give."""
+@pytest.mark.parametrize("waits_for_units", [False, True])
+def test_who_waits_for_others_looks_after_what_they_may_wait_for(
+    monkeypatch: pytest.MonkeyPatch, waits_for_units: bool
+) -> None:
+    """The lead waited in an agreement, or for units of one who had died, for what waited for it: only the lead could
+    give a ps its values, or say what those hold that came since."""
     monkeypatch.setattr(chief_client, "PATIENCE_S", 0.05)
     with chief(OPEN) as (_, address):
         session = SessionClient(address, "worker:1", "")
@@ -133,12 +137,15 @@ def test_who_waits_for_others_looks_after_what_they_may_wait_for(monkeypatch: py
 
         def look() -> None:
             looked.append(1)
-            if len(looked) == 3:
+            if len(looked) == 2:
                 raise InterruptedError
 
         client.meanwhile = look
         with pytest.raises(InterruptedError):
-            client.agree("load 1", 0, 0)
+            if waits_for_units:
+                client.next_units(chief_pb2.NextUnitsRequest(wait=True))
+            else:
+                client.agree("load 1", 0, 0)
         session.goodbye(0)
 
 
