@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
 from stratagem.chief.checkpointing.saving import Saving
@@ -21,7 +21,7 @@ from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.leasing.positions import Positions, common, minus, plus
 from stratagem.chief.membership.session import SessionState
-from stratagem.chief.servers.servers import Server
+from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.membership import backup_of
 from stratagem.cluster.task import Incarnation
 from stratagem.errors import PeerUnavailableError, StratagemError
@@ -290,10 +290,8 @@ class PsReturn(ChiefPart):
             return 0, 0
         if server.incarnation not in self._in_doubt:
             self._note_in_doubt(server, self._lease_book.begun())
-        history, has_begun_anew = self._journal.history, described.origin_elements and not described.complete
-        is_untold = (history.is_rerouted or has_begun_anew) and not self._sessions.work_is_done
-        if not described.has_part and (described.complete or is_untold):
-            if not described.complete and not history.is_rerouted:
+        if self._is_untold(described) or (described.complete and not described.has_part):
+            if not described.complete and not self._journal.history.is_rerouted:
                 self._journal.write("untold")  # it came back, and is looked at again once a worker has told it
             return 0, described.step  # of no update, and what it has closed says nothing
         # What another ps has closed and no worker has reported is being computed again.
@@ -310,6 +308,27 @@ class PsReturn(ChiefPart):
         task, last = server.incarnation.task, self._sessions.tasks[server.incarnation.task].served
         self._in_doubt = {who: kept for who, kept in self._in_doubt.items() if who.task != task or who.number >= last}
         self._in_doubt[server.incarnation] = units
+
+    def _is_untold(self, described: ServerDescription) -> bool:
+        """Whether a worker has yet to say what a ps is to hold, among another number of them."""
+        is_anew = self._journal.history.is_rerouted or (described.origin_elements and not described.complete)
+        is_known = described.complete or described.has_part or self._sessions.work_is_done
+        return bool(is_anew) and not is_known
+
+    async def close(self, units: Positions, described: Mapping[Incarnation, ServerDescription]) -> None:
+        """Closes units that some ps has an update of. What one lacks that was put back is counted first, and what one
+        lacks that no worker has told what it is to hold once one has."""
+        untold = {who for who, each in described.items() if self._is_untold(each)}
+        for server in self._ps_pool.servers:
+            if server.incarnation in untold:
+                self._note_put_back(server)
+        await self.lost_after_restarts(units)  # of what others have closed nothing is torn
+
+        async def close_on(server: Server) -> None:
+            if server.incarnation not in untold:
+                await server.mark_lost(units)
+
+        await self._ps_pool.insist_all(close_on)
 
     async def lose(self, incarnation: Incarnation, units: Positions) -> None:
         """Counts and closes units of which a ps lacks an update."""

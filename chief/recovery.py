@@ -113,8 +113,7 @@ class Recovery(ChiefPart):
             if each.has_part:
                 await self.ps_return.lose(incarnation, common([applied, lacked]))
         if applied:
-            await self.ps_return.lost_after_restarts(applied)  # of what others have closed nothing is torn
-            await self._ps_pool.insist_all(lambda each: each.mark_lost(applied))
+            await self.ps_return.close(applied, described)
         return applied
 
     async def _committed_ordinals(

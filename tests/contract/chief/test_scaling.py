@@ -349,6 +349,38 @@ async def test_what_a_dead_worker_left_is_counted_once_it_is_known_what_each_ps_
             assert not job.journal.history.is_rerouted and job.get_status().updates_lost == 1
 
 
+async def test_what_one_ps_has_of_a_dead_worker_is_lost_on_another_that_is_told_of_its_rows_later(
+    tmp_path: Path,
+) -> None:
+    """Of several units an update, for a chief that follows: they were closed on every ps before it was known that
+    one lacks them, and that was never said."""
+    async with contextlib.AsyncExitStack() as stack:
+        running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+        port, job = running.address, running.job
+        await begun(running, worker, first)
+        first.accumulates = True
+        await ask(worker, 2)
+        second = await stack.enter_async_context(ps(port, Told(1)))
+        assert isinstance(second, Told)
+        await until(lambda: len(job.sessions.live("ps")) == 2 and not first.token)
+        places = [job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
+        first.apply(Unit(1, 0, 1), num_servers=1)
+        await running.kill()
+        async with chief(bind=port, **folders(tmp_path)) as following:
+            tasks = [
+                Task(port, server.session.task, place, server.session.incarnation, store_epoch=2)
+                for server, place in zip((first, second), places, strict=True)
+            ]
+            tasks.append(await Task(port, "worker:0").ready())
+            await until(lambda: following.job.is_open)
+            assert following.job.journal.history.is_rerouted
+            second.num_taken = 8
+            await until(lambda: not following.job.journal.history.is_rerouted)
+            await until(lambda: following.job.get_status().updates_lost == 1)
+            for task in tasks:
+                await task.die()
+
+
 @pytest.mark.parametrize("was_told", [False, True])
 @pytest.mark.parametrize("num_taken", [0, 8])
 async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows(
