@@ -369,7 +369,7 @@ async def test_what_a_ps_dropped_is_counted_before_a_checkpoint_has_it_and_as_th
                 worker.goodbye()
         else:
             await save(workers[0], tmp_path)
-        await until(lambda: running.job.get_status().updates_lost)
+        await until(lambda: running.job.get_status().updates_lost and servers[0].closed)
         assert [each.closed for each in servers] == [{(1, 0): UnitBitmap.of([1])}, {}]
         await save(workers[0], tmp_path / "again") if not ends else None
         assert running.job.get_status().updates_lost == 1
