@@ -72,12 +72,14 @@ def test_a_killed_ring_goes_on_at_its_step_and_one_worker_stops_all(
     first = cluster(2, 0, "fit.py", *arguments, flags=["--max-restarts", "0"], faults=[fault]).finish()
     assert first.code != 0 and first.faults, first.stderr
     assert (tmp_path / "backup").exists()
-    cluster(2, 0, "fit.py", *arguments, "--epochs", 5, "--stop-on-one", 2).succeed()
-    for worker in range(2):
-        ring = news(tmp_path / "ring", worker)
-        assert ring["is_resumed"] and not ring["has_backup"]
+    cluster(2, 0, "fit.py", *arguments, "--epochs", 5, "--stop-on-one", 2, "--keep-backup").succeed()
+    second = [news(tmp_path / "ring", worker) for worker in range(2)]
+    for ring in second:
+        assert ring["is_resumed"] and ring["has_backup"]
         assert ring["num_steps"] == 21
         check_equal(alone[0], ring)
+    cluster(2, 0, "fit.py", *arguments, "--epochs", 5).succeed()  # nothing is left to do
+    assert [news(tmp_path / "ring", worker) for worker in range(2)] == [{**ring, "has_backup": False} for ring in second]
 
 
 @pytest.mark.thorough

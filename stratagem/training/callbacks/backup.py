@@ -8,9 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from stratagem.arguments import checked, whole_number
 from stratagem.checkpoint.catalog import newest
 from stratagem.checkpoint.manifest import Manifest
+from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
@@ -83,7 +86,10 @@ class BackupAndRestore(Callback):
             leave(self.model.strategy, self._save)
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
-        self.model.position.is_over = self.model.stop_training
+        workers, is_over = self.model.strategy.communicator, self.model.stop_training
+        if workers is not None:  # one of them alone may have said stop
+            is_over = bool(workers.all_reduce(torch.tensor(int(is_over)), ReduceOp.MAX))
+        self.model.position.is_over = is_over
         path = self._save()
         if self._is_watching and preemption.agree(self.model.strategy.communicator):
             leave(self.model.strategy, lambda: path)

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--checkpoints", type=Path)
     parser.add_argument("--backup", type=Path)
+    parser.add_argument("--keep-backup", action="store_true")
     parser.add_argument("--stop-on-one", type=int)
     options = parser.parse_args()
     torch.manual_seed(3)
@@ -69,7 +70,7 @@ def main() -> None:
         best = options.checkpoints / "best-{loss:.9f}"
         chosen.append(callbacks.ModelCheckpoint(best, "loss", save_best_only=True, save_freq=2))
     if options.backup:
-        chosen.append(callbacks.BackupAndRestore(options.backup, save_freq=2))
+        chosen.append(callbacks.BackupAndRestore(options.backup, 2, not options.keep_backup))
     if options.stop_on_one is not None:
         chosen.append(StopOnOne(options.stop_on_one, strategy.num_replicas_in_sync - 1))
     history = model.fit(
