@@ -22,6 +22,17 @@ def test_what_is_loaded_once_is_the_jobs(cluster: Start, num_ps: int, flags: lis
     cluster(2, num_ps, "changes_weights.py", "kept", flags=flags).succeed()
 
 
+def test_a_worker_that_was_started_again_after_the_best_epoch_gets_its_weights(cluster: Start) -> None:
+    """It has none to load, and the other one, which waits for it here, loads."""
+    faults = [
+        {"task": "worker:1", "step": 1, "action": "kill"},
+        {"task": "worker:0", "step": 1, "action": "wait", "for": 2},
+        {"task": "worker:1", "step": 10, "action": "slow", "seconds": 0},
+    ]
+    done = cluster(2, 1, "changes_weights.py", "best", flags=["--staleness", "0"], faults=faults).succeed()
+    assert len(done.faults) == 3, done.stderr
+
+
 @pytest.mark.thorough
 def test_who_meets_when_the_lead_has_ended_waits_for_nobody(cluster: Start) -> None:
     cluster(2, 1, "changes_weights.py", "lead ends first").succeed(60)

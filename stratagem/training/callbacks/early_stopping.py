@@ -109,13 +109,13 @@ class EarlyStopping(Callback):
         if self._weights is not None:
             self.model.load_state_dict(self._weights)
             self._weights = None
-        elif self._restores and self.model.has_servers:
+        elif self._restores and (servers := self.model.strategy.servers) is not None:
             logger.warning(
                 "this worker was started after the best epoch and does not have its weights: if it is the lead, the "
                 "model keeps the last ones; ModelCheckpoint(path, monitor=..., save_best_only=True) keeps the best on "
                 "disk"
             )
-            self.model.strategy.barrier()  # what others load they load all together
+            servers.load_once(None, call="load_once()")  # what others load they load all together
 
     def state_dict(self) -> dict[str, Any]:
         return {

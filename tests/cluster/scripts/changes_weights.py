@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from tests.cluster.scripts import faults
 
 
 def loaded(strategy: sg.Strategy) -> None:
@@ -97,7 +98,12 @@ def best_of_fit(strategy: sg.Strategy) -> None:
     model.compile(lambda parameters: torch.optim.SGD(parameters, 1.0, maximize=True), "mse")
     x, y = torch.ones(16, 2), torch.zeros(16, 1)
     stopping = sg.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
-    history = model.fit(x, y, batch_size=8, epochs=4, validation_data=(x, y), callbacks=[stopping], verbose=0)
+    task = str(getattr(strategy, "task", ""))
+    hears = sg.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: faults.at_step(task, epoch),
+        on_epoch_missed=lambda epoch, logs: faults.at_step(task, epoch + 10),
+    )
+    history = model.fit(x, y, batch_size=8, epochs=4, validation_data=(x, y), callbacks=[stopping, hears], verbose=0)
     losses = history.history["val_loss"]
     assert len(losses) == 2 and losses[0] < losses[1], losses
     assert model.evaluate(x, y, verbose=0) == losses[0], "what evaluate takes from the ps"
@@ -134,6 +140,8 @@ def loaded_by_hand(strategy: sg.Strategy) -> None:
 def main() -> None:
     strategy = sg.strategy_from_environment()
     best_of_fit(strategy)
+    if sys.argv[1] == "best":
+        return
     clamped(strategy)
     loaded(strategy)
     if sys.argv[1] == "kept":

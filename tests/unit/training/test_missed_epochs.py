@@ -14,12 +14,13 @@ from stratagem.training.callbacks import CSVLogger, EarlyStopping, ModelCheckpoi
 
 
 def test_a_worker_without_the_best_weights_meets_those_who_load_them() -> None:
-    met: list[bool] = []
+    met: list[str] = []
     stopping = EarlyStopping("loss", restore_best_weights=True)
-    strategy = SimpleNamespace(is_lead=False, barrier=lambda: met.append(True))
-    stopping.set_model(SimpleNamespace(has_servers=True, strategy=strategy))  # type: ignore[arg-type]
+    servers = SimpleNamespace(load_once=lambda load, call: met.append(call))
+    strategy = SimpleNamespace(is_lead=False, servers=servers)
+    stopping.set_model(SimpleNamespace(strategy=strategy))  # type: ignore[arg-type]
     stopping.on_train_end()
-    assert met
+    assert met == ["load_once()"]
 
 
 def test_what_follows_a_value_hears_of_epochs_that_others_lived(tmp_path: Path) -> None:
