@@ -225,6 +225,10 @@ class WorkerRuntime:
         """Whether states that this process loads go to the ps: those of the lead do, unless :meth:`assigning` says."""
         return self.is_lead() if self._assigns is None else self._assigns
 
+    def is_loading(self) -> bool:
+        """Whether all workers load, and none trains meanwhile: inside :meth:`assigning`."""
+        return self._assigns is not None
+
     @contextlib.contextmanager
     def assigning(self, does: bool) -> Iterator[None]:
         """Inside, what is loaded goes to the ps, or changes this process's copy only, whoever becomes the lead."""

@@ -47,6 +47,13 @@ def test_what_would_be_lost_is_refused(cluster: Start) -> None:
 
 
 @pytest.mark.thorough
+def test_rows_are_loaded_by_all_workers_together(cluster: Start) -> None:
+    done = cluster(2, 2, "changes_weights.py", "table").finish()
+    assert done.code == 2, done.stderr
+    assert 'strategy.load_once(lambda: layer.load_state_dict({"weight": rows}))' in done.stderr
+
+
+@pytest.mark.thorough
 def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
     """Each worker trained by itself what it had prepared without an optimizer."""
     done = cluster(2, 1, "changes_weights.py", "by hand").finish()

@@ -111,7 +111,8 @@ class RemoteTable:
     def assign(self, values: torch.Tensor | SavedRows, slot: str = "", num_updates: int = 0) -> None:
         """Gives the ps values of the whole table, a part at a time; only the lead's reach them.
 
-        Before ``prepare`` they are kept, and the table begins with them.
+        Before ``prepare`` they are kept, and the table begins with them. After it, weights only where all workers load:
+        what others have trained would be overwritten, by a lead that starts again too.
 
         Args:
             values: ``(num_rows, width)``.
@@ -119,14 +120,14 @@ class RemoteTable:
             num_updates: with a slot: updates that the table has seen.
 
         Raises:
-            ConfigurationError: another shape.
+            ConfigurationError: another shape, or weights of a prepared table outside of ``load_once``.
         """
         if tuple(values.shape) != (self.num_rows, self.width):
             raise ConfigurationError(
                 f"expected values of a table of shape {[self.num_rows, self.width]}, got {list(values.shape)}"
             )
-        if self._link is None and not slot:
-            self.begin_with(values)
+        if not slot and (self._link is None or not self._link.runtime.is_loading()):
+            self.begin_with(values)  # which refuses it after prepare
         elif self.link.runtime.may_assign():
             self._assign_all(values, self.link.placement.servers, slot, num_updates)
 

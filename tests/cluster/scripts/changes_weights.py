@@ -137,8 +137,20 @@ def loaded_by_hand(strategy: sg.Strategy) -> None:
                 raise AssertionError("the ps have other weights, and that was not said")
 
 
+def table(strategy: sg.Strategy) -> None:
+    """A lead that starts again would do so over what the others have trained since."""
+    with strategy.scope():
+        layer = sg.nn.Embedding(4, 2)
+    layer, _ = strategy.prepare(layer, torch.optim.SGD(layer.parameters(), 0.1))
+    strategy.load_once(lambda: layer.load_state_dict({"weight": torch.ones(4, 2)}))
+    assert layer.whole_weight().eq(1).all()
+    layer.load_state_dict({"weight": torch.zeros(4, 2)})
+
+
 def main() -> None:
     strategy = sg.strategy_from_environment()
+    if sys.argv[1] == "table":
+        table(strategy)
     best_of_fit(strategy)
     if sys.argv[1] == "best":
         return

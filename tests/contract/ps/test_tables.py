@@ -153,6 +153,7 @@ def start() -> Iterator[Callable[..., Job]]:
             is_lead=lambda: True,
             gives_values=lambda: True,
             may_assign=lambda: True,
+            is_loading=lambda: True,
         )
         return Job(stores, clients, VariableGroups(runtime, None))
 
