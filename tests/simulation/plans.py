@@ -139,12 +139,16 @@ def plan(seed: int, form: str = "") -> Schedule:
         parts = random.Random(-28 * seed - 1)
         steps_per_epoch = parts.randrange(1, num_examples // 2) if parts.random() < IN_PARTS else 0
         job = dataclasses.replace(job, num_examples=num_examples, batch_size=2, steps_per_epoch=steps_per_epoch)
-    share = 0.1 if job.has_table or job.saves else 0.3 if job.staleness else 0.15
-    if (job.num_optimizers > 1 and not job.staleness) or job.fits or job.loads or job.reloads:
+    share = 0.1 if job.has_table or job.saves else 0.3 if job.staleness or job.fits else 0.15
+    if (job.num_optimizers > 1 and not job.staleness) or job.loads or job.reloads:
         share = 0.0
-    if (batches := random.Random(-21 * seed - 1)).random() < share:
-        size = 2 if job.staleness else 6  # at staleness 0 a slice for each
-        job = dataclasses.replace(job, accumulates=batches.choice((2, 2, 3)), num_examples=18, batch_size=size)
+    if (batches := random.Random((-33 if job.fits else -21) * seed - 1)).random() < share:
+        job = dataclasses.replace(job, accumulates=batches.choice((2, 2, 3)))
+        if job.fits:
+            job = dataclasses.replace(job, steps_per_epoch=_accepted(job))
+        else:
+            size = 2 if job.staleness else 6  # at staleness 0 a slice for each
+            job = dataclasses.replace(job, num_examples=18, batch_size=size)
         # Workers die between an update and the closing of its batches.
         if job.ps_replicas == 1 and (job.staleness or batches.random() < 0.5):
             job = dataclasses.replace(job, num_workers=max(2, job.num_workers), epochs=job.epochs + 1)
@@ -185,6 +189,14 @@ def plan(seed: int, form: str = "") -> Schedule:
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
     job, faults = _calm(seed, job, faults)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
+
+
+def _accepted(job: Job) -> int:
+    """``steps_per_epoch`` of a fit that accumulates: no update may be of two passes."""
+    num_batches = job.num_examples // job.batch_size
+    if not job.steps_per_epoch or num_batches % job.steps_per_epoch == 0:
+        return job.steps_per_epoch
+    return 0 if num_batches % job.accumulates else job.steps_per_epoch // job.accumulates * job.accumulates
 
 
 def _of_a_host(rng: random.Random, job: Job) -> Iterator[Fault]:
