@@ -188,11 +188,16 @@ class LeaseClient:
         self._chief.next_units(request)
 
     def forget(self) -> None:
-        """The job went back to a checkpoint: the chief has taken everything back and leases anew."""
+        """Nothing that was leased is this worker's any more."""
+        self.roll_back()
+        self._states.clear()
+
+    def roll_back(self) -> None:
+        """The job went back to a checkpoint: the chief has taken everything back and leases anew. What was counted is
+        told all the same: where the checkpoint has an update of several units, nobody makes any of these again."""
         self._unreported.clear()
         self._ready.clear()
         self._held.clear()
-        self._states.clear()
         self._limit = self._first_open = 0
         self._accumulates = False
 
@@ -224,11 +229,10 @@ class LeaseClient:
         return self._num_last
 
     def _accepted(self) -> tuple[list[int], list[chief_pb2.MetricState]]:
-        states = [state for unit in self._unreported for state in self._states.get(unit, {}).values()]
+        states = [state for unit, own in self._states.items() if unit not in self._held for state in own.values()]
         return [unit.index for unit in self._unreported], states
 
     def _reported(self) -> None:
         self._answered_at = self._clock()
-        for unit in self._unreported:
-            self._states.pop(unit, None)
+        self._states = {unit: own for unit, own in self._states.items() if unit in self._held}
         self._unreported.clear()

@@ -303,7 +303,7 @@ class ParameterServerStrategy(Strategy):
         self._is_undone, self._undone = True, [batch for batch, _ in self._batches.values()]
         self._batches.clear()
         for lease in self._runtime.leases.values():
-            lease.forget()
+            lease.roll_back()
         self._groups.closes.clear()
         self._groups.roll_back()
         logger.warning("the parameter servers rolled back to a checkpoint; the interrupted step will be repeated")

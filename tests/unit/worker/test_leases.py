@@ -11,7 +11,7 @@ from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.lending import TrainingPass
 from stratagem.chief.wire import lease_request_from_proto, leases_to_proto
 from stratagem.cluster.task import Incarnation
-from stratagem.cluster.units import Plan, Unit
+from stratagem.cluster.units import Plan, Topic, Unit
 from stratagem.rpc.generated import chief_pb2
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.leases import REPORT_S, LeaseClient
@@ -26,6 +26,7 @@ class Chief:
         self.book = LeaseBook()
         self.book.open_dataset(1, plan)
         self.accepted: list[int] = []
+        self.counted: list[bytes] = []
         self.num_calls = 0
 
     def next_units(self, request: chief_pb2.NextUnitsRequest) -> chief_pb2.NextUnitsReply:
@@ -34,6 +35,7 @@ class Chief:
         assert isinstance(said.units_of, TrainingPass)
         epoch, stop = said.units_of.epoch, said.units_of.stop
         self.accepted += [unit.index for unit in self.book.accept(A, 1, epoch, said.accepted)]
+        self.counted += [state.data for state in said.states]
         if said.leave:
             self.book.give_back(self.book.leave(A, 1, epoch).returned)
             return chief_pb2.NextUnitsReply()
@@ -122,6 +124,21 @@ def test_a_restarted_chief_hears_of_what_is_held_and_of_what_it_was_not_told() -
     worker.client.accept(first.unit)
     assert [lease.unit.index for lease in worker.client.held()] == [0, 1]
     assert not worker.client.holds(first.unit) and worker.client.holds(Unit(1, 0, 1))
+
+
+def test_what_was_counted_is_told_though_all_ps_went_back() -> None:
+    """They went back to a checkpoint that has an update of several units, so nobody makes any of these again."""
+    worker = Worker(Plan(10, 1))
+    first, second = worker.client.next(wait=False), worker.client.next(wait=False)
+    assert first is not None and second is not None
+    worker.client.count(first.unit, b"one", Topic("fit 1", 0))
+    worker.client.accept(first.unit)
+    worker.client.roll_back()
+    worker.client.count(second.unit, b"two", Topic("fit 1", 0))  # the step that was interrupted comes to its end
+    assert worker.client.next(wait=False) is not None
+    assert worker.chief.accepted == [] and worker.chief.counted == [b"one", b"two"]
+    worker.client.leave()
+    assert worker.chief.counted == [b"one", b"two"], "once"
 
 
 def test_epochs_that_are_over_are_gone_through_without_a_call() -> None:
