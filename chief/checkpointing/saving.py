@@ -104,7 +104,7 @@ class Saving(ChiefPart):
         # all lack these: they hear of that with its worker's next update.
         unfinished = unfinished_units(described.values(), self._lease_book.steps.per_unit)
         accepted = minus(self._lease_book.positions(), unfinished)
-        logs = self._journal.history.metric_states.logs_of_epochs()
+        logs = self._journal.history.metric_states.lasting_logs()
         beginning = asyncio.ensure_future(asyncio.to_thread(checkpoints.begin, directory))
         try:
             draft = await asyncio.shield(beginning)

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, MAX_STATE_BYTES, Topic, Unit, UnitBitmap
+from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, MAX_STATE_BYTES, SCHEDULES, Topic, Unit, UnitBitmap
 from stratagem.errors import LimitError
 
 MAX_TOPIC_BYTES = 256 << 20
@@ -127,14 +127,9 @@ class MetricStates:
         """What came of a topic; None while it is open."""
         return self._logs.get(name)
 
-    def logs_of_epochs(self) -> dict[Topic, Logs]:
-        """What came of all epochs that are over, as a job that resumes has it."""
-        return {
-            Topic(name.group.removesuffix(end) + EARLIER_LOGS, name.ordinal): logs
-            for name, logs in self._logs.items()
-            for end in (EPOCH_LOGS, EARLIER_LOGS)
-            if name.group.endswith(end)
-        }
+    def lasting_logs(self) -> dict[Topic, Logs]:
+        """What came of all epochs that are over, and where schedulers are, as a job that resumes has it."""
+        return {lasting: logs for name, logs in self._logs.items() if (lasting := _lasting(name)) is not None}
 
     def record(self, name: Topic, logs: Logs) -> None:
         """Says what came of a topic, if nobody has."""
@@ -211,3 +206,11 @@ def decode_logs(value: Iterable[Iterable[Any]]) -> dict[Topic, Logs]:
 
 def decode_numbers(value: Iterable[Iterable[Any]]) -> Logs:
     return tuple((str(name), float(number)) for name, number in value)
+
+
+def _lasting(name: Topic) -> Topic | None:
+    """The topic of a resumed job that has what came of this one; None: none has."""
+    for end in (EPOCH_LOGS, EARLIER_LOGS):
+        if name.group.endswith(end):
+            return Topic(name.group.removesuffix(end) + EARLIER_LOGS, name.ordinal)
+    return name if name.group.startswith(SCHEDULES) else None

@@ -87,6 +87,16 @@ def test_a_worker_that_starts_again_has_the_jobs_place_in_a_schedule(cluster: St
     check_equal(expected, out)
 
 
+def test_a_job_that_resumes_has_its_place_in_a_schedule(cluster: Start, tmp_path: Path) -> None:
+    """Its weights and data went on, and the rate began anew, without a word."""
+    out = tmp_path / "ps.pt"
+    arguments = ["--anneal", "--optimizer", "momentum"]
+    flags = ["--staleness", "0", "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    for epochs in (1, 2):
+        cluster(2, 1, "train_small.py", *arguments, "--epochs", epochs, "--out", out, flags=flags).succeed()
+    check_equal(one_process(tmp_path, *arguments, "--epochs", "2"), out)
+
+
 def test_one_worker_equals_one_process_asynchronously(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "ps.pt"
     job = cluster(1, 2, "train_small.py", "--out", out)

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
+from stratagem.cluster.units import SCHEDULES
 from stratagem.errors import ConfigurationError
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.push.gradient_push import GradientPush
 
 logger = logging.getLogger(__name__)
-
-_PLACES = "schedulers of updates"
 
 UPDATES_IN_A_ROW = 3
 """After so many that each found other learning rates, a scheduler is stepped with every update, not every epoch."""
@@ -98,12 +97,13 @@ def keep_up(
     not have been made, which only those do not see who train tables alone. Steps that were missed are of the same
     dataset; a scheduler that was stepped over another one has no part in them.
 
-    A worker that is started again has to know before its first update that the others step theirs, ``ordinal`` among
-    the schedulers, with each: who does first tells ``chief`` how many updates the job had made more than the scheduler
-    steps.
+    A worker that is started again, as in a job that resumes, has to know before its first update that the others step
+    theirs, ``ordinal`` among the schedulers, with each: who does first tells ``chief`` how many updates the job had
+    made more than the scheduler steps.
     """
     push.is_paced = True
     kind: Any = type(scheduler)
+    places = SCHEDULES + kind.__name__
     num_pushed, num_of_others, follows = push.num_pushed, push.num_of_others, -1
     has_told = False
 
@@ -115,14 +115,14 @@ def keep_up(
         kind.step(self, *args, **kwargs)
         if with_update and not has_told and push.num_of_others is not None:
             has_told = True
-            chief.record_logs(_PLACES, ordinal, {"more": push.num_of_others + num_pushed - _place(self)})
+            chief.record_logs(places, ordinal, {"more": push.num_of_others + num_pushed - _place(self)})
 
     def missed(gap: int) -> None:
         nonlocal num_of_others
         before, num_of_others = num_of_others, push.num_of_others
         number = gap if before is None or num_of_others is None else num_of_others - before
         number = number if follows == dataset() else 0
-        if not push.num_pushed and num_of_others and (place := chief.logs(_PLACES, ordinal)) is not None:
+        if not push.num_pushed and num_of_others and (place := chief.logs(places, ordinal)) is not None:
             number = num_of_others - int(place["more"]) - _place(scheduler)
             vars(scheduler.optimizer)["_opt_called"] = True  # by others: torch warns of a scheduler that steps first
         for _ in range(number):
