@@ -118,7 +118,7 @@ class ParameterServerStrategy(Strategy):
         self._newest = 0, 0
         """Staleness 0: dataset and number of the newest step that this worker has a slice of."""
         self._missed: list[Callable[[int], None]] = []
-        """Told of steps that were made without this worker."""
+        """Of schedulers: told before a batch, and at the end of all, of steps that were made without this worker."""
         self._batches: dict[int, tuple[Any, Unit]] = {}
         self._is_undone = self._runs_undone = False
         """The ps went back to a checkpoint, and the batch that the script works on, or runs a function with, was taken
@@ -202,10 +202,10 @@ class ParameterServerStrategy(Strategy):
         def is_in_loop() -> bool:
             return not self._units or any(units.is_read for units in self._units)
 
+        chief, ordinal = self.servers.chief, len(self._missed)
         if self.staleness > 0:
-            follow(scheduler, push, is_in_loop)
+            self._missed.append(follow(scheduler, push, is_in_loop, chief, ordinal))
         else:
-            chief, ordinal = self.servers.chief, len(self._missed)
             self._missed.append(keep_up(scheduler, push, is_in_loop, lambda: self._newest[0], chief, ordinal))
 
     def _attach(self, push: GradientPush) -> None:

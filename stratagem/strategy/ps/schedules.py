@@ -31,16 +31,47 @@ def push_of(scheduler: LRScheduler, pushes: Sequence[GradientPush]) -> GradientP
     )
 
 
-def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], bool]) -> None:
+class _JobPlace:
+    """Where the job is in a schedule that is stepped with each update, ``ordinal`` among the schedulers. A worker that
+    starts again, as in a job that resumes, has to know before its first update."""
+
+    def __init__(self, scheduler: LRScheduler, push: GradientPush, chief: ChiefClient, ordinal: int) -> None:
+        self._scheduler, self._push, self._chief = scheduler, push, chief
+        self._topic = SCHEDULES + type(scheduler).__name__, ordinal
+        self._is_told = False
+
+    def stepped(self, num_since: int, num_updates: int | None) -> None:
+        """A step of this worker's loop, ``num_since`` of its updates after the last one. Whoever first makes one with
+        an update tells how many updates (of the job; None: not known) there are more than steps, unless there are steps
+        without an update, too."""
+        if num_since == 1 and not self._is_told and num_updates is not None:
+            self._chief.record_logs(*self._topic, {"more": num_updates - _place(self._scheduler)})
+        self._is_told |= num_since <= 1
+
+    def lacking(self) -> int | None:
+        """Steps to it; None: this worker has made updates since it started, or nobody has told."""
+        num_updates = 0 if self._push.num_pushed else self._push.num_of_others
+        told = self._chief.logs(*self._topic) if num_updates else None
+        if told is None or num_updates is None:
+            return None
+        vars(self._scheduler.optimizer)["_opt_called"] = True  # by others: torch warns of a scheduler that steps first
+        return num_updates - int(told["more"]) - _place(self._scheduler)
+
+
+def follow(
+    scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], bool], chief: ChiefClient, ordinal: int
+) -> Callable[[int], None]:
     """Has ``scheduler.step()``, called for each update of this worker, count the updates of all; changes it in place.
 
     The place in the schedule is then the number of updates that the job has applied, as TensorFlow's schedules read
     ``optimizer.iterations``, which the parameter servers hold. A step after the loop over the data, or after several
     updates of this worker, is an epoch's and counts once; one with arguments does what these say. ``is_in_loop``:
-    whether the script goes through a dataset now, or has none.
+    whether the script goes through a dataset now, or has none; ``ordinal``: among the schedulers. Returns what to call
+    before each batch.
     """
     push.is_paced = True
     kind: Any = type(scheduler)
+    job = _JobPlace(scheduler, push, chief, ordinal)
     # What began with its optimizer, perhaps in a worker that starts again, follows the job from its first update.
     num_applied, num_pushed, num_calls = push.num_applied if push.num_pushed else 0, push.num_pushed, 0
     has_warned = False
@@ -53,8 +84,8 @@ def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
         nonlocal has_warned, num_calls
         own, of_all = push.num_pushed - num_pushed, push.num_applied - num_applied  # updates since the last step
-        times = 1
-        if args or kwargs or not is_in_loop():
+        times, is_of_loop = 1, not args and not kwargs and is_in_loop()
+        if not is_of_loop:
             restart()
         elif own > 1:
             if of_all > own and not has_warned:
@@ -72,12 +103,22 @@ def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], 
             num_calls += 1
         for _ in range(times):
             kind.step(self, *args, **kwargs)
+        if is_of_loop:
+            job.stepped(own, push.num_applied)
+
+    def begin(_: int) -> None:
+        nonlocal num_applied
+        if (number := job.lacking()) is not None:
+            num_applied = push.num_of_others or 0
+            for _ in range(number):
+                kind.step(scheduler)
 
     def load_state_dict(self: LRScheduler, state_dict: dict[str, Any]) -> None:
         kind.load_state_dict(self, state_dict)
         restart()
 
     _replace(scheduler, step=step, load_state_dict=load_state_dict)
+    return begin
 
 
 def keep_up(
@@ -96,36 +137,28 @@ def keep_up(
     newer weights may be here, with the numbers of steps of the job between this worker's last two: of these some may
     not have been made, which only those do not see who train tables alone. Steps that were missed are of the same
     dataset; a scheduler that was stepped over another one has no part in them.
-
-    A worker that is started again, as in a job that resumes, has to know before its first update that the others step
-    theirs, ``ordinal`` among the schedulers, with each: who does first tells ``chief`` how many updates the job had
-    made more than the scheduler steps.
     """
     push.is_paced = True
     kind: Any = type(scheduler)
-    places = SCHEDULES + kind.__name__
+    job = _JobPlace(scheduler, push, chief, ordinal)
     num_pushed, num_of_others, follows = push.num_pushed, push.num_of_others, -1
-    has_told = False
 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        nonlocal num_pushed, follows, has_told
-        with_update = not args and not kwargs and is_in_loop() and push.num_pushed == num_pushed + 1
-        follows = dataset() if with_update else -1
+        nonlocal num_pushed, follows
+        is_of_loop, num_since = not args and not kwargs and is_in_loop(), push.num_pushed - num_pushed
+        follows = dataset() if is_of_loop and num_since == 1 else -1
         num_pushed = push.num_pushed
         kind.step(self, *args, **kwargs)
-        if with_update and not has_told and push.num_of_others is not None:
-            has_told = True
-            chief.record_logs(places, ordinal, {"more": push.num_of_others + num_pushed - _place(self)})
+        if is_of_loop:
+            job.stepped(num_since, None if push.num_of_others is None else push.num_of_others + num_pushed)
 
     def missed(gap: int) -> None:
         nonlocal num_of_others
         before, num_of_others = num_of_others, push.num_of_others
         number = gap if before is None or num_of_others is None else num_of_others - before
         number = number if follows == dataset() else 0
-        if not push.num_pushed and num_of_others and (place := chief.logs(places, ordinal)) is not None:
-            number = num_of_others - int(place["more"]) - _place(scheduler)
-            vars(scheduler.optimizer)["_opt_called"] = True  # by others: torch warns of a scheduler that steps first
-        for _ in range(number):
+        lacking = job.lacking()
+        for _ in range(number if lacking is None else lacking):
             kind.step(scheduler)
 
     _replace(scheduler, step=step)

@@ -52,7 +52,7 @@ def job() -> Job:
 def scheduler(job: Job) -> Any:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    follow(scheduler, cast(Any, job), lambda: job.in_loop)
+    follow(scheduler, cast(Any, job), lambda: job.in_loop, cast(Any, Chief()), 0)
     optimizer.step()  # torch warns of schedulers that step first
     return scheduler
 
@@ -108,7 +108,7 @@ def test_steps_while_gradients_accumulate_count_as_many_for_each_update_of_other
 def test_a_scheduler_that_came_later_or_was_restored_goes_on_from_there(job: Job, scheduler: Any) -> None:
     job.update(9)
     later = lr_scheduler.StepLR(scheduler.optimizer, 5)
-    follow(later, cast(Any, job), lambda: True)
+    follow(later, cast(Any, job), lambda: True, cast(Any, Chief()), 1)
     scheduler.load_state_dict({"last_epoch": 40})
     job.update(1)
     scheduler.step()
@@ -189,6 +189,36 @@ def test_at_staleness_0_a_worker_that_starts_again_steps_a_scheduler_of_updates_
     assert [each.last_epoch for each in schedulers] == [9, 1]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_worker_that_starts_again_has_the_place_of_the_job_before_its_first_update(every: int) -> None:
+    """It made its first update with the rate that the job had begun with. Where gradients accumulate, a place says
+    nothing."""
+    chief = cast(Any, Chief())
+
+    def worker(job: Job) -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        begin = follow(scheduler, cast(Any, job), lambda: True, chief, 0)
+        optimizer.step()
+        return scheduler, begin
+
+    first = Job()
+    scheduler, _ = worker(first)
+    for number in range(1, 5):
+        if number % every == 0:
+            first.update(0)
+        scheduler.step()
+    again = Job(num_of_others=4)
+    scheduler, begin = worker(again)
+    for _ in range(2):
+        begin(0)
+    assert scheduler.last_epoch == (4 if every == 1 else 0)
+    again.num_applied, again.num_pushed, again.num_of_others = 5, 1, 5
+    scheduler.step()
+    begin(0)
+    assert scheduler.last_epoch == 5
+
+
 def test_at_staleness_0_a_chain_of_schedulers_is_stepped_to_its_place() -> None:
     chief = cast(Any, Chief())
 
@@ -223,7 +253,7 @@ def test_a_scheduler_of_updates_that_is_not_prepared_is_warned_of(
     warn_of_unprepared(cast(Any, job))
     scheduler = lr_scheduler.LinearLR(job.optimizer, total_iters=100)
     if is_prepared:
-        follow(scheduler, cast(Any, job), lambda: job.in_loop)
+        follow(scheduler, cast(Any, job), lambda: job.in_loop, cast(Any, Chief()), 0)
     for number in range(1, 21):
         job.update(num_others)
         job.optimizer.step()
