@@ -1,7 +1,8 @@
 """Units leased to this worker, of training data or of an evaluation, and the report of their outcome.
 
-A lease covers about a second of this worker's work, so the worker calls the chief about once in that time; the next
-call reports what was accepted meanwhile.
+Above staleness 0 a lease covers about a second of this worker's work, at staleness 0 as much of it as the chief gives
+(:data:`stratagem.chief.leasing.lease_book.NUM_ASKING`). When the units are used up, the next call reports what was
+accepted meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from stratagem.rpc.units import lease_from_proto
 from stratagem.worker.chief_client import ChiefClient
 
 LEASE_S = 1.0
-"""Seconds of work that a lease may cover."""
+"""Seconds of work that this worker asks for."""
 GROWTH = 4
 """Times more units than last time, at most: the first steps say little about the next ones."""
 REPORT_S = 0.5

@@ -23,8 +23,9 @@ from stratagem.errors import ConfigurationError, LimitError, ProtocolError
 MAX_DATASETS, MAX_EPOCHS = 1 << 16, 1 << 20
 """Of a job; a pass over a dataset takes 800 bytes."""
 NUM_ASKING = 20
-"""Staleness 0: workers that may ask once in the time that ``at_most`` covers, a second; fewer ask as often together. A
-worker that dies has a slice in each step that was leased ahead, which goes on without it."""
+"""Staleness 0: so many workers each get what they ask for (``at_most``), a second of work; of n each gets n / 20 of it,
+so all together ask 20 times a second. A worker that dies has a slice in each step that was leased ahead, which
+goes on without it."""
 MAX_AHEAD = 64
 """Steps that a worker is ahead with its leases; ps remember more that were closed (``NUM_REMEMBERED``)."""
 
