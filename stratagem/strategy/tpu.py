@@ -270,7 +270,7 @@ class XlaGroup(Group):
     # -- Group --------------------------------------------------------------------------------------------------
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        self._compare(tag)
+        self.barrier(tag)
         wide = source.float() if source.dtype in (torch.float16, torch.bfloat16) else source
         if op is ReduceOp.PRODUCT:  # TPUs have no such reduction
             out.copy_(self._gathered(wide).prod(0))
@@ -278,31 +278,29 @@ class XlaGroup(Group):
         out.copy_(self._model.all_reduce(getattr(self._model, f"REDUCE_{op.name}"), wide.to(self.device)).cpu())
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        self._compare(tag)
+        self.barrier(tag)
         padded = source.new_zeros(max(out.numel() for out in outs))
         padded[: source.numel()] = source
         for row, out in zip(self._gathered(padded), outs, strict=True):
             out.copy_(row[: out.numel()])
 
     def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
-        self._compare(tag)
+        self.barrier(tag)
         buffer.copy_(self._gathered(buffer)[root])
 
     def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        self._compare(tag)
+        self.barrier(tag)
         lengths = self._gathered(torch.tensor([source.numel() for source in sources], dtype=torch.int64))
         padded = sources[0].new_zeros(int(lengths.sum(1).max()))
         padded[: sum(source.numel() for source in sources)] = torch.cat(list(sources))
         for row, counts, out in zip(self._gathered(padded), lengths.tolist(), outs, strict=True):
             out.copy_(row.split([*counts, row.numel() - sum(counts)])[self.rank])
 
-    def barrier(self, tag: Tag) -> None:
-        self._compare(tag)
-
     def close(self, reason: str) -> None:
         """Nothing to do: the runtime belongs to the process."""
 
-    def _compare(self, tag: Tag) -> None:
+    def barrier(self, tag: Tag) -> None:
+        """Also tells when the replicas are not in the same collective."""
         tags = self._gathered(torch.tensor([tag.ordinal, tag.fingerprint], dtype=torch.int64)).tolist()
         for rank, other in enumerate(tags):
             if other != tags[self.rank]:

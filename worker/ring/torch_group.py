@@ -91,7 +91,7 @@ class TorchGroup(Breakable, Group):
 
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """Memory on the group's device."""
-        self._compare(tag)
+        self.barrier(tag)
         return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
@@ -143,11 +143,7 @@ class TorchGroup(Breakable, Group):
                 out.copy_(part)
 
     def barrier(self, tag: Tag) -> None:
-        """Also tells when the ranks are not in the same collective."""
-        self._compare(tag)
-
-    def _compare(self, tag: Tag) -> None:
-        """Every rank's tag to every rank."""
+        """Also tells when the ranks are not in the same collective: every rank's tag goes to every rank."""
         self.check()
         mine = torch.tensor([tag.ordinal, tag.fingerprint], dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in range(self.size)]
