@@ -7,7 +7,6 @@ from typing import Any
 
 from stratagem.chief import events
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page
-from stratagem.chief.leasing.evaluations import plan_of
 from stratagem.chief.leasing.leases import Leases
 from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, TrainingPass
 from stratagem.chief.monitoring.recent import Measures
@@ -60,7 +59,7 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
     if request.HasField("evaluation"):
         meant, name = request.evaluation, topic_from_proto(request.evaluation.name)
         try:
-            plan = _checked(plan_of(meant.num_examples, meant.batch_size, meant.drop_last))
+            plan = _checked(Plan(meant.num_examples, meant.batch_size, meant.drop_last, shuffle=False))
         except ValueError as error:
             raise ProtocolError(f"{name} has no valid plan (expected a batch size of at least 1): {error}") from None
         units_of = EvaluationPass(name, plan, meant.attempt)

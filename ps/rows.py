@@ -15,8 +15,7 @@ import torch
 
 from stratagem.errors import FrameError, ProtocolError
 from stratagem.ps.specs import GroupSpec
-
-NUMBER_BYTES = 8
+from stratagem.rpc.codec import NUMBER_BYTES
 
 Pieces = Sequence[tuple[int, torch.Tensor]]
 """Rows before those of the piece, and the piece: flat uint8."""

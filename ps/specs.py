@@ -14,9 +14,9 @@ import torch
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import LimitError, VariableError
 from stratagem.ps import optimizers
+from stratagem.rpc.codec import MAX_RANK
 
 _SPARE_BYTES = 64 << 20
-MAX_RANK = 32
 
 
 def of_another_model(what: str) -> VariableError:

@@ -36,12 +36,8 @@ class Pin:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Pin:
         versions = {task: (epoch, step) for task, (epoch, step) in record["versions"].items()}
-        return cls(plan_of(*record["plan"]), record["attempt"], versions)
-
-
-def plan_of(num_examples: int, batch_size: int, drop_last: bool) -> Plan:
-    """How evaluation data are cut: in their own order."""
-    return Plan(num_examples, batch_size, drop_last, shuffle=False)
+        num_examples, batch_size, drop_last = record["plan"]
+        return cls(Plan(num_examples, batch_size, drop_last, shuffle=False), record["attempt"], versions)
 
 
 @dataclasses.dataclass

@@ -25,6 +25,8 @@ ALIGNMENT = 64
 MAX_HEADER_BYTES = 1024
 """Bytes before the payload, at most: whoever keeps the payload keeps the whole message."""
 MAX_RANK = 32
+NUMBER_BYTES = 8
+"""Of the number of a row, in a frame with rows of a table."""
 TOGETHER_BYTES = 1 << 20
 """Of frames that leave in one message."""
 TOGETHER_OVERHEAD_BYTES = 256

@@ -18,7 +18,7 @@ from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member
 from stratagem.errors import ConfigurationError, FrameError, PeerUnavailableError, StaleStoreError
 from stratagem.rpc import channels
-from stratagem.rpc.codec import Frame, message_of
+from stratagem.rpc.codec import MAX_HEADER_BYTES, Frame, message_of
 from stratagem.rpc.errors import error_from_rpc, error_from_status
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.handshake import explain_refusal
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1  # between two tries to reach a ps that restarts
 SILENCE_S = 5.0  # without a ps, before it is said that it is waited for, and why
-FRAME_OVERHEAD_BYTES = 4096  # header of a frame, generously
 POLL_S = 1.0  # how often a waiting call looks whether the job has ended
 
 
@@ -234,7 +233,7 @@ class PsClient:
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.task) from None
         self._abandoned.clear()
-        if self._config.frame_bytes + FRAME_OVERHEAD_BYTES > reply.max_message_bytes:
+        if self._config.frame_bytes + MAX_HEADER_BYTES > reply.max_message_bytes:
             raise ConfigurationError(
                 f"{self.task} takes messages of {reply.max_message_bytes} bytes, but this worker sends frames of "
                 f"{self._config.frame_bytes}: lower --frame-bytes, or raise --max-message-bytes of the ps"

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from stratagem.rpc.codec import NUMBER_BYTES
 from stratagem.worker.push.layout import Numbers
-
-NUMBER_BYTES = 8
 
 
 class RowsThere(NamedTuple):

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.chief.leasing import evaluations
-from stratagem.chief.leasing.evaluations import Evaluations, Pin, plan_of
+from stratagem.chief.leasing.evaluations import Evaluations, Pin
 from stratagem.cluster.task import Incarnation
-from stratagem.cluster.units import Topic, Unit
+from stratagem.cluster.units import Plan, Topic, Unit
 from stratagem.errors import ConfigurationError, LimitError
 from tests.unit.chief.calls import calls
 
 A, B = Incarnation("worker:0", 1), Incarnation("worker:1", 2)
 NAME = Topic("evaluation 1", 0)
-PLAN = plan_of(10, 3, False)
+PLAN = Plan(10, 3, False, shuffle=False)
 
 
 def ask(book: Evaluations, incarnation: Incarnation, want: int = 1, held: tuple[int, ...] = ()) -> list[int]:
@@ -51,7 +51,7 @@ def test_other_data_are_refused() -> None:
     book = Evaluations()
     book.open(NAME, PLAN)
     with pytest.raises(ConfigurationError, match="10 examples in batches of 3 in the job and over 9 examples"):
-        book.open(NAME, plan_of(9, 3, False))
+        book.open(NAME, Plan(9, 3, False, shuffle=False))
 
 
 def test_there_are_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_a_restarted_chief_goes_on() -> None:
 
 def test_to_take_over_what_is_over_costs_a_chief_the_same_however_long_it_was() -> None:
     book = Evaluations()
-    pins = [Pin(plan_of(size, 1, False), 1, {}) for size in (3, 30_000)]
+    pins = [Pin(Plan(size, 1, False, shuffle=False), 1, {}) for size in (3, 30_000)]
     few, many = (calls(functools.partial(book.restore, NAME, pin, [], is_over=True)) for pin in pins)
     assert many == few
     assert book[NAME].leases.closed

@@ -17,7 +17,7 @@ import pytest
 from stratagem.chief.counting.metric_states import MetricState, MetricStates, encode_state
 from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.journal.journal import NAME, Journal, replay
-from stratagem.chief.leasing.evaluations import Pin, plan_of
+from stratagem.chief.leasing.evaluations import Pin
 from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, JournalLostError
 
@@ -307,7 +307,7 @@ def test_a_unit_is_in_one_step_after_a_roll_back() -> None:
 def test_what_was_counted_and_decided_is_known_again(tmp_path: Path) -> None:
     fit, evaluation = Topic("fit 1", 0), Topic("evaluation 1", 0)
     states = [MetricState(fit, Unit(1, 0, index), bytes([index])) for index in range(3)]
-    pin = Pin(plan_of(4, 2, False), 1, {"ps:0": (1, 5)})
+    pin = Pin(Plan(4, 2, False, shuffle=False), 1, {"ps:0": (1, 5)})
     journal = Journal(str(tmp_path))
     for state in [*states, MetricState(evaluation, Unit(0, 0, 1), b"old")]:
         journal.write("state", durable=False, state=encode_state(state))
