@@ -18,17 +18,17 @@ from stratagem.checkpoint.ended import has_run, note_run, take_away_at_exit
 from stratagem.cli.options import configure, role_options, script_arguments
 from stratagem.cluster.choice import strategy_in
 from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, RoleConfig, WorkerConfig
-from stratagem.cluster.sources import Resolved, variable_of
-from stratagem.cluster.task import TaskId
-from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
-from stratagem.errors import ClusterSpecError, ConfigurationError
-from stratagem.launch.manifests.workload import (
+from stratagem.cluster.job_rules import (
     check_checkpoint_every,
     check_communication,
     check_max_workers,
     no_effect,
     without_effect,
 )
+from stratagem.cluster.sources import Resolved, variable_of
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
+from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.status import ask_for_cluster
 from stratagem.launch.streams import lead_nowhere
 from stratagem.rpc.logs import configure_logging

@@ -24,11 +24,11 @@ from stratagem.cli.options import (
 )
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES
 from stratagem.cluster.config import WorkerConfig
+from stratagem.cluster.job_rules import no_effect
 from stratagem.cluster.sources import CONFIGS, ENV_PREFIX, flag_of, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.local import only_writer, run_local
-from stratagem.launch.manifests.workload import no_effect
 from stratagem.launch.plan import AUTO, LocalJob, RunFolders, check_size, check_threads, current_folder, plan_launch
 from stratagem.rpc.security import security_of
 

@@ -12,18 +12,13 @@ from pathlib import Path
 
 from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
 from stratagem.cluster.identity import CHIEF
+from stratagem.cluster.job_rules import check_checkpoint_every, check_communication, check_max_workers, check_staleness
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
 from stratagem.launch.fork_server import COMMAND_PREFIX
-from stratagem.launch.manifests.workload import (
-    check_checkpoint_every,
-    check_communication,
-    check_max_workers,
-    check_staleness,
-)
 from stratagem.rpc import heap
 from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 

@@ -10,16 +10,11 @@ from pathlib import Path
 
 from stratagem.arguments import nearest, whole_number
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choose_strategy
+from stratagem.cluster.job_rules import check_staleness
 from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
-from stratagem.launch.manifests.workload import (
-    ACCESS_MODES,
-    DNS_NAME,
-    MAX_DNS_NAME,
-    check_image,
-    check_staleness,
-)
+from stratagem.launch.manifests.workload import ACCESS_MODES, DNS_NAME, MAX_DNS_NAME, check_image
 
 TARGETS = ("local", "compose", "kubernetes")
 MAX_LABELS = 64

@@ -11,7 +11,7 @@ import pytest
 from stratagem.chief.monitoring.why.finding import Cause
 from stratagem.chief.monitoring.why.reading import Reading, TaskReading
 from stratagem.chief.monitoring.why.verdict import judge
-from stratagem.launch.manifests.workload import OF_RING
+from stratagem.cluster.job_rules import OF_RING
 
 WINDOW_S = 10.0
 COMPUTING = {"forward_s": 0.3, "backward_s": 0.6, "optimizer_s": 0.08, "script_s": 0.02}
