@@ -74,7 +74,7 @@ class Messages:
 
     def send(self, values: torch.Tensor, rank: int, tag: int) -> concurrent.futures.Future[None]:
         """Sends flat values; the result says when their memory may be changed."""
-        if values.nbytes <= _SMALL_BYTES and not self._num_queued[rank]:
+        if values.nbytes <= _SMALL_BYTES and self._leaves_at_once(values.nbytes, rank):
             with self.diagnosis.waiting_for(rank, f"a message to rank {rank}"):
                 self._send(values.clone(), rank, tag)
             done: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -171,6 +171,11 @@ class Messages:
         return True
 
     # -- out ----------------------------------------------------------------------------------------------------
+
+    def _leaves_at_once(self, num_bytes: int, rank: int) -> bool:
+        """Who only begins to send must not wait for a rank that reads later, and maybe begins to send itself."""
+        lane = self._senders.get(rank)
+        return not self._num_queued[rank] and (lane is None or lane.takes_at_once(num_bytes))
 
     def _send_queued(self, values: torch.Tensor, rank: int, tag: int) -> None:
         try:

@@ -23,7 +23,7 @@ from stratagem.distributed.nccl import Nccl, or_nccl
 from stratagem.distributed.operations import Operation, Operations
 from stratagem.distributed.reductions import AllReducePlan, all_reduce_plan, op_of
 from stratagem.distributed.tensors import check_writable, flat, listed, plain, put, room_for, told
-from stratagem.distributed.work import DONE, NO_TIMEOUT, LaneWork, ReceiveWork, recorded
+from stratagem.distributed.work import DONE, NO_TIMEOUT, LaneWork, ReceiveWork, SendWork, recorded
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.rpc.logs import shortened
 from stratagem.worker.ring.communicator import Communicator
@@ -278,7 +278,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         """Sends a tensor to one rank; completes when the tensor may be changed."""
         self.check_open("send")
         send = functools.partial(self._messages.send, flat(tensors[0]), self._other(dstRank), _tag(tag))
-        return recorded("send", lambda: LaneWork(f"send to rank {dstRank}", [], send()))
+        return recorded("send", lambda: SendWork(dstRank, send(), self._messages))
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> LaneWork:
         """Receives a tensor from one rank; tensors with the same tag arrive in the order in which they were sent."""

@@ -105,6 +105,25 @@ class LaneWork(dist.Work):
         return self._outputs
 
 
+class SendWork(LaneWork):
+    """A send: fails where its rank reads nothing for the group's timeout."""
+
+    def __init__(self, rank: int, done: concurrent.futures.Future[None], messages: Messages) -> None:
+        super().__init__(f"send to rank {rank}", [], done)
+        self._rank = rank
+        self._messages = messages
+
+    def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
+        if timeout > NO_TIMEOUT:
+            return super().wait(timeout)
+        patience_s = self._messages.timeout_s
+        try:
+            return super().wait(datetime.timedelta(seconds=patience_s))
+        except ClusterTimeoutError:
+            with self._messages.diagnosis.waiting_for(self._rank, self._what):
+                raise OutOfStepError(f"rank {self._rank} reads nothing for {patience_s:g} s", self._rank) from None
+
+
 class ReceiveWork(LaneWork):
     """A receive: fails where no message comes. ``finish`` puts what came into ``output``."""
 

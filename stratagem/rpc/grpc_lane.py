@@ -72,6 +72,9 @@ class GrpcLane(Corkable):
     def alive(self) -> bool:
         return self._inbox.error is None
 
+    def takes_at_once(self, num_bytes: int) -> bool:
+        return True
+
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
         if self._inbox.error is not None:
             raise self._inbox.error

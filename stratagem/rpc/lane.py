@@ -87,6 +87,9 @@ class SendingLane(Protocol):
     def alive(self) -> bool:
         """Whether frames can still be sent."""
 
+    def takes_at_once(self, num_bytes: int) -> bool:
+        """Whether :meth:`send` of a frame of so many bytes returns without waiting for the peer to read."""
+
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
         """Queues one frame of ``num_elements`` elements. ``pieces`` is called now or later, in the lane's thread.
         PeerUnavailableError: the lane is broken."""

@@ -33,7 +33,7 @@ _COUNT = struct.Struct("=i")
 MIN_BORROWED_BYTES = 1 << 20
 """Smaller frames lie in the sender's own memory."""
 MAX_INLINE_UNREAD_BYTES = 64 << 10
-"""An impatient sender must not fill the socket of a reader that is slow: beyond this, small frames take slots too."""
+"""Who must not wait fills no socket of a slow reader: beyond this, an impatient sender puts small frames into slots."""
 
 
 class ShmSender(SocketSender):
@@ -85,13 +85,16 @@ class ShmSender(SocketSender):
         wake_reads(sock)
         self.pool.take(1)  # finds out here and now whether there is shared memory
 
+    def takes_at_once(self, num_bytes: int) -> bool:
+        return self._has_little_unread() and self._unread_bytes + num_bytes <= self._max_bytes()
+
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
         if self._error is not None:
             raise self._error
         parts = pieces() if num_elements else ()
         dtype = dtype_of(parts[0]) if parts else torch.uint8
         num_bytes = num_elements * dtype.itemsize
-        if parts and num_bytes <= INLINE_BYTES and self._takes_inline():
+        if parts and num_bytes <= INLINE_BYTES and (self._patient or self._has_little_unread()):
             wire = to_wire_dtype(dtype)
             views = [memoryview(MESSAGE.pack(INLINE, kind, wire, group, transfer, offset, num_elements, 0, 0, 0))]
             views += map(byte_view, parts)
@@ -102,8 +105,8 @@ class ShmSender(SocketSender):
         else:
             self.send_slot(kind, transfer, group, offset, *self.fill(as_tensors(parts)))
 
-    def _takes_inline(self) -> bool:
-        if self._patient or self._error is not None:
+    def _has_little_unread(self) -> bool:
+        if self._error is not None:
             return True
         try:
             (unread,) = _COUNT.unpack(fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(_COUNT.size)))

@@ -223,6 +223,9 @@ class SocketSender(Corkable):
     def alive(self) -> bool:
         return self._error is None
 
+    def takes_at_once(self, num_bytes: int) -> bool:
+        return True
+
     def cork(self) -> None:
         self._cork, self._corked_bytes = [], 0
 

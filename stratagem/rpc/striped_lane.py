@@ -34,6 +34,9 @@ class StripedSender(_Striped[SendingLane]):
     def alive(self) -> bool:
         return all(lane.alive for lane in self._lanes)
 
+    def takes_at_once(self, num_bytes: int) -> bool:
+        return all(lane.takes_at_once(num_bytes) for lane in self._lanes)
+
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
         next(self._turns).send(kind, transfer, group, offset, pieces, num_elements)
 

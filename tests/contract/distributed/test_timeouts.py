@@ -112,3 +112,32 @@ def test_a_monitored_barrier_says_that_rank_0_is_gone() -> None:
 def test_a_monitored_barrier_without_time() -> None:
     with process_groups(2, "shm") as groups, pytest.raises(CollectiveError, match="Rank 0 timed out in monitoredBar"):
         groups[0].monitored_barrier(seconds(0))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("num_elements", [4_000, 12_000])  # in the socket, in a slot
+def test_two_ranks_may_both_begin_all_their_sends_before_they_receive(transport: str, num_elements: int) -> None:
+    def exchange(group: LaneProcessGroup) -> list[float]:
+        other, received = 1 - group.rank(), torch.zeros(num_elements)
+        sends = [group.send([torch.full((num_elements,), float(number))], other, 0) for number in range(600)]
+        values = []
+        for _ in sends:
+            group.recv([received], other, 0).wait()
+            values.append(float(received[-1]))
+        assert all(send.wait() for send in sends)
+        return values
+
+    with process_groups(2, transport) as groups:
+        assert on_every_rank(groups, exchange) == [[float(number) for number in range(600)]] * 2
+
+
+def test_a_send_that_nobody_reads_does_not_outlast_the_timeout() -> None:
+    with process_groups(2, "shm", timeout_s=0.5) as groups:
+        sends = [groups[0].send([torch.full((4_000,), float(number))], 1, 0) for number in range(100)]
+        with pytest.raises(CollectiveError, match=r"worker:1 .*: rank 1 reads nothing for 0.5 s"):
+            sends[-1].wait()
+        received = torch.zeros(4_000)  # nothing is lost by that
+        for number in range(100):
+            groups[1].recv([received], 0, 0).wait()
+            assert received[0] == number
+        assert sends[-1].wait()

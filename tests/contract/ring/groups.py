@@ -81,6 +81,9 @@ class LateLane:
     def alive(self) -> bool:
         return self._error is None
 
+    def takes_at_once(self, num_bytes: int) -> bool:
+        return True
+
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
         with self._changed:
             if self._error is not None:

@@ -29,6 +29,9 @@ class ScriptedLane:
         self.seen_waiting_on: int | None = None
         self.neighbours: RingGroup | None = None
 
+    def takes_at_once(self, num_bytes: int) -> bool:
+        return True
+
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
         self._raise()
         self.sent.append((kind, transfer, group, offset, torch.cat(list(pieces())), num_elements))
