@@ -7,7 +7,6 @@ which its owner calls after every live ps has refused the former holder (fence) 
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -69,12 +68,7 @@ class LeaseBook:
             what = f"dataset {dataset}: expected at most {MAX_DATASETS:,} distributed datasets in a job"
             raise LimitError(f"{what}; distribute each once, and iterate over it again for the next epoch")
         known = self.plans.setdefault(dataset, plan)
-        differences = [
-            f"{field.name} is {getattr(known, field.name)!r} in the job and {getattr(plan, field.name)!r} here"
-            for field in dataclasses.fields(Plan)
-            if field.name != "seed" and getattr(known, field.name) != getattr(plan, field.name)
-        ]
-        if differences:
+        if differences := known.differences(plan):
             raise ConfigurationError(
                 f"dataset {dataset} differs from what the job opened before: {'; '.join(differences)}. Every "
                 "worker must run the same script on the same data; to resume from a checkpoint, keep the dataset, the "

@@ -88,6 +88,14 @@ class Plan:
         if self.num_examples < 0 or self.batch_size < 1 or self.num_slices < 1 or not self.staleness >= 0:
             raise ValueError(f"not a plan: {self}")
 
+    def differences(self, other: Plan) -> list[str]:
+        """In what ``other``, of a script, is unlike this one, of the job; its seed does not count."""
+        return [
+            f"{field.name} is {getattr(self, field.name)!r} in the job and {getattr(other, field.name)!r} here"
+            for field in dataclasses.fields(self)
+            if field.name != "seed" and getattr(self, field.name) != getattr(other, field.name)
+        ]
+
     @functools.cached_property
     def num_batches(self) -> int:
         if self.drop_last:
