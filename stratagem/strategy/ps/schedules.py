@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from stratagem.cluster.units import SCHEDULES
 from stratagem.errors import ConfigurationError
@@ -51,10 +51,11 @@ class _JobPlace:
     def lacking(self) -> int | None:
         """Steps to it; None: this worker has made updates since it started, or nobody has told."""
         num_updates = 0 if self._push.num_pushed else self._push.num_of_others
+        if num_updates:  # by others: torch warns of a scheduler that steps first
+            vars(self._scheduler.optimizer)["_opt_called"] = True
         told = self._chief.logs(*self._topic) if num_updates else None
         if told is None or num_updates is None:
             return None
-        vars(self._scheduler.optimizer)["_opt_called"] = True  # by others: torch warns of a scheduler that steps first
         return num_updates - int(told["more"]) - _place(self._scheduler)
 
 
@@ -70,6 +71,7 @@ def follow(
     before each batch.
     """
     push.is_paced = True
+    _warn_of_lost_metrics(scheduler, chief, ordinal)
     kind: Any = type(scheduler)
     job = _JobPlace(scheduler, push, chief, ordinal)
     # What began with its optimizer, perhaps in a worker that starts again, follows the job from its first update.
@@ -139,6 +141,7 @@ def keep_up(
     dataset; a scheduler that was stepped over another one has no part in them.
     """
     push.is_paced = True
+    _warn_of_lost_metrics(scheduler, chief, ordinal)
     kind: Any = type(scheduler)
     job = _JobPlace(scheduler, push, chief, ordinal)
     num_pushed, num_of_others, follows = push.num_pushed, push.num_of_others, -1
@@ -167,28 +170,56 @@ def keep_up(
 
 def warn_of_unprepared(push: GradientPush) -> None:
     """Says once that a scheduler which was not prepared is stepped with every update, and does not hear of those of
-    other workers."""
+    other workers, nor of those before this worker was started again or the job resumed."""
     before: list[float] = []
-    in_a_row, first_others, has_warned = 0, 0, False
+    in_a_row, has_warned = 0, False
 
     def updated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal before, in_a_row, first_others, has_warned
+        nonlocal before, in_a_row, has_warned
         if push.is_paced or has_warned or "initial_lr" not in optimizer.param_groups[0]:
             return
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         in_a_row = in_a_row + 1 if rates != before else 0
-        others, before = push.num_applied - push.num_pushed, rates
-        if in_a_row <= 1:
-            first_others = others
-        elif in_a_row > UPDATES_IN_A_ROW and others > first_others:
+        before = rates
+        if in_a_row > UPDATES_IN_A_ROW and push.num_applied > push.num_pushed:
             has_warned = True
             logger.warning(
                 "a scheduler of %s is stepped with every update but was not prepared: it counts only this worker's "
-                "updates, not the job's. Pass it to strategy.prepare, with its optimizer or later",
+                "updates since it started, not the job's. Pass it to strategy.prepare, with its optimizer or later",
                 type(optimizer).__name__,
             )
 
     push.optimizer.register_step_post_hook(updated)
+
+
+def _warn_of_lost_metrics(scheduler: LRScheduler, chief: ChiefClient, ordinal: int) -> None:
+    """Has ReduceLROnPlateau say once that it begins anew in a worker that starts again, or in a job that resumes, as
+    the job does not know the metrics that it goes by; changes it in place. ``ordinal``: among the schedulers."""
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return
+    kind: Any = type(scheduler)
+    topic = f"{SCHEDULES}{kind.__name__}, metrics", ordinal
+    is_known, is_told = chief.logs(*topic) is None, False
+
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        nonlocal is_told
+        if not is_told and is_known:
+            chief.record_logs(*topic, {"stepped": 1.0})
+        elif not is_told:
+            logger.warning(
+                "%s has not seen the metrics before this worker started, and begins anew: save it by sg.Checkpoint "
+                "with the model, and restore it before the loop",
+                kind.__name__,
+            )
+        is_told = True
+        kind.step(self, *args, **kwargs)
+
+    def load_state_dict(self: LRScheduler, state_dict: dict[str, Any]) -> None:
+        nonlocal is_known
+        is_known = True
+        kind.load_state_dict(self, state_dict)
+
+    _replace(scheduler, step=step, load_state_dict=load_state_dict)
 
 
 def _place(scheduler: LRScheduler) -> int:

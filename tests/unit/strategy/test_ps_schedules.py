@@ -242,13 +242,20 @@ def test_at_staleness_0_a_chain_of_schedulers_is_stepped_to_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_prepared", "every", "num_others", "num_warnings"),
-    [(False, 1, 1, 1), (True, 1, 1, 0), (False, 5, 1, 0), (False, 1, 0, 0)],
+    ("is_prepared", "every", "num_before", "num_others", "num_warnings"),
+    [(False, 1, 0, 1, 1), (False, 1, 9, 0, 1), (True, 1, 9, 1, 0), (False, 5, 9, 1, 0), (False, 1, 0, 0, 0)],
 )
 def test_a_scheduler_of_updates_that_is_not_prepared_is_warned_of(
-    job: Job, caplog: pytest.LogCaptureFixture, is_prepared: bool, every: int, num_others: int, num_warnings: int
+    job: Job,
+    caplog: pytest.LogCaptureFixture,
+    is_prepared: bool,
+    every: int,
+    num_before: int,
+    num_others: int,
+    num_warnings: int,
 ) -> None:
-    """Not one of epochs, nor where this worker makes all updates."""
+    """Not one of epochs, nor where this worker makes all updates. There may have been others before it started."""
+    job.num_applied = num_before
     job.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     warn_of_unprepared(cast(Any, job))
     scheduler = lr_scheduler.LinearLR(job.optimizer, total_iters=100)
@@ -260,3 +267,44 @@ def test_a_scheduler_of_updates_that_is_not_prepared_is_warned_of(
         if number % every == 0:
             scheduler.step()
     assert caplog.text.count("a scheduler of SGD is stepped with every update but was not prepared") == num_warnings
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_scheduler_by_metrics_that_begins_anew_says_so(caplog: pytest.LogCaptureFixture, in_step: bool) -> None:
+    """Weights and data go on in a job that resumes; what it has seen of metrics is lost, unless it is loaded."""
+    chief = cast(Any, Chief())
+
+    def worker() -> Any:
+        scheduler = lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0))
+        if in_step:
+            keep_up(scheduler, cast(Any, Job()), lambda: True, lambda: 1, chief, 0)
+        else:
+            follow(scheduler, cast(Any, Job()), lambda: True, chief, 0)
+        return scheduler
+
+    first, beside, none = worker(), worker(), caplog.text
+    for scheduler in (first, beside, first):
+        scheduler.step(2.0)
+    loaded = worker()
+    loaded.load_state_dict(first.state_dict())
+    loaded.step(2.0)
+    assert caplog.text == none
+    again = worker()
+    for _ in range(2):
+        again.step(2.0)
+    assert caplog.text.count("ReduceLROnPlateau has not seen the metrics before this worker started") == 1
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_torch_does_not_warn_of_a_scheduler_that_goes_through_epochs_that_are_over(in_step: bool) -> None:
+    """Others have made their updates: it is stepped before this worker makes any, and warnings are errors here."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    scheduler: Any = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    job, chief = cast(Any, Job(num_of_others=4)), cast(Any, Chief())
+    if in_step:
+        end_epoch = keep_up(scheduler, job, lambda: False, lambda: 1, chief, 0)
+    else:
+        end_epoch = follow(scheduler, job, lambda: False, chief, 0)
+    end_epoch(0)
+    scheduler.step()
+    assert scheduler.last_epoch == 1
