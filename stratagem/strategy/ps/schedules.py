@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from stratagem.cluster.units import SCHEDULES
 from stratagem.errors import ConfigurationError
@@ -141,6 +141,7 @@ def keep_up(
     dataset; a scheduler that was stepped over another one has no part in them.
     """
     push.is_paced = True
+    _stay_at_its_end(scheduler)
     _warn_of_lost_metrics(scheduler, chief, ordinal)
     kind: Any = type(scheduler)
     job = _JobPlace(scheduler, push, chief, ordinal)
@@ -192,6 +193,31 @@ def warn_of_unprepared(push: GradientPush) -> None:
     push.optimizer.register_step_post_hook(updated)
 
 
+def _stay_at_its_end(scheduler: LRScheduler) -> None:
+    """Staleness 0: has a OneCycleLR, which raises after ``total_steps``, keep its last settings; changes it in place.
+    The parts of batches that a lost worker leaves are further updates."""
+    for part in vars(scheduler).get("_schedulers", ()):
+        _stay_at_its_end(part)
+    if not isinstance(scheduler, OneCycleLR):
+        return
+    kind: Any = type(scheduler)
+    has_warned = False
+
+    def get_lr(self: OneCycleLR) -> list[float]:
+        nonlocal has_warned
+        if self.last_epoch <= self.total_steps:
+            rates: list[float] = kind.get_lr(self)
+            return rates
+        if not has_warned:
+            has_warned = True
+            logger.warning(
+                "%s stays where it ends: there are more updates than its %d steps", kind.__name__, self.total_steps
+            )
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    _replace(scheduler, get_lr=get_lr)
+
+
 def _warn_of_lost_metrics(scheduler: LRScheduler, chief: ChiefClient, ordinal: int) -> None:
     """Has ReduceLROnPlateau say once that it begins anew in a worker that starts again, or in a job that resumes, as
     the job does not know the metrics that it goes by; changes it in place. ``ordinal``: among the schedulers."""
@@ -228,7 +254,7 @@ def _place(scheduler: LRScheduler) -> int:
     return scheduler.last_epoch
 
 
-def _replace(scheduler: LRScheduler, **methods: Callable[..., None]) -> None:
+def _replace(scheduler: LRScheduler, **methods: Callable[..., Any]) -> None:
     kind = type(scheduler)
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods}
     scheduler.__class__ = type(kind.__name__, (kind,), body)

@@ -295,6 +295,27 @@ def test_a_scheduler_by_metrics_that_begins_anew_says_so(caplog: pytest.LogCaptu
     assert caplog.text.count("ReduceLROnPlateau has not seen the metrics before this worker started") == 1
 
 
+@pytest.mark.parametrize("is_part", [False, True])
+def test_at_staleness_0_updates_that_a_lost_worker_leaves_do_not_end_a_one_cycle_schedule(
+    job: Job, caplog: pytest.LogCaptureFixture, is_part: bool
+) -> None:
+    """It raises after ``total_steps``, and the job ended, again whenever it was started."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0, momentum=0.9)
+    scheduler: Any = lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=4)
+    if is_part:
+        scheduler = lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer), scheduler], [1])
+    keep_up(scheduler, cast(Any, job), lambda: True, lambda: 1, cast(Any, Chief()), 0)
+    optimizer.step()
+    rates = []
+    for _ in range(8):
+        job.update(0)
+        scheduler.step()
+        rates.append(scheduler.get_last_lr())
+    assert scheduler.last_epoch == 8
+    assert rates[-1] == rates[-2] == rates[-3] < [0.5]
+    assert caplog.text.count("OneCycleLR stays where it ends") == 1
+
+
 @pytest.mark.parametrize("in_step", [True, False])
 def test_torch_does_not_warn_of_a_scheduler_that_goes_through_epochs_that_are_over(in_step: bool) -> None:
     """Others have made their updates: it is stepped before this worker makes any, and warnings are errors here."""
