@@ -17,12 +17,12 @@ from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.checkpointing.saving import Saving, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
-from stratagem.chief.leasing.positions import Positions, common, has, minus, plus, positions_of, units_of
+from stratagem.chief.leasing.positions import Positions, common, has, minus, plus, units_of
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.ps_return import PsReturn
 from stratagem.chief.servers.servers import CommittedSlice, Server, ServerDescription
 from stratagem.cluster.task import Incarnation
-from stratagem.cluster.units import Lease, Unit
+from stratagem.cluster.units import Lease, Unit, positions_of
 from stratagem.errors import PeerUnavailableError
 
 logger = logging.getLogger(__name__)

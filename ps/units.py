@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stratagem.cluster.units import MAX_UNITS, Unit, UnitBitmap, Update
+from stratagem.cluster.units import MAX_UNITS, Unit, UnitBitmap, Update, positions_of
 from stratagem.errors import LimitError, ProtocolError
 
 MAX_LEDGER_BYTES = 1 << 30
@@ -153,15 +153,13 @@ class UnitLedger:
         known = (len(ordinals) for unit, ordinals in self._open.items() if unit not in self._joined)
         own = {ordinal for ordinal, groups in self._groups.items() if not groups.isdisjoint(trained)}
         per_unit, are_halves = self._per_unit or max(len(own), *known, 0), lacks_first and not self._per_unit
-        halves: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
+        halves: list[Unit] = []
         for unit, ordinals in self._open.items():
             lacks_own = unit in self._joined and not own <= ordinals.keys()
             if are_halves or lacks_own or len(ordinals) < max(per_unit, self._counted.get(unit, 0)):
-                halves[unit.dataset, unit.epoch].add(unit.index)
-        dropped: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
-        for unit in self._dropped:
-            dropped[unit.dataset, unit.epoch].add(unit.index)
-        return AppliedUnits(dict(self._closed), tuple(entries), dict(halves), self._accumulates, dict(dropped))
+                halves.append(unit)
+        dropped = positions_of(self._dropped)
+        return AppliedUnits(dict(self._closed), tuple(entries), positions_of(halves), self._accumulates, dropped)
 
     def to_json(self) -> dict[str, Any]:
         return {

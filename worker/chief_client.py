@@ -53,7 +53,7 @@ class ChiefClient:
         """Reports accepted units, with what was counted on them, and acquires further ones."""
         request.sender.CopyFrom(self._sender)
         # What it waits for may wait for ps that came since, and for what they are told to hold.
-        meanwhile = self.meanwhile if request.wait else None
+        meanwhile = self.meanwhile if request.wait else lambda: None
         return self._call(lambda stub: stub.NextUnits, request, meanwhile=meanwhile)
 
     def report_units(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
@@ -178,10 +178,9 @@ class ChiefClient:
         method: Callable[[chief_pb2_grpc.ChiefStub], Callable[..., _Reply]],
         request: Any,
         timeout_s: float | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> _Reply:
         patient, timeout_s = timeout_s is None, timeout_s or self._timeout_s
-        look = meanwhile or (lambda: None)
         deadline = time.monotonic() + timeout_s
         while True:
             self._session.raise_if_stopped()
@@ -194,7 +193,7 @@ class ChiefClient:
                 if is_repeated or (patient and time.monotonic() > asked + PATIENCE_S):  # the chief was there
                     deadline = time.monotonic() + timeout_s
                 if is_repeated:
-                    look()
+                    meanwhile()
                     continue
                 error = error_from_rpc(rpc_error, "chief")
                 self._session.raise_if_stopped()
@@ -204,7 +203,7 @@ class ChiefClient:
                     raise PeerUnavailableError(
                         f"{self._session.task} could not reach the chief for {timeout_s:.0f} s: {error}"
                     ) from None
-                look()
+                meanwhile()
                 self._session.wait_stopped(0.1)
             except ValueError:  # the channel was closed under the call: there is another one, or the session is over
                 self._session.raise_if_stopped()

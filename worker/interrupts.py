@@ -18,11 +18,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
-
-from stratagem.cluster.communication import ReduceOp
 from stratagem.cluster.exit_codes import EXIT_PREEMPTED
-from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.communicator import Communicator, any_says
 
 logger = logging.getLogger(__name__)
 AGAIN_S, END_S = 0.02, 3.0
@@ -93,7 +90,7 @@ class PreemptionRequest:
         this process decides alone."""
         if workers is None:
             return self.requested
-        if bool(workers.all_reduce(torch.tensor(int(self.requested)), ReduceOp.MAX)):
+        if any_says(workers, self.requested):
             self.agreed = True
         return self.agreed
 

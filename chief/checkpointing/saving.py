@@ -13,10 +13,10 @@ from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.chief_state import ChiefPart, ChiefState
-from stratagem.chief.leasing.positions import Positions, minus, plus, positions_of
+from stratagem.chief.leasing.positions import Positions, minus, plus
 from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.task import Incarnation
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Unit, positions_of
 from stratagem.errors import PeerUnavailableError
 from stratagem.measuring import measures
 from stratagem.measuring.flight import RunningTotals

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from stratagem.chief.leasing.clocks import Clocks
 from stratagem.chief.leasing.leases import EpochLeases, Leases
 from stratagem.chief.leasing.loops import Key, WorkerLoops
-from stratagem.chief.leasing.positions import Positions, RollBack, plus, positions_of
+from stratagem.chief.leasing.positions import Positions, RollBack, plus
 from stratagem.chief.leasing.steps import JobStep, JobSteps, Removal, SliceState
 from stratagem.cluster.task import Incarnation
-from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
+from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap, positions_of
 from stratagem.errors import ConfigurationError, LimitError, ProtocolError
 
 MAX_DATASETS, MAX_EPOCHS = 1 << 16, 1 << 20

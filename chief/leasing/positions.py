@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from stratagem.cluster.units import Unit, UnitBitmap
 
 Positions = dict[tuple[int, int], UnitBitmap]
 """Units of each (dataset, epoch)."""
 _Units = Mapping[tuple[int, int], UnitBitmap]
-
-
-def positions_of(units: Iterable[Unit]) -> Positions:
-    found: Positions = {}
-    for unit in units:
-        found.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
-    return found
 
 
 def units_of(positions: _Units) -> list[Unit]:

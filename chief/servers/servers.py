@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from stratagem.checkpoint.manifest import SavedFile
-from stratagem.chief.leasing.positions import Positions, has, plus, positions_of
+from stratagem.chief.leasing.positions import Positions, has, plus
 from stratagem.chief.leasing.steps import StepClosing
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.cluster.task import Incarnation
-from stratagem.cluster.units import Unit, UnitBitmap, Update
+from stratagem.cluster.units import Unit, UnitBitmap, Update, positions_of
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc

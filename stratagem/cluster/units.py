@@ -246,6 +246,14 @@ class UnitBitmap:
         return f"UnitBitmap({len(self)} units)"
 
 
+def positions_of(units: Iterable[Unit]) -> dict[tuple[int, int], UnitBitmap]:
+    """Units of each (dataset, epoch)."""
+    found: dict[tuple[int, int], UnitBitmap] = {}
+    for unit in units:
+        found.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+    return found
+
+
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class Topic:
     """What workers count or agree on: a group ("fit 1", say) and a number in it, the same on every worker."""

@@ -352,6 +352,11 @@ class Communicator:
                 self._num_queued -= 1
 
 
+def any_says(workers: Communicator, wish: bool) -> bool:
+    """Whether any of the ranks has a wish. Every rank has to call it."""
+    return bool(workers.all_reduce(torch.tensor(int(wish)), ReduceOp.MAX))
+
+
 def _failed(error: Exception) -> Future[Any]:
     """Not made where the error came by: its traceback has the variables there, and in a circle with it the memory of
     the group that failed would stay until the garbage is collected."""

@@ -8,12 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from stratagem.arguments import checked, whole_number
 from stratagem.checkpoint.catalog import newest
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
@@ -21,6 +18,7 @@ from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
 from stratagem.worker import interrupts
 from stratagem.worker.interrupts import preemption
+from stratagem.worker.ring.communicator import any_says
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ class BackupAndRestore(Callback):
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         workers, is_over = self.model.strategy.communicator, self.model.stop_training
         if workers is not None:  # one of them alone may have said stop
-            is_over = bool(workers.all_reduce(torch.tensor(int(is_over)), ReduceOp.MAX))
+            is_over = any_says(workers, is_over)
         self.model.position.is_over = is_over
         path = self._save()
         if self._is_watching and preemption.agree(self.model.strategy.communicator):

@@ -8,16 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from stratagem.cluster.communication import ReduceOp
 from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, Plan, Topic
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult, UnitCounts
 from stratagem.worker.ring.agreement import gather_json
-from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.communicator import Communicator, any_says
 
 
 class FitAgreement:
@@ -95,7 +92,7 @@ class InStep(FitAgreement):
         return self._workers.healing is not None and self._workers.healing.is_new
 
     def stops(self, epoch: int, wish: bool) -> bool:
-        return bool(self._workers.all_reduce(torch.tensor(int(wish)), ReduceOp.MAX))
+        return any_says(self._workers, wish)
 
 
 class FitOnServers(FitAgreement):

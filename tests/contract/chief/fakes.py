@@ -16,11 +16,11 @@ import grpc.aio
 import pytest
 
 from stratagem.chief.job import ChiefJob
-from stratagem.chief.leasing.positions import minus, plus, positions_of
+from stratagem.chief.leasing.positions import minus, plus
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.chief.web.page_watch import PageWatch
 from stratagem.cluster.config import ChiefConfig, ServerConfig
-from stratagem.cluster.units import Unit, UnitBitmap, Update
+from stratagem.cluster.units import Unit, UnitBitmap, Update, positions_of
 from stratagem.errors import CheckpointError, ProtocolError
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
