@@ -44,6 +44,13 @@ def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
     random.setstate((version, tuple(internal), next_gauss))
 
 
+def have_seed_of_process(states: Mapping[str, torch.Tensor]) -> bool:
+    """Whether they are of a process that seeded torch like this one; of another seed they are another worker's."""
+    generator = torch.Generator()
+    generator.set_state(states["torch"])
+    return generator.initial_seed() == torch.initial_seed()
+
+
 @contextlib.contextmanager
 def random_untouched() -> Iterator[None]:
     """Around what is done in the middle of a training that must not notice: afterwards the generators are where they

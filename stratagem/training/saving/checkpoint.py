@@ -32,7 +32,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.metric_states import States, states_of_all
 from stratagem.strategy.ps.servers import Servers
-from stratagem.strategy.random_states import all_random_states, set_all_random_states
+from stratagem.strategy.random_states import all_random_states, have_seed_of_process, set_all_random_states
 from stratagem.tensorflow_names import WithWaysOut, no_attribute
 from stratagem.training.saving.members import CheckpointMembers, FirstLostError
 from stratagem.training.saving.object_states import (
@@ -223,8 +223,8 @@ class Checkpoint:
             path: a checkpoint of any strategy and any number of ps and workers; or a directory of checkpoints, for the
                 newest complete one; or None, which ``latest_checkpoint`` returns if there is none: then nothing is
                 restored, and None returned. Objects that are only in the checkpoint are ignored.
-            random: whether to restore the random number generators too; a worker that the saving job did not have keeps
-                its own.
+            random: whether to restore the random number generators too. A worker that the saving job did not have keeps
+                its own; on parameter servers, so does one whose seed (``torch.manual_seed``) is not the saver's.
 
         Raises:
             CheckpointError: it is damaged (names the file, and the last good checkpoint), or lacks an object.
@@ -274,9 +274,9 @@ class Checkpoint:
             self._servers.load_once(partial(put_back, own, values), manifest.step if manifest else None, resumes)
         self._objects |= own
         if place["random"]:
-            generators = reading.kind_and_state(states[RANDOM])[1]
-            if self._members.rank < len(generators):
-                set_all_random_states(generators[self._members.rank], self._strategy)
+            generators = reading.kind_and_state(states[RANDOM])[1][self._members.rank :]
+            if generators and (self._servers is None or have_seed_of_process(generators[0])):
+                set_all_random_states(generators[0], self._strategy)
         del states, values
         give_back_freed_memory()
         return Restored(place["path"], place["step"])

@@ -201,6 +201,13 @@ class FakeServers(Servers):
     def check(self, modules: Iterable[nn.Module]) -> None:
         """They are as the servers have them."""
 
+    @property
+    def table_names(self) -> frozenset[str]:
+        return frozenset()
+
+    def load_once(self, load: Any, *_: Any) -> None:
+        load()
+
     def names(self) -> dict[tuple[int, torch.Size], str]:
         return {(value.data_ptr(), value.shape): name for name, value in self._model.named_parameters()}
 
@@ -262,6 +269,24 @@ def test_of_two_workers_the_first_wins(tmp_path: Path, served: tuple[Checkpoint,
     torch.rand(1)  # the second worker's random numbers are others
     assert checkpoint.save(tmp_path / "step", step=5) == first and len(servers.saved) == 1
     assert not find_damage(Path(first))
+
+
+def test_a_worker_of_another_seed_keeps_its_random_numbers(
+    tmp_path: Path, served: tuple[Checkpoint, FakeServers]
+) -> None:
+    """Each worker went on with those of the one that had saved, so that all dropped out the same."""
+    checkpoint, _ = served
+    torch.manual_seed(3)
+    path = checkpoint.save(tmp_path / "step", step=40)
+    torch.manual_seed(3)
+    drawn = torch.rand(2)
+    checkpoint.restore(path)
+    assert torch.equal(torch.rand(2), drawn)
+    torch.manual_seed(4)
+    checkpoint.restore(path)
+    own = torch.rand(2)
+    torch.manual_seed(4)
+    assert torch.equal(own, torch.rand(2))
 
 
 def test_servers_that_cannot_write_leave_nothing(tmp_path: Path, served: tuple[Checkpoint, FakeServers]) -> None:
