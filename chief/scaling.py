@@ -211,8 +211,9 @@ class Scaling(ChiefPart):
         """With commits held: all that the ps have, in a checkpoint."""
         await self._recovery.count_lost()
         is_named = bool(self._lease_book.plans)  # updates of no unit are told by nothing
-        newest = self.newest
-        if newest is None or not is_named or newest.manifest.unfinished or await self._num_more(newest.path):
+        newest, described = self.newest, (await self._ps_pool.describe()).values()
+        # Until a worker has told that a batch has several updates, units do not tell whether all of them are there.
+        if newest is None or not is_named or newest.lacks(described) or await self._num_more(newest.path):
             self.newest = await self._maintenance.save(complete=is_complete)
         assert self.newest is not None
         return self.newest

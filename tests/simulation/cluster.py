@@ -10,7 +10,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -48,6 +48,8 @@ class Job:
     """There is a table as well, with a row for each example; then each ps has a variable, too."""
     num_optimizers: int = 1
     """Of two, each has half of the variables, and the second one steps on a batch after the first."""
+    alternates: bool = False
+    """The second one steps on half of the batches only (:meth:`is_left_out`), as a GAN's generator does."""
     has_slots: bool = False
     """Optimizers keep a sum of squares beside each weight, which changes no update."""
     accumulates: int = 1
@@ -113,6 +115,10 @@ class Job:
     def is_counted(self) -> bool:
         """Whether the weights say which examples were applied: not where a step is the mean of those that are left."""
         return not (self.fits and self.staleness == 0)
+
+    def is_left_out(self, examples: Sequence[int]) -> bool:
+        """Whether the second optimizer makes no update of a batch."""
+        return self.alternates and sum(examples) % 2 == 1
 
     def key_of(self, number: int) -> tuple[int, int]:
         """(dataset, epoch) of a pass of the script that trains, as the product counts."""

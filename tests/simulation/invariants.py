@@ -337,6 +337,10 @@ class Invariants:
                     self.world.fail(f"{what} has a part of unit {epoch}/{index}")
                 elif values != {0} and self.model_of_epoch(epoch) != self.model_of(variable):
                     self.world.fail(f"{what} has unit {epoch}/{index} of another model")
+                elif self.ordinal_of(variable) and self.cluster.job.is_left_out(order[start:stop]):
+                    if values != {0}:
+                        self.world.fail(f"{what} has unit {epoch}/{index}, which its optimizer leaves out")
+                    found.add((epoch, index))  # nothing of it can be missing
                 elif values == {1} or epoch < first:
                     found.add((epoch, index))
         return found
@@ -408,6 +412,8 @@ class Invariants:
             most += len(self.lost_units)
         if its.num_models > 1:
             most += len(self.lost_units)  # likewise; and a ps expects an update of each optimizer in its first unit
+        if its.alternates:  # as it does here, and one that has the second's variables only lacks nothing of a batch
+            most += len(every) * job.sessions.num_ps
         most += len(self.dropped) * len(found)  # a ps may be told that it lacks these, too
         if not least <= told <= most:
             counts = {name: len(units) for name, units in missing.items()}

@@ -21,6 +21,8 @@ BREAKS = 0.15
 PASSES = 0.1
 """The share of jobs that train on two datasets in turn, of those that look at a batch before each pass, of those that
 drop what is less than a batch, and of those whose batches are single examples."""
+ALTERNATES = 0.5
+"""The share of jobs with two optimizers, above staleness 0, of which the second one leaves batches out."""
 RETURNS = 0.2
 """The share of these in which their scripts end with it."""
 RAISES = 0.3
@@ -174,6 +176,9 @@ def plan(seed: int, form: str = "") -> Schedule:
         job = dataclasses.replace(job, peeks=habits.random() < PASSES, drop_last=habits.random() < PASSES)
         if habits.random() < PASSES and job.accumulates == 1:
             job = dataclasses.replace(job, batch_size=1)
+    # Not where a script ends its pass between two updates: until it has made both of a batch, one is all of it.
+    if job.num_optimizers > 1 and job.staleness and job.accumulates == job.ps_replicas == 1 and not job.raises:
+        job = dataclasses.replace(job, alternates=random.Random(-34 * seed - 1).random() < ALTERNATES)
     if (drains := random.Random(-17 * seed - 1)).random() < 0.06:
         faults.append(Fault(0.3 + 2.5 * drains.random(), "drain", for_s=GRACE_S))
         # A script that begins anew with all others restores what it saved itself, and loads once more; it is warned.

@@ -267,11 +267,13 @@ def _check_copies(schedule: Schedule, cluster: Cluster) -> None:
 def _check_ends(schedule: Schedule, cluster: Cluster) -> None:
     """A ps that is told to end once, and nothing else goes wrong, costs no update; unless workers in step went on
     without it, since they train nothing that is there, and it takes all ps back with it. One without a part of a model
-    may be said to lack what that was given."""
+    may be said to lack what that was given, and of a batch that the second optimizer leaves out, its update."""
     job = cluster.job
     num_variables = job.num_variables // job.num_models
-    if (job.staleness == 0 and num_variables < job.num_ps) or (
-        job.num_models > 1 and num_variables < max(job.num_ps, job.max_ps)
+    if (
+        job.alternates
+        or (job.staleness == 0 and num_variables < job.num_ps)
+        or (job.num_models > 1 and num_variables < max(job.num_ps, job.max_ps))
     ):
         return
     ended = [fault.task for fault in schedule.faults if fault.kind == "end"]

@@ -144,7 +144,7 @@ def train(cluster: Cluster, process: Process) -> None:
     def steps(batch: list[torch.Tensor], scale: int) -> None:
         nonlocal num_taken
         is_last = (num_taken + 1) % job.accumulates == 0
-        for other in others:
+        for other in others[: 1 if job.is_left_out(batch[0].tolist()) else 2]:
             if not num_taken:
                 other.zero_grad()
             trained = [one for group in other.param_groups for one in group["params"]]
