@@ -74,7 +74,8 @@ def form(
             "init_process_group or new_group for example timeout=timedelta(minutes=5), or none for torch's default"
         )
     tasks = [f"worker:{each}" for each in ranks]
-    layers = [environment_layer(WorkerConfig, os.environ), Layer("default", {"task": tasks[rank]})]
+    # Its rank is who it is: processes that a task's script has spawned have that task in their environment.
+    layers = [Layer("rank", {"task": tasks[rank]}), environment_layer(WorkerConfig, os.environ)]
     config = resolve(WorkerConfig, layers).config
     if options is None and config.compression:
         raise ConfigurationError(

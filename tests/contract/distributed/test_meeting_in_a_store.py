@@ -30,6 +30,7 @@ from stratagem.worker.ring.building import Opener
 from stratagem.worker.ring.lane_plan import RankInfo
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
+from tests.contract.distributed.ranks import on_every_rank, process_groups
 from tests.polling import until
 
 TASKS = ["worker:0", "worker:1", "worker:2"]
@@ -356,6 +357,12 @@ def test_compression_is_refused_and_not_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("STRATAGEM_COMPRESSION", "topk")
     with pytest.raises(ConfigurationError, match=r"'topk' .*STRATAGEM_COMPRESSION\) is for the ring of a strategy"):
         form(HashStore(), 0, [0], 5.0)
+
+
+def test_ranks_that_the_script_of_one_task_has_spawned_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_TASK", "worker:0")  # as `stratagem run`, `stratagem worker` and pods say
+    with process_groups(2) as groups:
+        assert on_every_rank(groups, lambda group: group.size()) == [2, 2]
 
 
 @pytest.mark.parametrize(
