@@ -21,14 +21,14 @@ from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
 from stratagem.launch.plan import OF_ONE_TASK
 from stratagem.launch.submit.request import check_labels
 
-_OWN = {
+VARIABLES_OF_THE_OBJECTS = {
     **dict.fromkeys((*OF_ONE_TASK, "STRATAGEM_TASK", "STRATAGEM_CHIEF", "STRATAGEM_ADVERTISE", "STRATAGEM_RUN_ID"), ""),
     **{f"STRATAGEM_{name}": f"--{name.lower().replace('_', '-')}" for name in ("STRATEGY", "STALENESS", "WEB")},
     **{"STRATAGEM_NUM_WORKERS": "--workers", "STRATAGEM_NUM_PS": "--ps", "STRATAGEM_BIND": "--port"},
     **{"STRATAGEM_TLS": "--tls-secret", "STRATAGEM_TOKEN_FILE": "--token-secret"},
     "STRATAGEM_CHECKPOINT_EVERY_S": "--checkpoint-every-s",
 }
-"""Variables that the objects give the tasks themselves, and the option that says each, if there is one."""
+"""What they give the tasks themselves, and the option that says each, if there is one; the chart refuses the same."""
 RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
     "kubernetes": kubernetes.render,
     "jobset": jobset.render,
@@ -94,8 +94,8 @@ def render_command(
                 "expected letters, digits, '-', '_' and '.' as the name of a variable, and no digit first, got "
                 f"{name!r}: Kubernetes takes no other"
             )
-        if name in _OWN:
-            way_out = f"say it by {_OWN[name]}" if _OWN[name] else "leave it out"
+        if name in VARIABLES_OF_THE_OBJECTS:
+            way_out = f"say it by {VARIABLES_OF_THE_OBJECTS[name]}" if VARIABLES_OF_THE_OBJECTS[name] else "leave it out"
             raise ConfigurationError(f"--env {name}: the tasks are told theirs by other means; {way_out}")
     marks = check_labels(pairs_of("--label NAME=VALUE", labels))
     workload = Workload(**options, environment=told, labels=marks)

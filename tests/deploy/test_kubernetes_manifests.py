@@ -10,6 +10,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from stratagem.cli.render import VARIABLES_OF_THE_OBJECTS
 from stratagem.launch.machines import MachineConfig
 from stratagem.launch.manifests import jobset, kubernetes
 from stratagem.launch.manifests.pod import pod_failure_policy
@@ -281,12 +282,29 @@ def test_lint(tools: Tools) -> None:
         ("digits", {"strategy": "ps", "ps": {"count": 0}}, "the strategy ps needs ps.count of at least 1"),
         ("digits", {"strategy": "one", "ps": {"count": 0}}, "the strategy one trains in one process"),
         ("x" * 41, {}, "release name of at most 40"),
+        ("digits", {"port": 80}, "port"),
+        ("digits", {"web": 80}, "web"),
+        ("digits", {"staleness": 3, "ps": {"count": 0}}, "a staleness of 3 needs parameter servers"),
+        ("digits", {"tokenSecret": "t", "ps": {"count": 0}, "worker": {"count": 1}}, "has no use for tlsSecret"),
+        ("digits", {"environment": {"STRATAGEM_STALENESS": "0"}}, "say it by staleness"),
     ],
 )
 def test_the_chart_refuses(tools: Tools, release: str, values: dict[str, Any], words: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         tools.template(release, **values)
     assert words in refused.value.stderr
+
+
+@pytest.mark.parametrize("name", VARIABLES_OF_THE_OBJECTS)
+def test_the_chart_refuses_the_variables_that_the_renderer_refuses(tools: Tools, name: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        tools.template("digits", environment={name: "1"})
+    assert f"environment.{name}: the tasks are told theirs by other means" in refused.value.stderr
+
+
+def test_a_volume_of_a_million_gib(tools: Tools) -> None:
+    volume = by_name(tools.template("digits", volume={"sizeGib": 1_000_000}))["PersistentVolumeClaim/digits"]
+    assert volume["spec"]["resources"]["requests"]["storage"] == "1000000Gi"
 
 
 def test_a_worker_that_is_added_changes_no_job(tools: Tools) -> None:

@@ -17,6 +17,22 @@
 {{- if and .Values.web (not (include "stratagem.cluster" .)) -}}
 {{- fail "the chief serves the page, and this job is one process: use worker.count 2, or ps.count 1" -}}
 {{- end -}}
+{{- if and (not (include "stratagem.cluster" .)) (or .Values.tlsSecret .Values.tokenSecret (ne (int .Values.port) 2222)) -}}
+{{- fail (printf "the strategy %s trains in one process, which has no use for tlsSecret, tokenSecret and port: leave them out" $strategy) -}}
+{{- end -}}
+{{- if and (ne $strategy "ps") (not (has (.Values.staleness | toString) (list "0" "inf"))) -}}
+{{- fail (printf "a staleness of %v needs parameter servers: add ps; without them, workers train in step" .Values.staleness) -}}
+{{- end -}}
+{{- $told := dict "STRATAGEM_STRATEGY" "strategy" "STRATAGEM_STALENESS" "staleness" "STRATAGEM_WEB" "web" "STRATAGEM_BIND" "port" "STRATAGEM_TLS" "tlsSecret" -}}
+{{- $told = merge $told (dict "STRATAGEM_NUM_WORKERS" "worker.count" "STRATAGEM_NUM_PS" "ps.count" "STRATAGEM_TOKEN_FILE" "tokenSecret") -}}
+{{- $told = merge $told (dict "STRATAGEM_CHECKPOINT_EVERY_S" "checkpointEveryS") -}}
+{{- range $name := keys .Values.environment | sortAlpha -}}
+{{- if hasKey $told $name -}}
+{{- fail (printf "environment.%s: the tasks are told theirs by other means; say it by %s" $name (get $told $name)) -}}
+{{- else if has $name (list "TF_CONFIG" "RANK" "WORLD_SIZE" "LOCAL_RANK" "LOCAL_WORLD_SIZE" "MASTER_ADDR" "MASTER_PORT" "SLURM_STEP_NUM_TASKS" "STRATAGEM_TASK" "STRATAGEM_CHIEF" "STRATAGEM_ADVERTISE" "STRATAGEM_RUN_ID") -}}
+{{- fail (printf "environment.%s: the tasks are told theirs by other means; leave it out" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq (int .Values.web) (int .Values.port) -}}
 {{- fail (printf "expected a port for the page other than %d" (int .Values.port)) -}}
 {{- end -}}
