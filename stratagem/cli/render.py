@@ -95,7 +95,8 @@ def render_command(
                 f"{name!r}: Kubernetes takes no other"
             )
         if name in VARIABLES_OF_THE_OBJECTS:
-            way_out = f"say it by {VARIABLES_OF_THE_OBJECTS[name]}" if VARIABLES_OF_THE_OBJECTS[name] else "leave it out"
+            option = VARIABLES_OF_THE_OBJECTS[name]
+            way_out = f"say it by {option}" if option else "leave it out"
             raise ConfigurationError(f"--env {name}: the tasks are told theirs by other means; {way_out}")
     marks = check_labels(pairs_of("--label NAME=VALUE", labels))
     workload = Workload(**options, environment=told, labels=marks)
