@@ -53,7 +53,12 @@ def _refuse_without_chief(config: RoleConfig) -> None:
 
 
 def check_devices(config: WorkerConfig) -> None:
-    """ConfigurationError: a device that this machine does not have, or no name of one."""
+    """ConfigurationError: a device that this machine does not have, or no name of one; NCCL without GPUs."""
+    if config.transport == "nccl":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigurationError("NCCL was asked for, but torch sees no CUDA device here; take --transport auto")
     if config.devices not in ("", "cpu"):
         from stratagem.strategy.devices import named_devices, parse_devices  # late: torch takes a second
 

@@ -23,13 +23,14 @@ from stratagem.cli.options import (
     warn_of_late_flags,
 )
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES
-from stratagem.cluster.config import WorkerConfig
-from stratagem.cluster.job_rules import no_effect
+from stratagem.cluster.config import ChiefConfig, WorkerConfig
+from stratagem.cluster.job_rules import check_healing, no_effect
 from stratagem.cluster.sources import CONFIGS, ENV_PREFIX, flag_of, gather
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.local import only_writer, run_local
 from stratagem.launch.plan import AUTO, LocalJob, RunFolders, check_size, check_threads, current_folder, plan_launch
+from stratagem.rpc.binding import check_binding
 from stratagem.rpc.security import security_of
 
 COMMUNICATION = (
@@ -48,6 +49,11 @@ COMMUNICATION = (
 _SAVES = "; the script itself says where it saves (sg.CheckpointManager, sg.callbacks.BackupAndRestore)"
 _OF_A_CLUSTER = {"tls": "", "token_file": "", "checkpoint_dir": _SAVES, "checkpoint_roots": _SAVES}
 """Options that only a cluster reads, and what more there is to say of them in one process."""
+_OF_PS = {
+    "staleness": "inf is asynchronous, and without parameter servers workers train in step",
+    "checkpoint_roots": "is for checkpoints that parameter servers write, and this job has none",
+}
+"""The same of those that only parameter servers read."""
 _WEB = "before the script, write --web=127.0.0.1:0"
 
 
@@ -102,11 +108,15 @@ def _check_tasks(job: LocalJob) -> None:
         role, *arguments = launch.command[launch.command.index(task.type) :]
         command: click.Command = getattr(roles, f"{role}_command")
         told = command.make_context(role, arguments).params
-        resolved, _ = gather(role, launch.environ, {name: told.get(name) for name in CONFIGS[role].model_fields})
+        config = gather(role, launch.environ, {name: told.get(name) for name in CONFIGS[role].model_fields})[0].config
         if job.servers and job.tls != AUTO:
-            security_of(resolved.config)
-        if isinstance(resolved.config, WorkerConfig):
-            roles.check_devices(resolved.config)
+            security_of(config)
+        if isinstance(config, WorkerConfig):
+            roles.check_devices(config)
+            if job.min_workers:
+                check_healing(config.devices.count(",") + 1, config.compression, config.transport == "nccl")
+        elif isinstance(config, ChiefConfig) and config.web:
+            check_binding(config.web, config.insecure, bool(config.tls))
 
 
 @click.command("run", cls=_RunCommand, context_settings={"allow_interspersed_args": False, "show_default": True})
@@ -203,10 +213,14 @@ def run_command(**options: Any) -> int:
     chosen = {name: options.pop(name) for name in COMMUNICATION}
     communication = {name: str(value) for name, value in chosen.items() if value is not None}
     job = LocalJob(**options, communication=communication)
+    source = click.get_current_context().get_parameter_source
     for name, way_out in _OF_A_CLUSTER.items() if job.chosen_strategy in ONE_PROCESS else ():
-        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if source(name) is ParameterSource.COMMANDLINE:
             words = no_effect(flag_of(name), job.chosen_strategy) + way_out
             raise ConfigurationError(words)  # a variable may be for all jobs
+    for name, what in _OF_PS.items() if not job.num_ps else ():
+        if source(name) is ParameterSource.COMMANDLINE and options[name]:  # staleness 0: so they train in any case
+            raise ConfigurationError(f"{flag_of(name)} {what}: add --ps 1, or leave it out")
     _check_tasks(job)
     _check_script(job)
     if job.script.is_file():  # and no module

@@ -59,6 +59,18 @@ def check_checkpoint_every(seconds: float, num_ps: int) -> None:
         )
 
 
+def check_healing(num_devices: int, compression: object, is_nccl: bool) -> None:
+    """Refuses (ConfigurationError) what a ring cannot have that goes on without lost workers (``--min-workers``)."""
+    has = [f"{num_devices} devices in a worker"] if num_devices > 1 else []
+    has += [f"compression={compression!r}"] if compression else []
+    has += ["NCCL"] if is_nccl else []
+    if has:
+        raise ConfigurationError(
+            f"a ring that continues without lost workers (--min-workers) cannot have {has[0]}: leave out that or "
+            "--min-workers; give each device a worker of its own, and use --transport auto, tcp or grpc between GPUs"
+        )
+
+
 def check_max_workers(most: int, num_workers: int, min_workers: int, num_ps: int) -> None:
     """Refuses (ConfigurationError) fewer than the workers that a job begins with, or of a job that takes no further
     ones."""

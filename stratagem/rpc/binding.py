@@ -25,8 +25,8 @@ def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
         return
     raise ConfigurationError(
         f"refusing to listen on {bind}: anybody who reaches that address could read and change the model. "
-        "Give --tls DIR (`stratagem certs init` and `stratagem certs issue` make the certificates), or --insecure if "
-        "the network is yours alone; on one machine, bind to 127.0.0.1."
+        "Give --tls DIR (`stratagem certs init` and `stratagem certs issue` make the certificates), or --insecure "
+        "(STRATAGEM_INSECURE=1) if the network is yours alone; on one machine, bind to 127.0.0.1."
     )
 
 

@@ -25,6 +25,11 @@ def parse_device(device: str | torch.device) -> torch.device:
             f"{device!r} was asked for, but torch sees {num_devices} CUDA device{'s' if num_devices > 1 else ''} here: "
             f"expected cuda:0 to cuda:{num_devices - 1}"
         )
+    if parsed.type not in ("cpu", "cuda"):
+        try:
+            torch.empty(0, device=parsed).cpu()
+        except (RuntimeError, NotImplementedError, AssertionError):  # meta has no values; others are not in this torch
+            raise ConfigurationError(f"{device!r} was asked for, but torch cannot compute on it; use 'cpu'") from None
     # torch has one CPU; "cpu:1" is a logical one.
     return torch.device("cpu") if parsed.type == "cpu" else parsed
 

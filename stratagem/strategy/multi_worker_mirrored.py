@@ -10,12 +10,12 @@ import torch
 
 from stratagem.arguments import checked
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
+from stratagem.cluster.job_rules import check_healing
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import warn_of_own_batches
 from stratagem.data.split_dataset import SplitDataset
-from stratagem.errors import ConfigurationError
 from stratagem.strategy import roles
 from stratagem.strategy.devices import named_devices, parse_devices
 from stratagem.strategy.one_process import EvaluatorStrategy
@@ -86,7 +86,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             roles.say_goodbye_at_exit(self._runtime)
         workers = self._runtime.ring.form(self.options, own[0], config.start_timeout_s) if self._runtime else None
         if workers is not None and workers.healing is not None:
-            refuse_what_does_not_heal(own, chosen, workers.group.name)
+            check_healing(len(own), chosen, workers.group.name == "nccl")
         super().__init__(
             own,
             StepMeter() if self._runtime is None else self._runtime.meter,
@@ -143,17 +143,3 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 chief.report_units(ordinal, epoch, [unit for step in planned for unit in plan.units_of(step)])
 
         return report
-
-
-def refuse_what_does_not_heal(
-    devices: Sequence[torch.device], compression: str | GradientCompression | None, group: str
-) -> None:
-    """Raises for what a ring cannot do that goes on without lost workers (``--min-workers``)."""
-    has = [f"{len(devices)} devices in a worker"] if len(devices) > 1 else []
-    has += [f"compression={compression!r}"] if compression else []
-    has += ["NCCL"] if group == "nccl" else []
-    if has:
-        raise ConfigurationError(
-            f"a ring that continues without lost workers (--min-workers) cannot have {has[0]}: leave out that or "
-            "--min-workers; give each device a worker of its own, and use --transport auto, tcp or grpc between GPUs"
-        )

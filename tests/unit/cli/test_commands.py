@@ -16,6 +16,7 @@ from typing import Any
 import click
 import grpc
 import pytest
+import torch
 from click.testing import CliRunner
 
 from stratagem.cli import __main__ as cli
@@ -152,6 +153,9 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
     assert code == 2 and "job's own files: No such file or directory; set TMPDIR to a writable" in err
 
 
+HEALING = ["run", "--workers", "2", "--min-workers", "1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -227,6 +231,13 @@ def test_run_without_a_temporary_folder_says_what_names_one(monkeypatch: pytest.
         (["run", "--workers", "2", "--devices", "foo", __file__], "expected a device like 'cpu', 'cuda:0' or '/gpu:0'"),
         (["worker", "--devices", "foo", "-m", "this"], "expected a device like 'cpu', 'cuda:0' or '/gpu:0'"),
         (["run", "--strategy", "one", "--devices", "cpu:0,cpu:1", __file__], "or --strategy mirrored"),
+        (["run", "--devices", "meta", __file__], "'meta' was asked for, but torch cannot compute on it"),
+        (["run", "--workers", "2", "--devices", "mps", __file__], "'mps' was asked for, but torch cannot compute on"),
+        ([*HEALING, "--compression", "int8", __file__], "(--min-workers) cannot have compression='int8': leave out"),
+        ([*HEALING, "--devices", "cpu:0,cpu:1", __file__], "cannot have 2 devices in a worker: leave out that"),
+        (["run", "--workers", "2", "--staleness", "inf", __file__], "--staleness inf is asynchronous, and without p"),
+        (["run", "--workers", "2", "--checkpoint-roots", ".", __file__], "is for checkpoints that parameter servers"),
+        (["run", "--ps", "1", "--web", "0.0.0.0:0", __file__], "refusing to listen on 0.0.0.0:0: anybody who"),
         (["run", "--stripes", "4", __file__], "--stripes is for several workers and has no effect in one process"),
         (["worker", "--transport", "tcp", __file__], "--transport is for several workers and has no effect in one"),
     ],
@@ -236,6 +247,12 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
     assert code == 2
     assert words in " ".join(err.split())
     assert out == "" and "Traceback" not in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without GPUs")
+def test_nccl_without_gpus_is_refused_before_anything_starts() -> None:
+    code, _, err = invoke("run", "--workers", "2", "--transport", "nccl", __file__)
+    assert code == 2 and "NCCL was asked for, but torch sees no CUDA device here" in err
 
 
 def test_a_job_is_listed_as_it_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
+from stratagem.cluster.job_rules import check_healing
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.multi_worker_mirrored import refuse_what_does_not_heal
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("devices", "compression", "group", "named"),
+    ("num_devices", "compression", "is_nccl", "named"),
     [
-        ([CPU, CPU], None, "shm", "2 devices in a worker"),
-        ([CPU], "int8", "ring over tcp", "compression='int8'"),
-        ([CPU], None, "nccl", "NCCL"),
+        (2, None, False, "2 devices in a worker"),
+        (1, "int8", False, "compression='int8'"),
+        (1, None, True, "NCCL"),
     ],
 )
-def test_is_refused_by_name(devices: Any, compression: Any, group: str, named: str) -> None:
+def test_is_refused_by_name(num_devices: int, compression: str | None, is_nccl: bool, named: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"\(--min-workers\) cannot have {named}: leave out that"):
-        refuse_what_does_not_heal(devices, compression, group)
+        check_healing(num_devices, compression, is_nccl)
 
 
 def test_what_heals_is_not_refused() -> None:
-    for group in ("shm", "ring over tcp", "ring over grpc"):
-        refuse_what_does_not_heal([CPU], None, group)
+    check_healing(1, None, is_nccl=False)
+    check_healing(1, "", is_nccl=False)
