@@ -282,6 +282,20 @@ def better(
     return ""
 
 
+def warn_of_idle(group: Group, options: CommunicationOptions) -> None:
+    """Says which options do nothing where no lane is a ring's: in shared memory ranks read each other's, and NCCL has
+    its own."""
+    default = CommunicationOptions()
+    names = ("wire_dtype", "chunk_bytes", "stripes")
+    idle = [name for name in names if getattr(options, name) != getattr(default, name)]
+    if idle and not group.rank and not isinstance(group, RingGroup | TwoLevelGroup):
+        logger.warning(
+            "%s: no effect over %s, which has no lanes between hosts; leave it out, or take --transport tcp",
+            ", ".join(idle),
+            group.name,
+        )
+
+
 def check_agreement(said: Sequence[RankInfo]) -> None:
     for one in said[1:]:
         for name in {**said[0].options, **one.options}:

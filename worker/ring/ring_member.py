@@ -365,6 +365,7 @@ class RingMember:
             self._chunk_bytes = chunk_bytes = building.choose_chunk_bytes(communicator)
         chunks = f", chunks of {chunk_bytes or building.DEFAULT_BYTES:,} bytes" if isinstance(ring, RingGroup) else ""
         logger.info("rank %d of %d: %s, because %s%s", group.rank, group.size, group.name, plan.reason, chunks)
+        building.warn_of_idle(group, self._options)
         return communicator
 
     def _start_alone(self, name: str) -> Communicator:

@@ -95,6 +95,16 @@ def test_over_ipv6_the_sockets_are_ipv6_too() -> None:
         assert sums(ring_of(members)) == [3.0, 3.0]
 
 
+@pytest.mark.parametrize(("transport", "is_said"), [("shm", True), ("tcp", False)])
+def test_options_of_lanes_that_a_ring_in_shared_memory_does_not_have_are_said(
+    transport: Any, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = CommunicationOptions(transport=transport, wire_dtype="bfloat16", stripes=2)
+    with formed("127.0.0.1", [LaneListener("127.0.0.1"), LaneListener("127.0.0.1")], options):
+        pass
+    assert ("wire_dtype, stripes: no effect over shm" in caplog.text) == is_said
+
+
 def test_a_rank_that_is_late_is_named() -> None:
     with formed("127.0.0.1", [LaneListener("127.0.0.1"), LaneListener("127.0.0.1")], OVER_TCP) as members:
         first, second = ring_of(members)
