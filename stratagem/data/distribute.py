@@ -200,7 +200,8 @@ def _with_batches(source: Any, batch_size: int | None) -> Any:
         return DataLoader(source, batch_size=whole_number("a batch_size", batch_size))
     if batch_size is not None:
         raise ConfigurationError(f"batch_size is for a Dataset; a {type(source).__name__} has batches of its own")
-    if isinstance(source, str | bytes) or not hasattr(source, "__iter__"):
+    is_scalar = not getattr(source, "ndim", 1)  # a tensor, whose __iter__ raises
+    if isinstance(source, str | bytes) or is_scalar or not hasattr(source, "__iter__"):
         raise ConfigurationError(
             f"expected a DataLoader, a Dataset with batch_size=, or an iterable of batches, got {type(source).__name__}"
         )

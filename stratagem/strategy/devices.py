@@ -42,7 +42,10 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device] | N
     """
     if devices is None:
         return _own_part_of_gpus()
-    names = [devices] if isinstance(devices, str | torch.device) else list(devices)
+    try:
+        names = [devices] if isinstance(devices, str | torch.device) else list(devices)
+    except TypeError:
+        raise ConfigurationError(f"expected devices like ['cuda:0', 'cuda:1'], got {devices!r}") from None
     if not names:
         raise ConfigurationError("expected a device for each replica, got none; leave devices out for all GPUs")
     spelled = [_spelled(str(name)) for name in names]

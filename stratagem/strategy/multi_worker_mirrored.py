@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stratagem.arguments import checked
+from stratagem.arguments import check_kind, checked
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.cluster.job_rules import check_healing
 from stratagem.cluster.resolvers import ClusterResolver
@@ -74,13 +74,14 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         if isinstance(cluster_resolver, CommunicationImplementation | str):
             communication, cluster_resolver = cluster_resolver, None
         config, cluster = roles.join_or_alone(cluster_resolver)
-        own = parse_devices(devices or named_devices(config.devices))
+        own = parse_devices(named_devices(config.devices) if devices is None else devices)
         self.options = communication_options or config.communication_options(
             bytes_per_pack=config.bucket_bytes, timeout_seconds=config.collective_timeout_s
         )
         if communication is not None:
             self.options = dataclasses.replace(self.options, implementation=CommunicationImplementation(communication))
         chosen = config.compression if compression is None else compression
+        check_kind(chosen, str, GradientCompression)
         self._runtime = None if cluster is None else WorkerRuntime(config, cluster)
         if self._runtime is not None:
             roles.say_goodbye_at_exit(self._runtime)

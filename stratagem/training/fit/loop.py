@@ -260,7 +260,7 @@ def _leased(strategy: Strategy, servers: Servers, source: Any, num_steps: int | 
 
 def at_epochs(chosen: int | Collection[int]) -> Callable[[int], bool]:
     """Whether an epoch, from 0, has a validation: every so many, or those whose numbers, from 1, are given."""
-    if not isinstance(chosen, Collection):
+    if not isinstance(chosen, Collection) or not getattr(chosen, "ndim", 1):  # also a number of torch
         every = whole_number("validation_freq", chosen)
         return lambda number: not (number + 1) % every
     whole_numbers(**{f"validation_freq[{place}]": number for place, number in enumerate(chosen)})

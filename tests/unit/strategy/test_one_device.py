@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,23 @@ def test_devices_in_both_spellings() -> None:
     assert sg.OneDeviceStrategy("/cpu:0").device == torch.device("cpu")
     with pytest.raises(ConfigurationError, match="abc"):
         sg.OneDeviceStrategy("abc")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"devices": value} for value in (2, True, [], "", torch.tensor(2), torch.tensor([1.0, 2.0]))),
+        *({"compression": value} for value in (2, False, [], torch.tensor([1.0, 2.0]))),
+    ],
+)
+def test_wrong_arguments_of_a_ring_are_refused_in_a_process_of_its_own_too(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="expected"):
+        sg.MultiWorkerMirroredStrategy(**wrong)
+
+
+def test_a_tensor_that_is_a_number_is_no_dataset() -> None:
+    with pytest.raises(ConfigurationError, match="or an iterable of batches, got Tensor"):
+        sg.OneDeviceStrategy("cpu").distribute_dataset(torch.tensor(2))
 
 
 def test_wrong_arguments_of_prepare_are_named() -> None:
