@@ -25,7 +25,7 @@ from stratagem.cli.options import (
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES
 from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.job_rules import check_healing, no_effect
-from stratagem.cluster.sources import CONFIGS, ENV_PREFIX, flag_of, gather
+from stratagem.cluster.sources import CONFIGS, ENV_PREFIX, flag_of, gather, seed_of_job
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.local import only_writer, run_local
@@ -103,6 +103,8 @@ def _check_tasks(job: LocalJob) -> None:
     tasks than this host, or this user, bears; no such device."""
     check_size(job.num_workers, job.num_ps, job.num_threads)
     check_threads(job)
+    if not job.servers:
+        seed_of_job(os.environ)
     for task in (*job.servers, *job.workers):
         launch = plan_launch(job, task, RunFolders(Path()), os.environ, 1, chief_address="127.0.0.1:1")
         role, *arguments = launch.command[launch.command.index(task.type) :]

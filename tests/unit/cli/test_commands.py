@@ -249,6 +249,12 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
     assert out == "" and "Traceback" not in err
 
 
+def test_a_seed_in_the_environment_is_read_before_one_process_starts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_SEED", "x")
+    code, _, err = invoke("run", __file__)
+    assert code == 2 and "seed from environment STRATAGEM_SEED" in err and "started" not in err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without GPUs")
 def test_nccl_without_gpus_is_refused_before_anything_starts() -> None:
     code, _, err = invoke("run", "--workers", "2", "--transport", "nccl", __file__)
