@@ -153,16 +153,16 @@ def test_devices_in_both_spellings() -> None:
         sg.OneDeviceStrategy("abc")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"devices": value} for value in (2, True, [], "", torch.tensor(2), torch.tensor([1.0, 2.0]))),
-        *({"compression": value} for value in (2, False, [], torch.tensor([1.0, 2.0]))),
-    ],
-)
-def test_wrong_arguments_of_a_ring_are_refused_in_a_process_of_its_own_too(wrong: dict[str, Any]) -> None:
+WRONG: dict[str, list[Any]] = {
+    "devices": [2, True, [], "", torch.tensor(2), torch.tensor([1.0, 2.0])],
+    "compression": [2, False, [], torch.tensor([1.0, 2.0])],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_arguments_of_a_ring_are_refused_in_a_process_of_its_own_too(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected"):
-        sg.MultiWorkerMirroredStrategy(**wrong)
+        sg.MultiWorkerMirroredStrategy(**{name: value})
 
 
 def test_a_tensor_that_is_a_number_is_no_dataset() -> None:
