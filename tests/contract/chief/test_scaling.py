@@ -14,7 +14,7 @@ from stratagem.chief import wire
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
-from stratagem.cluster.units import Unit, UnitBitmap
+from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.status_view import from_reply
@@ -118,6 +118,27 @@ async def test_half_a_batch_is_in_what_another_number_of_ps_begins_from(tmp_path
         await until(lambda: worker.membership.num_ps == 2 and all(task.live for task in worker.membership.tasks))
         await until(lambda: first.token == 0)
         first.apply(Unit(1, 0, 0), 0, num_servers=1)
+        first.calls.clear()
+        await ask(worker, 1)
+        await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
+        assert "save" in first.calls
+
+
+async def test_the_other_half_of_a_batch_is_in_what_another_number_of_ps_begins_from(tmp_path: Path) -> None:
+    """Workers had made one update of each batch so far, so its first one counted as the batch: the checkpoint of the
+    change before was taken for this one, and the second optimizer's update was gone."""
+    async with contextlib.AsyncExitStack() as stack:
+        running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+        await stack.enter_async_context(ps(running.address, FakePs(1)))
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next(steps_per_unit=1)
+        first.apply(Unit(1, 0, 0), 0, num_servers=1)
+        await ask(worker, 2)
+        await until(lambda: worker.membership.num_ps == 2 and all(task.live for task in worker.membership.tasks))
+        await until(lambda: first.token == 0)
+        first.open[Update((Unit(1, 0, 0),), 1)] = 1
+        first.num_of_second = 1
         first.calls.clear()
         await ask(worker, 1)
         await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
