@@ -58,15 +58,16 @@ class TensorBoard(Callback):
         self._measured = {} if meter is None else meter.values()
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        if self.model.strategy.is_lead:
+            self._write_phases(epoch)
+            self.on_epoch_missed(epoch, {"learning_rate": self.model.learning_rate, **(logs or {})})
+
+    def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
         if not self.model.strategy.is_lead:
             return
         for name, value in (logs or {}).items():
-            is_validation = name.startswith("val_")
-            writer = self._writer("validation" if is_validation else "train")
+            writer = self._writer("validation" if name.startswith("val_") else "train")
             writer.add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
-        if "learning_rate" not in (logs or {}):
-            self._writer("train").add_scalar("epoch_learning_rate", self.model.learning_rate, epoch)
-        self._write_phases(epoch)
         for writer in self._writers.values():
             writer.flush()
 

@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.training.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau
+from stratagem.training.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, ReduceLROnPlateau, TensorBoard
 
 
 def test_a_worker_without_the_best_weights_meets_those_who_load_them() -> None:
@@ -45,3 +46,15 @@ def test_a_csv_has_the_epochs_that_others_lived(tmp_path: Path) -> None:
     logger.on_epoch_missed(0, {"loss": 2.0})
     logger.on_epoch_end(1, {"loss": 1.0})
     assert (tmp_path / "log.csv").read_text().split() == ["epoch,loss", "0,2.0", "1,1.0"]
+
+
+def test_a_tensorboard_has_the_epochs_that_others_lived(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = TensorBoard(tmp_path)
+    board.set_model(sg.Model(nn.Linear(1, 1)))
+    board.on_epoch_missed(0, {"loss": 2.0, "val_loss": 3.0})
+    board.on_epoch_missed(1, {"loss": 1.0, "val_loss": 2.0})
+    board.on_train_end()
+    for folder, values in ("train", [(0, 2.0), (1, 1.0)]), ("validation", [(0, 3.0), (1, 2.0)]):
+        events = accumulators.EventAccumulator(str(tmp_path / folder)).Reload()
+        assert [(event.step, event.value) for event in events.Scalars("epoch_loss")] == values
