@@ -31,7 +31,10 @@ CHIEF_S = 1.0
 TELL_S = 3.0
 """Seconds to wait until the other ranks have heard of a failure."""
 LOST = "who waits for each other may be on a network that drops large packets: look at its MTU"
-LEFT = "did one of them leave its loop early, with break or return, or skip a call that the other makes?"
+LEFT = (
+    "did one of them leave its loop early, with break or return, skip a call that the other makes, or go backward from "
+    "a loss that does not come from the model? (model(torch.zeros_like(x)) * 0).sum() is a loss of nothing that does"
+)
 LIVES_S = 5.0
 """Seconds that a rank may take to say where it stands, while nothing has failed."""
 
