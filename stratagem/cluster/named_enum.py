@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable
+from typing import Any
 
 from stratagem.errors import ConfigurationError
 
 
-class NamedEnum(enum.Enum):
+class _OneOf(enum.EnumType):
+    def __call__(cls: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(value, Hashable):  # Python would ask for the truth of "==", of which an array has several
+            cls._missing_(value)
+        return super().__call__(value, *args, **kwargs)
+
+
+class NamedEnum(enum.Enum, metaclass=_OneOf):
     """Base of the enums of the public API: ``Kind(given)`` accepts everything a caller may pass.
 
     ``Kind(Kind.SUM)``, ``Kind("SUM")`` and ``Kind("sum")`` are ``Kind.SUM``; the text of a value counts as a name.

@@ -65,7 +65,12 @@ class Preparation(GradientPolicy):
         for model in models:
             # As nn.Module.compile does it, but from a frame that is not torch's own: dynamo leaves those alone, so that
             # an nn.Sequential would not be compiled at all.
-            model._compiled_call_impl = torch.compile(_frame_around(model._call_impl), **options)
+            try:
+                model._compiled_call_impl = torch.compile(_frame_around(model._call_impl), **options)
+            except (RuntimeError, TypeError) as error:  # a mode, a backend or an argument that it does not have
+                raise ConfigurationError(
+                    f"expected torch_compile=True, a mode or arguments of torch.compile, got {chosen!r}: {error}"
+                ) from error
 
 
 def created_outside(module: nn.Module) -> None:

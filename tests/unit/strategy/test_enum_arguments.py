@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -97,10 +98,11 @@ ROWS: dict[str, Row] = {
     "EstimatorSpec.__init__(mode)": (sg.ModeKeys, lambda given, *_: _spec(given).mode, None),
 }
 
-REFUSED = ("foo", "", None, 0, True, Other.SUM)
+NAMELESS = ("foo", "", 0, True, Other.SUM, numpy.array([1, 2]), [1])
+REFUSED = (*NAMELESS, None)
 ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "MultiWorkerMirroredStrategy.__init__(cluster_resolver)": ("foo", ""),  # or a resolver, or None
-    "MultiWorkerMirroredStrategy.__init__(communication)": ("foo", "", 0, True, Other.SUM),  # or None
+    "MultiWorkerMirroredStrategy.__init__(communication)": NAMELESS,  # or None
 }
 
 

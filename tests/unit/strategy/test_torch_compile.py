@@ -62,9 +62,10 @@ def test_compiled_models_learn_the_same(build: Callable[[], sg.Strategy]) -> Non
     assert graphs >= len(strategy.local_devices) and not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_nonsense_is_refused() -> None:
+@pytest.mark.parametrize("given", [3, "2", {"mode": "fast"}, {"fast": True}])
+def test_nonsense_is_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="torch_compile"):
-        sg.OneDeviceStrategy("cpu").prepare(nn.Linear(1, 1), torch_compile=3)  # type: ignore[arg-type]
+        sg.OneDeviceStrategy("cpu").prepare(nn.Linear(1, 1), torch_compile=given)
 
 
 def test_a_step_of_several_replicas_that_is_compiled_runs_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
