@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import cmath
 import dataclasses
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from stratagem.arguments import above_zero
+from stratagem.arguments import above_zero, warn_once
 from stratagem.errors import ConfigurationError, NonFiniteGradientError
 from stratagem.measuring import measures
 from stratagem.worker.step_meter import StepMeter
+
+logger = logging.getLogger(__name__)
 
 SMALL_ELEMENTS = 4096
 """Of a gradient that is looked at together with others."""
@@ -91,6 +94,22 @@ def not_finite(where: str = "") -> NonFiniteGradientError:
         f"expected finite gradients, got NaN or Inf{where}; nothing was applied. Lower the learning rate, look at the "
         'loss, or call prepare(nan="skip") to skip and count such updates.'
     )
+
+
+def skipped(models: Iterable[torch.nn.Module], meter: StepMeter | None) -> None:
+    """An update of ``models`` was left out: ``meter`` counts it. What the forward pass wrote into buffers stays, as in
+    torch: a NaN in running statistics is there in every later step, of which a warning tells, once."""
+    if meter is not None:
+        meter.skipped += 1
+    buffers = [pair for model in models for pair in model.named_buffers() if pair[1].is_floating_point()]
+    if names := [name for name, buffer in buffers if bool(buffer.isnan().any())]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warn_once(
+            logger,
+            f"an update was skipped, but the forward pass left NaN in {', '.join(names[:3])}{more}, which no later "
+            "batch removes: look at the inputs before the forward pass, and leave out what is not finite; reset the "
+            "buffers (reset_running_stats() of a BatchNorm)",
+        )
 
 
 def guard(

@@ -125,7 +125,8 @@ class Strategy(WithWaysOut):
                 step: a mean is taken over the others, a sum adds the others unchanged.
             clip_norm: largest global norm of an optimizer's gradient, over all replicas and ps; None: no clipping.
             nan: "error": a NaN or Inf in a gradient raises ``NonFiniteGradientError``; "skip": the update is skipped
-                and counted.
+                and counted. What the forward pass wrote into buffers (``running_mean`` of a BatchNorm) stays, as in
+                torch; a warning names those that have NaN.
             sync_batchnorm: BatchNorm layers normalise over the batches of all replicas in sync, so that the result
                 equals one process on the joined batch; only in training, like torch's ``SyncBatchNorm`` (in ``eval()``
                 a layer without running statistics uses each replica's own examples).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy, has_current_strategy, pass_through, set_strategy
 from stratagem.strategy.prepared import Preparation
 from stratagem.strategy.replicas.context import run_alone
-from stratagem.worker.gradient_guard import guard
+from stratagem.worker.gradient_guard import guard, skipped
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import awaits_strategy
 from stratagem.worker.step_meter import active_meter
@@ -26,10 +27,11 @@ class DefaultStrategy(Strategy):
     places_models = False
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
-        preparation.compile(item for item in objects if isinstance(item, torch.nn.Module))
+        models = [item for item in objects if isinstance(item, torch.nn.Module)]
+        preparation.compile(models)
         for item in objects:
             if isinstance(item, torch.optim.Optimizer):
-                guard(item, preparation, lambda: None)
+                guard(item, preparation, functools.partial(skipped, models, None))
         return objects
 
     def _prepare_metric(self, metric: Any) -> None:

@@ -34,7 +34,7 @@ from stratagem.strategy.replicas.local_replicas import LocalReplicas, SeveralRep
 from stratagem.strategy.replicas.mirrored import drop_checks, foreign, original
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.synchronous_input import SynchronousInput
-from stratagem.worker.gradient_guard import guard, parameters_of
+from stratagem.worker.gradient_guard import guard, parameters_of, skipped
 from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch, follow
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
 from stratagem.worker.reduction.compression import GradientCompression
@@ -193,7 +193,8 @@ class SynchronousStrategy(SynchronousInput):
             if reducer is not None:  # before the guard, from which a skipped update has its gradients back
                 are_same = functools.partial(self._local.have_same_gradients, optimizer, replica)
                 follow(own, group, [each for each in self._reducers[replica] if each.reduces(group)], are_same)
-            guard(own, preparation, functools.partial(self._skipped, replica), self._local.meter)
+            counting = None if replica else self._meter  # all skip it
+            guard(own, preparation, functools.partial(skipped, models, counting), self._local.meter)
             if reducer is not None and isinstance(own, torch.optim.LBFGS):
                 share_loss(own, self._local.communicators[replica], weight)
             if not replica:
@@ -284,9 +285,6 @@ class SynchronousStrategy(SynchronousInput):
                 communicator.step += 1
             self._look_at_members()
         self._has_stepped = False
-
-    def _skipped(self, replica: int) -> None:
-        self._meter.skipped += replica == 0  # all skip it
 
     # -- steps -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from stratagem.measuring import measures
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.lane import Lane
 from stratagem.rpc.units import update_to_proto
-from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_finite, total_norm
+from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_finite, skipped, total_norm
 from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
 from stratagem.worker.push.hyper_parameters import HyperParameters
@@ -69,6 +69,8 @@ class GradientPush:
     on_backward: dataclasses.InitVar[Callable[[], None]]
     """Called in each backward that reaches a parameter."""
     _policy: GradientPolicy
+    _models: Sequence[torch.nn.Module]
+    """Prepared with it."""
     _closes: CloseReports
     """Closed units to report with the commit."""
     _meter: StepMeter
@@ -196,7 +198,7 @@ class GradientPush:
         with contextlib.suppress(PeerUnavailableError):  # a ps that is away hears of them when it is back
             self._closes.flush(MAX_WAITING)
         if scale is None:
-            self._meter.skipped += 1
+            skipped(self._models, self._meter)
             self._num_skipped += 1
             logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", self._meter.skipped)
 

@@ -116,7 +116,7 @@ class VariableGroups:
             state.begin(variables.is_given)
             if tables:
                 TableState(optimizer, [*every_table(tables)])
-            treated = policy, self.closes, self._runtime.meter, self.recover, self.reads
+            treated = policy, models, self.closes, self._runtime.meter, self.recover, self.reads
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
         self.pushes += pushes
         return pushes
