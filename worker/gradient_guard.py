@@ -97,10 +97,12 @@ def not_finite(where: str = "") -> NonFiniteGradientError:
 
 
 def skipped(models: Iterable[torch.nn.Module], meter: StepMeter | None) -> None:
-    """An update of ``models`` was left out: ``meter`` counts it. What the forward pass wrote into buffers stays, as in
-    torch: a NaN in running statistics is there in every later step, of which a warning tells, once."""
+    """An update of ``models`` was left out: ``meter`` counts it, which a line tells. What the forward pass wrote into
+    buffers stays, as in torch: a NaN in running statistics is there in every later step, of which a warning tells,
+    once."""
     if meter is not None:
         meter.skipped += 1
+        logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", meter.skipped)
     buffers = [pair for model in models for pair in model.named_buffers() if pair[1].is_floating_point()]
     if names := [name for name, buffer in buffers if bool(buffer.isnan().any())]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -200,7 +200,6 @@ class GradientPush:
         if scale is None:
             skipped(self._models, self._meter)
             self._num_skipped += 1
-            logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", self._meter.skipped)
 
     @property
     def num_applied(self) -> int:

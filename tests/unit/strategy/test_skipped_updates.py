@@ -57,3 +57,4 @@ def test_a_skipped_update_tells_of_nan_in_buffers(
         strategy.run(step, args=(sg.PerReplica(tuple(replicas)), factor))
         assert ("NaN in 0.running_mean, 0.running_var, which" in caplog.text) == is_told
     assert caplog.text.count("NaN in") == 1
+    assert caplog.text.count("skipped an update with") == (2 if strategy.places_models else 0)
