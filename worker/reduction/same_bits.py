@@ -63,7 +63,7 @@ class SameBits:
         """Finds out what differs, and where. Every rank has to call it. Raises ConfigurationError: names the rank and
         what it has."""
         settings = [
-            f"{type(optimizer).__name__}({', '.join(f'{name}={group.get(name)!r}' for name in optimizer.defaults)})"
+            f"{type(optimizer).__name__}({', '.join(f'{name}={group[name]!r}' for name in _names(optimizer, group))})"
             for optimizer in self._optimizers()
             for group in optimizer.param_groups
         ]
@@ -127,9 +127,14 @@ def alike(values: Sequence[float]) -> bool:
     return len({value for value in values if value}) < 2
 
 
+def _names(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> list[str]:
+    """Of its settings. Torch adds defaults to an optimizer that loads a state, and groups do not have those."""
+    return [name for name in optimizer.defaults if name in group]
+
+
 def _settings(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> list[object]:
     """Numbers and texts; a tensor on a device would have to be waited for."""
-    values = [group.get(name) for name in optimizer.defaults]
+    values = [group[name] for name in _names(optimizer, group)]
     return [
         (value.tolist() if value.device.type == "cpu" else None) if isinstance(value, torch.Tensor) else value
         for value in values

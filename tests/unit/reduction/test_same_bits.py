@@ -99,6 +99,17 @@ def test_a_function_among_the_settings_is_the_same_wherever_it_lies() -> None:
         assert step == 2 and "worker:1 has Adam(lr=1.0" in text
 
 
+def test_a_state_that_one_rank_alone_loads_changes_no_setting() -> None:
+    """As a newcomer to a ring does."""
+    table = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = torch.optim.SparseAdam([table])
+    looks = SameBits([table], ["table"], "worker:0", lambda: [optimizer])
+    before, _ = looks.look()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert "differentiable" in optimizer.defaults, "torch adds it"
+    assert looks.look()[0] == before
+
+
 def flip(model: Any, position: int) -> None:
     """One bit of one weight."""
     with torch.no_grad():
