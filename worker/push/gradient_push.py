@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_fini
 from stratagem.worker.push import wire
 from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
 from stratagem.worker.push.hyper_parameters import HyperParameters
-from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
+from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted, insist
 from stratagem.worker.push.remote_tables import RemoteTables, by_group, every_table
 from stratagem.worker.push.row_reads import RowReads, RowsAhead
 from stratagem.worker.push.staging import GradientStaging
@@ -112,12 +112,17 @@ class GradientPush:
 
     def has_begun(self) -> bool:
         """Whether the ps have made updates of what this optimizer changes, or were given a state that knows of some."""
-        placed = [
-            *self._layout.shards,
-            *((each.group, ps) for each in self._table_groups for ps in each.servers),
-        ]
-        pulls = (wire.pull_weights(self._clients[ps], {group: None}).result(lambda _: None) for group, ps in placed)
-        return any(any(reply.step_counts) for reply in pulls)
+        return any(any(reply.step_counts) for reply in self._pulls())
+
+    def num_before(self) -> int:
+        """Updates that the ps have made of what this optimizer changes: the ps are asked."""
+        return max([version.num_updates for reply in self._pulls() for version in reply.versions], default=0)
+
+    def _pulls(self) -> Iterator[Any]:
+        of_tables = ((each.group, ps) for each in self._table_groups for ps in each.servers)
+        for group, ps in (*self._layout.shards, *of_tables):
+            peer, have = self._clients[ps], {group: None}
+            yield insist(lambda: wire.pull_weights(peer, have).result(lambda _: None), lambda: self._reconnect(peer))  # noqa: B023
 
     def rerouted(self) -> None:
         """The variables lie elsewhere: an update that is under way begins anew."""

@@ -39,23 +39,28 @@ class _JobPlace:
         self._scheduler, self._push, self._chief = scheduler, push, chief
         self._topic = SCHEDULES + type(scheduler).__name__, ordinal
         self._is_told = False
+        self.num_before = 0
+        """Updates of the job before this worker's first, when it lacked steps."""
 
-    def stepped(self, num_since: int, num_updates: int | None) -> None:
+    def stepped(self, num_since: int, num_updates: int) -> None:
         """A step of this worker's loop, ``num_since`` of its updates after the last one. Whoever first makes one with
-        an update tells how many updates (of the job; None: not known) there are more than steps, unless there are steps
+        an update tells how many updates of the job there are more than steps, unless there are steps
         without an update, too."""
-        if num_since == 1 and not self._is_told and num_updates is not None:
+        if num_since == 1 and not self._is_told:
             self._chief.record_logs(*self._topic, {"more": num_updates - _place(self._scheduler)})
         self._is_told |= num_since <= 1
 
     def lacking(self) -> int | None:
         """Steps to it; None: this worker has made updates since it started, or nobody has told."""
         num_updates = 0 if self._push.num_pushed else self._push.num_of_others
+        if num_updates is None:  # of tables there are no copies here
+            num_updates = self._push.num_before()
         if num_updates:  # by others: torch warns of a scheduler that steps first
             vars(self._scheduler.optimizer)["_opt_called"] = True
         told = self._chief.logs(*self._topic) if num_updates else None
-        if told is None or num_updates is None:
+        if told is None:
             return None
+        self.num_before = num_updates
         return num_updates - int(told["more"]) - _place(self._scheduler)
 
 
@@ -111,7 +116,7 @@ def follow(
     def begin(_: int) -> None:
         nonlocal num_applied
         if (number := job.lacking()) is not None:
-            num_applied = push.num_of_others or 0
+            num_applied = job.num_before
             for _ in range(number):
                 kind.step(scheduler)
 
@@ -154,7 +159,8 @@ def keep_up(
         num_pushed = push.num_pushed
         kind.step(self, *args, **kwargs)
         if is_of_loop:
-            job.stepped(num_since, None if push.num_of_others is None else push.num_of_others + num_pushed)
+            others = push.num_of_others
+            job.stepped(num_since, push.num_applied if others is None else others + num_pushed)
 
     def missed(gap: int) -> None:
         nonlocal num_of_others

@@ -23,6 +23,11 @@ class Job:
     in_loop: bool = True
     is_paced: bool = False
     optimizer: Any = None
+    num_asked: int = 0
+    """What the ps answer."""
+
+    def num_before(self) -> int:
+        return self.num_asked
 
     def update(self, num_others: int) -> None:
         """One update of this worker, after some of others."""
@@ -217,6 +222,31 @@ def test_a_worker_that_starts_again_has_the_place_of_the_job_before_its_first_up
     scheduler.step()
     begin(0)
     assert scheduler.last_epoch == 5
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_the_place_in_a_schedule_of_tables_is_asked_of_the_ps(in_step: bool) -> None:
+    chief = cast(Any, Chief())
+
+    def worker(job: Job) -> tuple[Any, Any]:
+        scheduler = lr_scheduler.ExponentialLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0), 0.5)
+        scheduler.optimizer.step()
+        if in_step:
+            return scheduler, keep_up(scheduler, cast(Any, job), lambda: True, lambda: 1, chief, 0)
+        return scheduler, follow(scheduler, cast(Any, job), lambda: True, chief, 0)
+
+    first = Job(num_of_others=None)
+    scheduler, _ = worker(first)
+    for _ in range(3):
+        first.update(0)
+        scheduler.step()
+    again = Job(num_of_others=None, num_asked=3)
+    scheduler, tell = worker(again)
+    tell(0)
+    assert scheduler.last_epoch == 3
+    again.update(3)
+    scheduler.step()
+    assert scheduler.last_epoch == 4
 
 
 def test_at_staleness_0_a_chain_of_schedulers_is_stepped_to_its_place() -> None:
