@@ -13,7 +13,7 @@ from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import StopJob
 from stratagem.chief.membership.session_streams import SessionStreams
-from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_PREEMPTED
+from stratagem.cluster.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_NO_RETRY, EXIT_PREEMPTED
 from stratagem.errors import PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class JobEnd(ChiefPart):
 
     async def see_off(self, stop: StopJob) -> int:
         """Takes the last checkpoint, tells all tasks, and waits until they have gone; returns the chief's exit code:
-        that of the job, or 1 where what was done is not on the disk, on which it was to stay."""
+        that of the job; where what was done is not on the disk, on which it was to stay, 1, then 42 of the next one."""
         log = logger.info if stop.exit_code == 0 else logger.error
         log("The job ends with exit code %d: %s", stop.exit_code, stop.reason)
         # Scripts may end before every task of their cluster has started, and a ps may have died a moment ago: who comes
@@ -85,7 +85,7 @@ class JobEnd(ChiefPart):
         newest = next(iter(checkpoints.newest(self._config.checkpoint_dir) or ["none"]))
         words = "The %s but not saved: no last checkpoint (%s); the newest is %s. A job that is started%s resumes "
         logger.error(words + "from that", what, unsaved, newest, how)
-        return 1
+        return EXIT_NO_RETRY if goes_on else EXIT_FAILED  # another restart would only say the same again
 
     async def _save_last(self, is_done: bool) -> str:
         """Of a job that ``is_done``, waits for a ps that is away as long as while it ran: without it, what the others
