@@ -117,6 +117,33 @@ def test_helm_upgrade_with_another_image_changes_nothing_and_says_what_to_do() -
         assert "job.batch/digits-ps-2" in space.names()
 
 
+def test_helm_install_waits_for_no_volume_that_is_being_deleted() -> None:
+    """The new job took the old one's volume, lost it with the last of the old pods, and its own waited for ever."""
+    need_cluster()
+    with namespace(f"again-{os.getpid()}") as space, unpacked() as tools:
+
+        def release(verb: str, *options: str) -> None:
+            tools.helm(verb, "digits", *options, "--namespace", space.name)
+
+        def hold(*finalizers: str) -> None:
+            patch = json.dumps({"metadata": {"finalizers": finalizers}})
+            space.kubectl("patch", "pvc", "digits", "--type=merge", "--patch", patch)
+
+        install = ("install", str(CHART), "--server-side=false", "--set=image=nowhere:1")
+        release(*install)
+        hold("stratagem.test/held")
+        release("uninstall")
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            release(*install)
+        advice = f"kubectl --namespace {space.name} wait --for=delete --timeout=-1s pvc/digits"
+        assert advice in refused.value.stderr
+        assert not space.find("jobs")
+        hold()
+        space.kubectl(*advice.replace("-1s", "60s").split()[3:], code=None)  # an error: it may be gone by now
+        release(*install)
+        assert {"persistentvolumeclaim/digits", "job.batch/digits-ps-0"} <= space.names()
+
+
 KEPT: list[tuple[dict[str, Any], dict[str, Any], str, bool]] = [
     ({"staleness": 2}, {"staleness": 0}, "keeps its staleness 2, and would end with 2 at staleness 0", False),
     ({"staleness": 0}, {"staleness": 0, "worker": {"count": 3}}, "keeps its staleness 0 and worker.count 2", False),

@@ -37,7 +37,11 @@
 {{- fail (printf "expected a port for the page other than %d" (int .Values.port)) -}}
 {{- end -}}
 {{- $kept := include "stratagem.kept" . -}}
-{{- $before := dig "metadata" "annotations" "stratagem/kept" $kept (lookup "v1" "PersistentVolumeClaim" .Release.Namespace .Release.Name) -}}
+{{- $volume := lookup "v1" "PersistentVolumeClaim" .Release.Namespace .Release.Name -}}
+{{- if dig "metadata" "deletionTimestamp" "" $volume -}}
+{{- fail (printf "the volume of the last job %s is still being deleted, and its pods would wait for it for ever. Say this again after: kubectl --namespace %s wait --for=delete --timeout=-1s pvc/%s" .Release.Name .Release.Namespace .Release.Name) -}}
+{{- end -}}
+{{- $before := dig "metadata" "annotations" "stratagem/kept" $kept $volume -}}
 {{- if and $kept (ne $kept $before) -}}
 {{- fail (printf "the job %s keeps its %s, and would end with 2 at %s: take that again, or a release of another name (helm uninstall deletes the volume, with its checkpoints)" .Release.Name $before $kept) -}}
 {{- end -}}
