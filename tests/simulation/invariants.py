@@ -357,8 +357,8 @@ class Invariants:
         kept = {path.name for path in pathlib.Path(cluster.checkpoint_dir).glob("step-*")}
         if job.ps_pool.without_memory and kept <= cluster.disk.flipped:
             return  # the log says that there is no last checkpoint, and that no other one is whole
-        # 1, where the work is done and is not on the disk: all counts hold then too.
-        if cluster.finished != bool(job.journal.history.unsaved):
+        # Where the work is done and is not on the disk all counts hold, too.
+        if cluster.finished not in ((1, 42) if job.journal.history.unsaved else (0,)):
             stopping = job.sessions.stopping
             reason = stopping.reason if stopping else "-"
             # The first checkpoint has to be written, and a ps without memory needs one that is whole.
