@@ -233,7 +233,8 @@ class Maintenance(ChiefPart):
             except (CheckpointError, ForbiddenError) as error:  # as it is, a ps was not started for the folder
                 self._stop(2, str(error))
             except StratagemError as error:
-                self._tell_delay("The first checkpoint has to wait", error, is_trained)
+                which = "The first" if newest is None else "A"
+                self._tell_delay(f"{which} checkpoint has to wait", error, is_trained)
 
     def _found(self) -> CommittedCheckpoint | None:
         """The newest that is there, of an earlier chief or job perhaps."""
