@@ -80,7 +80,7 @@ SAME_S = 2.0
 
 
 Note = Callable[[str, Sequence[Incarnation]], None]
-"""Of a call: what it waits for, and for whom to do it."""
+"""Of a call: what it waits for, and for whom to do it; for nobody in particular: ()."""
 
 
 class Waits:
@@ -120,7 +120,7 @@ class Waits:
         if self._calls.get(incarnation) is not call:
             return
         self.others[incarnation] = others
-        text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
+        text = f"{', '.join(other.task for other in others)} {what}" if others else what
         if self.noted.get(incarnation, ("",))[0] != text:
             now = self._clock()
             before, since, until = self._left.pop(incarnation, ("", now, now))

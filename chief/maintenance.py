@@ -15,7 +15,7 @@ from stratagem.chief.checkpointing.saving import (
     of_untaken,
     untaken,
 )
-from stratagem.chief.chief_state import ChiefPart, ChiefState, Work
+from stratagem.chief.chief_state import ChiefPart, ChiefState, Note, Work
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.task import Incarnation
@@ -71,7 +71,7 @@ class Maintenance(ChiefPart):
         ):
             self._start(self._watch)  # one that held nothing has something now, of a model that was prepared since
 
-    async def first_checkpoint(self, caller: Incarnation, num_groups: int) -> None:
+    async def first_checkpoint(self, caller: Incarnation, num_groups: int, note: Note) -> None:
         """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one. It has
         all of the shard groups that the caller has prepared: ``num_groups``, counted on each ps. For what is prepared
         later there is another one. StaleStoreError: a ps has no values, or not all, which the caller may give it."""
@@ -95,6 +95,7 @@ class Maintenance(ChiefPart):
         while self._lacks_prepared(num_groups):
             await self._watch()
             self._check_attached(num_groups)
+            note("a checkpoint of what it has prepared", ())  # so it sends nothing meanwhile that this could wait for
             if not await asyncio.shield(self._save_prepared(num_groups)):
                 break
             await self._admit(caller)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from stratagem.chief.chief_state import ChiefState
+from stratagem.chief.chief_state import ChiefState, Note
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.leasing.evaluations import Evaluations, RunningEvaluation, Versions
 from stratagem.chief.leasing.leases import Leases
@@ -55,7 +55,7 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
         await self._let_go_of_deserted()
         self._changed.notify()
 
-    async def ask(self, request: LeaseRequest[EvaluationPass]) -> Leases:
+    async def ask(self, request: LeaseRequest[EvaluationPass], note: Note) -> Leases:
         """Leases units of the weights that there are now. PeerUnavailableError: commits cannot be held now."""
         evaluated = request.units_of
         name, evaluation = evaluated.name, self.evaluations.open(evaluated.name, evaluated.plan)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from stratagem.chief.chief_state import ChiefPart, ChiefState
+from stratagem.chief.chief_state import ChiefPart, ChiefState, Note
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.counting.metric_store import MetricStore
 from stratagem.chief.leasing.leases import Leases
@@ -86,10 +86,10 @@ class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
             return Leases()
         with self._waits.of(request.incarnation) as note:
             while True:
-                leases = await self.ask(request)
+                leases = await self.ask(request, note)
                 if leases.granted or leases.end or not request.wait:
                     return leases
-                note(self.what_for(request), leases.waits_for)
+                note(self.what_for(request) if leases.waits_for else "units that are pending", leases.waits_for)
                 await self._changed.wait()
                 await self._admit(request.incarnation)
 
@@ -102,7 +102,7 @@ class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
         """Takes back what the caller holds of the pass."""
 
     @abc.abstractmethod
-    async def ask(self, request: LeaseRequest[Pass]) -> Leases:
+    async def ask(self, request: LeaseRequest[Pass], note: Note) -> Leases:
         """What can be leased now."""
 
     @abc.abstractmethod
@@ -177,10 +177,10 @@ class TrainingUnits(UnitLender[TrainingPass]):
 
         await self._recovery.take_out(who, left)
 
-    async def ask(self, request: LeaseRequest[TrainingPass]) -> Leases:
+    async def ask(self, request: LeaseRequest[TrainingPass], note: Note) -> Leases:
         """Leases units, the first ones once there is a checkpoint."""
         incarnation, data = request.incarnation, request.units_of
-        await self._maintenance.first_checkpoint(incarnation, request.num_groups)
+        await self._maintenance.first_checkpoint(incarnation, request.num_groups, note)
 
         def workers() -> list[Incarnation]:
             agreements = self._metric_store.agreements

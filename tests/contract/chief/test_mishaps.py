@@ -835,6 +835,27 @@ async def test_no_unit_of_a_model_that_is_prepared_later_is_leased_before_a_chec
         assert ("No checkpoint: " in caplog.text) is fails
 
 
+async def test_the_checkpoint_of_a_model_that_is_prepared_later_waits_for_no_update_of_a_dead_worker(
+    tmp_path: Path,
+) -> None:
+    """Nobody completed it before a unit was leased, and that waited for the checkpoint."""
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=2) as (running, [worker, other], servers):
+        for server in servers:
+            server.groups = [0]
+        for each in (worker, other):
+            await each.open()
+            await each.next(num_groups=2)
+        applied(servers, 0, close=True)
+        servers[0].apply(Unit(1, 0, 1))
+        other.goodbye(exit_code=1)
+        await until(lambda: running.job.sessions.fenced.get("worker:1"))
+        for server in servers:
+            server.groups = [0, 16]
+        assert [lease.unit.index for lease in (await worker.next([0], num_groups=4)).leases] == [1]
+        found = checkpoints.newest(str(tmp_path))
+        assert found is not None and found[1].num_groups == 4
+
+
 async def test_a_checkpoint_in_the_middle_of_a_batch_is_replaced_by_one_of_the_rest(tmp_path: Path) -> None:
     """Two optimizers, with variables on two ps: by the second one's update neither has a step more than the other."""
     async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
