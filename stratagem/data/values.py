@@ -15,7 +15,7 @@ _WAYS_OUT = (
     "a PerReplica holds one value for each replica: strategy.reduce_mean combines them into one, "
     "strategy.local_results gives those of this process, and strategy.run takes it whole"
 )
-__all__ = ["PerReplica", "ReduceOp", "ValueContext", "local_values", "part_of_replica"]
+__all__ = ["OnReplicas", "PerReplica", "ReduceOp", "ValueContext", "local_values", "part_of_replica"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +51,33 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
+class OnReplicas:
+    """An object that has a value on each local replica, and one outside of them."""
+
+    num_values: int
+    """Number of local replicas."""
+    may_differ: bool
+    """Whether a replica's value can be another one than those of the others."""
+
+    def value_on(self, replica: int) -> Any:
+        """That of a local replica."""
+        raise NotImplementedError
+
+
 def local_values(value: Any) -> tuple[Any, ...]:
-    """The values in ``value``: those of a :class:`PerReplica`, also inside dicts, lists and tuples, or ``value``."""
+    """The values in ``value``: those of a :class:`PerReplica` or a variable, also inside dicts, lists and tuples, or
+    ``value``. Of a variable that a replica returned, it is the one on that replica."""
     if isinstance(value, PerReplica):
-        return value.values
-    counts = [len(leaf.values) for leaf in values_in(value) if isinstance(leaf, PerReplica)]
-    return tuple(part_of_replica(value, replica) for replica in range(max(counts, default=0))) or (value,)
+        return tuple(_value_on(part, replica) for replica, part in enumerate(value.values))
+    leaves = values_in(value)
+    counts = [len(leaf.values) for leaf in leaves if isinstance(leaf, PerReplica)]
+    counts += [leaf.num_values for leaf in leaves if isinstance(leaf, OnReplicas)]
+    parts = (part_of_replica(value, replica) for replica in range(max(counts, default=0)))
+    return tuple(_value_on(part, replica) for replica, part in enumerate(parts)) or (value,)
+
+
+def _value_on(value: Any, replica: int) -> Any:
+    return map_values(value, lambda leaf: leaf.value_on(replica) if isinstance(leaf, OnReplicas) else leaf)
 
 
 def part_of_replica(value: Any, replica: int) -> Any:

@@ -308,7 +308,8 @@ class Strategy(WithWaysOut):
 
         Args:
             op: the member or its name; MEAN with an axis divides by the number of elements along it, over all replicas.
-            value: a :class:`PerReplica` of tensors, numbers, or dicts, lists and tuples of them.
+            value: a :class:`PerReplica` of tensors, numbers, or dicts, lists and tuples of them; a variable is what
+                it is on each replica.
             axis: None or 0.
 
         Returns:
@@ -338,7 +339,7 @@ class Strategy(WithWaysOut):
         return self._cross_replica.gather(value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The local replicas' values."""
+        """The local replicas' values; of a variable too."""
         return local_values(value)
 
     @checked

@@ -11,7 +11,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.data.nested import map_values, outline, refilled, values_in
-from stratagem.data.values import PerReplica, local_values
+from stratagem.data.values import OnReplicas, PerReplica, local_values
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import current_replica
@@ -33,10 +33,12 @@ class CrossReplica:
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
         if axis not in (None, 0):
             raise ConfigurationError(f"expected axis None or 0, got {axis!r}")
-        if len(local_values(value)) == 1 < self._num_local:
+        self._check_outside()
+        is_one = isinstance(value, OnReplicas) and axis is None and not value.may_differ
+        if (is_one or len(local_values(value)) == 1) and self._num_local > 1:
             if op is not ReduceOp.MEAN or axis is not None:
                 instead = "give it what strategy.run or distribute_values_from_function returned"
-                if isinstance(value, TensorOperators):
+                if isinstance(value, OnReplicas):
                     instead = "value() is what it has on all of them together"
                 raise ConfigurationError(
                     f"reduce(ReduceOp.{op.name}) expects one value for each of the {self._num_local} local replicas, "
@@ -47,28 +49,32 @@ class CrossReplica:
         return self._structured(value, functools.partial(one, op))
 
     def reduce_mean(self, value: Any) -> Any:
+        self._check_outside()
         if isinstance(value, dict | list | tuple):
             return map_values(value, self.reduce_mean)  # each may have shares of its own
         shares = value.shares if isinstance(value, PerReplica) and value.shares else (1.0,) * len(local_values(value))
         return self._structured(value, functools.partial(self._weighted_mean, shares))
 
     def gather(self, value: Any, axis: int) -> Any:
+        self._check_outside()
         return self._structured(value, functools.partial(self._concatenated, axis))
 
     def _structured(self, value: Any, one: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
         """Applies ``one`` to every place in the structure of the replicas' values."""
-        if self._num_local > 1 and current_replica() is not None:
-            raise ConfigurationError(
-                "strategy.reduce, reduce_mean and gather inside strategy.run: they combine the values of all replicas, "
-                "and this is the step of one. Return the value and reduce what run returns, or use all_reduce and "
-                "all_gather of sg.get_replica_context()"
-            )
         parts = local_values(value)
         if any(outline(part) != outline(parts[0]) for part in parts):
             texts = ", ".join(dict.fromkeys(map(outline, parts)))
             raise ConfigurationError(f"expected values of one structure from all replicas, got {texts}")
         columns = zip(*([as_tensor(one).detach() for one in values_in(part)] for part in parts), strict=True)
         return refilled(parts[0], [one(column) for column in columns])
+
+    def _check_outside(self) -> None:
+        if self._num_local > 1 and current_replica() is not None:
+            raise ConfigurationError(
+                "strategy.reduce, reduce_mean and gather inside strategy.run: they combine the values of all replicas, "
+                "and this is the step of one. Return the value and reduce what run returns, or use all_reduce and "
+                "all_gather of sg.get_replica_context()"
+            )
 
     def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         total = self._local(op, [operand(op, part) for part in parts])

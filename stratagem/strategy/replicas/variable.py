@@ -12,7 +12,7 @@ from torch import nn
 
 from stratagem.arguments import checked, known_arguments
 from stratagem.cluster.named_enum import NamedEnum
-from stratagem.data.values import PerReplica, ReduceOp
+from stratagem.data.values import OnReplicas, PerReplica, ReduceOp
 from stratagem.errors import ConfigurationError, VariableError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
@@ -50,7 +50,7 @@ _Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @checked
-class Variable(TensorOperators, WithWaysOut):
+class Variable(TensorOperators, OnReplicas, WithWaysOut):
     """A named tensor that belongs to the strategy in whose scope it is created; outside any scope, a plain one.
 
     Inside ``strategy.run`` it is the value of the calling replica; elsewhere, of all replicas together. It takes
@@ -131,11 +131,25 @@ class Variable(TensorOperators, WithWaysOut):
             ConfigurationError: an ON_READ variable without aggregation, read outside replicas when it has several.
         """
         if (context := replica_of(self._strategy)) is not None:
-            replica = self._local(context)
-            return self.tensors[self._index(replica)].to(self._devices[replica])
+            return self.value_on(self._local(context))
         if self.synchronization is VariableSynchronization.ON_WRITE:
             return self.tensors[0]
         return self._aggregate(PerReplica(tuple(self.tensors)), "reading")
+
+    def value_on(self, replica: int) -> torch.Tensor:
+        """The value of a local replica; a plain variable has the same on all."""
+        replica %= self.num_values
+        return self.tensors[self._index(replica)].to(self._devices[replica])
+
+    @property
+    def num_values(self) -> int:  # type: ignore[override]
+        """Number of local replicas of the strategy that it belongs to."""
+        return len(self._devices)
+
+    @property
+    def may_differ(self) -> bool:  # type: ignore[override]
+        """Whether each replica keeps a value of its own."""
+        return self.synchronization is VariableSynchronization.ON_READ
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy of the value as an array."""

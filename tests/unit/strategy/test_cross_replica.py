@@ -113,3 +113,39 @@ def test_what_cannot_be_reduced_or_gathered_is_named(strategy: sg.Strategy) -> N
     for make in makes:
         with pytest.raises(ConfigurationError, match="differ along that axis alone"):
             strategy.gather(values(strategy, make), 0)
+
+
+@pytest.mark.parametrize("aggregation", ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_a_variable_with_a_value_on_each_replica_is_combined_as_those_values(
+    strategy: sg.Strategy, aggregation: str
+) -> None:
+    """The numbers are TensorFlow 2.21's; what its own aggregation makes of the values does not matter."""
+    with strategy.scope():
+        seen = sg.Variable([0.0], aggregation, "ON_READ")
+
+    def step() -> dict[str, sg.Variable]:
+        return {"seen": seen.assign([here().replica_id_in_sync_group + 1.0])}
+
+    returned = strategy.run(step)
+    for value in (returned, {"seen": seen}):
+        assert strategy.reduce("SUM", value) == {"seen": torch.tensor([3.0])}
+        assert strategy.reduce("MEAN", value) == {"seen": torch.tensor([1.5])}
+        assert strategy.gather(value, axis=0)["seen"].tolist() == [1.0, 2.0]
+        assert [one["seen"].tolist() for one in strategy.local_results(value)] == [[1.0], [2.0]]
+    assert float(strategy.reduce("SUM", seen)) == 3.0 and len(strategy.local_results(seen)) == 2
+
+
+def test_a_variable_with_one_value_is_it_on_each_replica(strategy: sg.Strategy) -> None:
+    """As in TensorFlow 2.21, which refuses the sum of such a variable too."""
+    with strategy.scope():
+        rate = sg.Variable([5.0])
+    assert [one.tolist() for one in strategy.local_results(rate)] == [[5.0], [5.0]]
+    assert strategy.gather(rate, axis=0).tolist() == [5.0, 5.0]
+    assert strategy.reduce("MEAN", rate).tolist() == [5.0] and float(strategy.reduce("SUM", rate, axis=0)) == 10.0
+    with pytest.raises(ConfigurationError, match=r"value\(\) is what it has on all of them together"):
+        strategy.reduce("SUM", rate)
+
+
+def test_a_sum_in_the_step_of_one_says_what_to_use_there(strategy: sg.Strategy) -> None:
+    with pytest.raises(ConfigurationError, match="use all_reduce and all_gather"):
+        strategy.run(lambda: strategy.reduce("SUM", torch.ones(())))
