@@ -26,7 +26,7 @@ from stratagem.strategy.cross_replica import as_tensor, check_axis, concatenated
 from stratagem.strategy.current import current_strategy, has_current_strategy
 from stratagem.strategy.prepared import created_outside
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
-from stratagem.strategy.replicas.replica_threads import ReplicaThreads
+from stratagem.strategy.replicas.replica_threads import RUN_INSIDE_RUN, ReplicaThreads
 from stratagem.tensorflow_names import WithWaysOut
 from stratagem.worker.ring.communicator import Communicator
 
@@ -330,6 +330,9 @@ class _Entered:
         self._here, self._strategy = here, strategy
 
     def __enter__(self) -> None:
+        is_inside = _here.get() is not _Here.OUTSIDE and isinstance(self._here, ReplicaContext)
+        if is_inside and current_strategy() is self._strategy:  # ReplicaThreads refuses it where there are several
+            raise ConfigurationError(RUN_INSIDE_RUN)
         self._scope = None if current_strategy() is self._strategy else self._strategy.scope()
         if self._scope is not None:
             self._scope.__enter__()

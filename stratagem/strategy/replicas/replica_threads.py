@@ -81,6 +81,9 @@ class _ThreadReplica:
     thread: int
 
 
+RUN_INSIDE_RUN = (
+    "strategy.run inside strategy.run: a replica's step cannot start all replicas; call the function itself"
+)
 _thread_replica: contextvars.ContextVar[_ThreadReplica | None] = contextvars.ContextVar("thread_replica", default=None)
 
 
@@ -146,7 +149,7 @@ class ReplicaThreads:
             raise ConfigurationError(f"expected {self.size} callables, one for each replica, got {len(work)}")
         running = self._run
         if self._own_thread_replica() is not None or (running is not None and running.caller == threading.get_ident()):
-            raise ConfigurationError("strategy.run inside strategy.run: a replica's step cannot start all replicas")
+            raise ConfigurationError(RUN_INSIDE_RUN)
         with self._one_at_a_time:
             self.check_open()
             run = _Run(self.size)

@@ -296,3 +296,16 @@ def test_weights_of_gradients_that_are_added_are_refused(is_said_first: bool) ->
     with pytest.raises(ConfigurationError, match=r"no_sync\(\) together form one mean .* a single replica"):
         strategy.run(add, args=(2.0 if is_said_first else None,))
         strategy.run(step, args=(2.0,))
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu:0", "cpu:1"]], ids=["no strategy", "one", "two"])
+def test_a_run_inside_a_run_is_refused_whatever_the_number_of_replicas(devices: list[str] | None) -> None:
+    """As by TensorFlow: a script that is written on one device works on several."""
+    strategy = sg.get_strategy() if devices is None else sg.MirroredStrategy(devices)
+    refused = pytest.raises(ConfigurationError, match=r"strategy\.run inside strategy\.run")
+    with refused:
+        strategy.run(lambda: strategy.run(lambda: 1))
+    with refused:
+        strategy.run(lambda: sg.get_replica_context().merge_call(lambda strategy: strategy.run(lambda: 1)))
+    assert strategy.local_results(strategy.run(lambda: 1)) == (1,) * len(strategy.local_devices)
+    strategy.close()
