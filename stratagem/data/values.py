@@ -37,6 +37,11 @@ class PerReplica(Generic[T]):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PerReplica):
+            self._refuse()  # ``strategy.run(step) == 3`` would be False, whatever the replicas returned
+        return (self.values, self.shares) == (other.values, other.shares)
+
     @classmethod
     def __torch_function__(cls, *_: object) -> NoReturn:
         """Torch calls it for a function that is given one, also in a model that is called outside of ``run``."""

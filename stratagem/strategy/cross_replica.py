@@ -32,7 +32,7 @@ class CrossReplica:
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
         if axis not in (None, 0):
-            raise ConfigurationError(f"expected axis None or 0, got {axis!r}")
+            raise ConfigurationError(f"expected axis None or 0, the batch, got {axis!r}: reduce other axes in the step")
         self._check_outside()
         is_one = isinstance(value, OnReplicas) and axis is None and not value.may_differ
         if (is_one or len(local_values(value)) == 1) and self._num_local > 1:
