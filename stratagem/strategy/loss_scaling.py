@@ -13,6 +13,7 @@ from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.prepared import Preparation
+from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 
@@ -39,7 +40,8 @@ def compute_average_loss(
         a scalar.
 
     Raises:
-        ConfigurationError: a number in place of losses, weights of another shape, or no global batch size to divide by.
+        ConfigurationError: a number in place of losses, weights of another shape, or no global batch size to divide by,
+            as outside of the step of one of several replicas.
     """
     if not per_example_loss.dim():
         raise ConfigurationError(
@@ -48,7 +50,7 @@ def compute_average_loss(
     if sample_weight is not None:
         per_example_loss = per_example_loss * _by_example(sample_weight, per_example_loss.shape)
     if global_batch_size is None:
-        global_batch_size = per_example_loss.shape[0] * current_strategy().num_replicas_in_sync
+        global_batch_size = per_example_loss.shape[0] * _num_replicas("compute_average_loss")
     if global_batch_size <= 0:
         raise ConfigurationError(f"expected a global batch size above 0, got {global_batch_size!r}")
     return _watched(per_example_loss.sum() / global_batch_size)
@@ -63,7 +65,7 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
     Args:
         regularization_loss: a scalar, or several, which are added.
     """
-    return _watched(regularization_loss.sum() / current_strategy().num_replicas_in_sync)
+    return _watched(regularization_loss.sum() / _num_replicas("scale_regularization_loss"))
 
 
 def refuse_divided(preparation: Preparation) -> None:
@@ -96,6 +98,16 @@ def share_loss(optimizer: torch.optim.Optimizer, communicator: Communicator, wei
         return (args, {"closure": shared}) if kwargs else ((*args[:-1], shared), kwargs)
 
     optimizer.register_step_pre_hook(before)
+
+
+def _num_replicas(who: str) -> int:
+    strategy = current_strategy()
+    if len(strategy.local_devices) > 1 and current_replica() is None:
+        raise ConfigurationError(
+            f"{who} divides a replica's part by the number of replicas, and this code is in none of them: call it in "
+            "the step that strategy.run runs. Out here the mean of losses is loss.mean(), and a penalty counts as it is"
+        )
+    return strategy.num_replicas_in_sync
 
 
 def _by_example(weight: torch.Tensor, shape: torch.Size) -> torch.Tensor:

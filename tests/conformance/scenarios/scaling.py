@@ -193,11 +193,12 @@ def summed_average_loss(strategy: sg.Strategy) -> Any:
 
 
 def regularization(strategy: sg.Strategy) -> Any:
-    """``scale_regularization_loss`` of 6 in a step, and of a vector in a scope."""
-    inside = strategy.local_results(strategy.run(lambda: float(sg.scale_regularization_loss(torch.tensor(6.0)))))
-    with strategy.scope():
-        several = float(sg.scale_regularization_loss(torch.tensor([2.0, 4.0])))
-    return {"inside": inside, "several": several}
+    """``scale_regularization_loss`` of 6 in a step, and of a vector."""
+
+    def scaled(loss: torch.Tensor) -> Any:
+        return strategy.local_results(strategy.run(lambda: float(sg.scale_regularization_loss(loss))))
+
+    return {"inside": scaled(torch.tensor(6.0)), "several": scaled(torch.tensor([2.0, 4.0]))[0]}
 
 
 def arguments_of_prepare(strategy: sg.Strategy) -> dict[str, Any]:

@@ -149,3 +149,17 @@ def test_a_variable_with_one_value_is_it_on_each_replica(strategy: sg.Strategy) 
 def test_a_sum_in_the_step_of_one_says_what_to_use_there(strategy: sg.Strategy) -> None:
     with pytest.raises(ConfigurationError, match="use all_reduce and all_gather"):
         strategy.run(lambda: strategy.reduce("SUM", torch.ones(())))
+
+
+@pytest.mark.parametrize("scale", [sg.compute_average_loss, sg.scale_regularization_loss])
+def test_a_loss_of_no_replica_is_not_divided_by_their_number(
+    strategy: sg.Strategy, scale: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """TensorFlow refuses it there too."""
+    losses = torch.ones(4)
+    inside = strategy.local_results(strategy.run(lambda: scale(losses)))
+    with strategy.scope(), pytest.raises(ConfigurationError, match=r"call it in the step that strategy\.run runs"):
+        scale(losses)
+    with strategy.scope():
+        assert sg.compute_average_loss(losses, global_batch_size=8) == 0.5
+    assert inside[0] == inside[1] == float(scale(losses)) / 2

@@ -305,7 +305,13 @@ def test_a_run_inside_a_run_is_refused_whatever_the_number_of_replicas(devices: 
     refused = pytest.raises(ConfigurationError, match=r"strategy\.run inside strategy\.run")
     with refused:
         strategy.run(lambda: strategy.run(lambda: 1))
+
+    def merging() -> None:
+        context = sg.get_replica_context()
+        assert context is not None
+        context.merge_call(lambda strategy: strategy.run(lambda: 1))
+
     with refused:
-        strategy.run(lambda: sg.get_replica_context().merge_call(lambda strategy: strategy.run(lambda: 1)))
+        strategy.run(merging)
     assert strategy.local_results(strategy.run(lambda: 1)) == (1,) * len(strategy.local_devices)
     strategy.close()
