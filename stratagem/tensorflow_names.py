@@ -197,10 +197,8 @@ _COORDINATOR = (
 )
 _IN_TORCH = "what a step computes is plain torch"
 _ANY_CLUSTER = "sg.SimpleClusterResolver takes any cluster and a place in it"
-_XLA = "sg.TPUStrategy() asks torch_xla where the TPUs are"
 _MODEL_FN = "give sg.Estimator a model_fn, or sg.model_to_estimator an sg.Model"
 _LOADER = "do that to the loader, before distribute_dataset"
-_PASSES = "each iter() is the next epoch"
 _OWN_STEP = "for a step of your own write the loop, with strategy.run(step, args=(batch,))"
 _COMPILED = "model.compiled has what compile was told"
 _LOGGED = "what fit and evaluate return, and callbacks get, has the values by name"
@@ -213,7 +211,8 @@ _OF_DATASETS: Mapping[str, str] = {
     "as_numpy_iterator": "its batches are tensors of torch",
     "enumerate": "enumerate(dataset) numbers the batches",
     "take": "itertools.islice(dataset, number) takes so many",
-    "repeat": _PASSES,
+    "repeat": "each iter() is the next epoch",
+    "reduce": "loop over its batches, and strategy.reduce what the step returns",
     **dict.fromkeys(("map", "batch", "unbatch", "prefetch", "shuffle", "cache", "filter", "skip"), _LOADER),
     **dict.fromkeys(("shard", "options", "with_options"), "distribute_dataset(options=) says who gets what"),
 }
@@ -230,16 +229,15 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "PreemptionWatcher": "its name is PreemptionCheckpointHandler",
         "DistributedValues": "its name is PerReplica",
         **dict.fromkeys(("DistributedDataset", "DistributedIterator"), "it is what distribute_dataset returns"),
-        **dict.fromkeys(("StrategyExtended", "InputReplicationMode", "compat"), "leave it out"),
+        **dict.fromkeys(("StrategyExtended", "InputReplicationMode", "CheckpointOptions", "compat"), "leave it out"),
         "ClusterResolver": "what has task and cluster_spec() is one",
         "Partitioner": "a function of shape and dtype is one, which returns the number of shards by axis",
         **{f"{name}Resolver": _ANY_CLUSTER for name in ("GCECluster", "SageMakerCluster", "UnionCluster", "Union")},
-        **dict.fromkeys(("tpu", "TPUClusterResolver"), _XLA),
+        **dict.fromkeys(("tpu", "TPUClusterResolver"), "sg.TPUStrategy() asks torch_xla where the TPUs are"),
         "checkpoints_iterator": "its name is new_checkpoints",
         "get_checkpoint_state": "latest_checkpoint(directory) says where the newest is",
         **dict.fromkeys(("list_variables", "load_variable"), "load_checkpoint(path) gives the weights by name"),
         "Saver": "its name is Checkpoint",
-        "CheckpointOptions": "leave it out",
         "get_or_create_global_step": "its name is get_global_step",
         "MonitoredTrainingSession": "write the loop, or use Model.fit or Estimator",
         **{
@@ -287,21 +285,21 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "stratagem.errors": {
         "OutOfRangeError": "get_next() ends with StopIteration; for loops end by themselves",
         **dict.fromkeys(("UnavailableError", "AbortedError"), "sg.CollectiveError and sg.PeerUnavailableError are"),
+        **dict.fromkeys(("NotFoundError", "DataLossError"), "of a checkpoint it is sg.CheckpointError"),
     },
     "Strategy": {
         "cluster_resolver": "all workers save to one path, and the lead writes; sg.is_lead() says which process it is",
         "experimental_run_v2": "its name is run",
         "extended": "strategy.local_devices and parameter_device say where replicas compute and variables are",
         "unwrap": "its name is local_results",
-        **dict.fromkeys(
-            ("make_dataset_iterator", "make_input_fn_iterator"), "iter(strategy.distribute_dataset(loader))"
-        ),
+        **dict.fromkeys(("make_dataset_iterator", "make_input_fn_iterator"), "iter(distribute_dataset(loader))"),
         "experimental_make_numpy_dataset": "distribute_dataset(TensorDataset(inputs, targets), batch_size=)",
         **{
             f"experimental_{name}": "a tensor is on one device"
             for name in ("assign_to_logical_device", "split_to_logical_devices", "replicate_to_logical_devices")
         },
         **dict.fromkeys(("configure", "update_config_proto", "initialize", "finalize"), "leave it out"),
+        "colocate_vars_with": "leave it out",
     },
     **dict.fromkeys(("SplitDataset", "DistributedDataset", "DistributedIterator"), _OF_DATASETS),
     "ReplicaContext": {
@@ -314,10 +312,11 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("read_value", "initialized_value", "eval", "read"), "its name is value()"),
         "get_shape": "its name is shape",
         "set_shape": "it is that of the first value, and stays",
-        **dict.fromkeys(("initializer", "op", "constraint", "handle", "graph"), "leave it out"),
+        **dict.fromkeys(("initializer", "initial_value", "op", "constraint", "handle", "graph"), "leave it out"),
         **{
-            name: f"{_TENSOR}, and assign() takes what is made of it"
-            for name in ("scatter_add", "scatter_sub", "scatter_update", "scatter_nd_add", "scatter_nd_update")
+            f"{kind}{how}": f"{_TENSOR}, and assign() takes what is made of it"
+            for kind in ("scatter_", "scatter_nd_", "batch_scatter_")
+            for how in ("add", "sub", "update", "mul", "div", "min", "max")
         },
         **dict.fromkeys(("sparse_read", "gather_nd", "device", "ndim"), _TENSOR),
         "values": "tensors has those of the local replicas",
@@ -329,6 +328,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "sync": "its name is wait()",
     },
     "CheckpointManager": {
+        "sync": "manager.checkpoint.wait() waits until it is written",
         "checkpoint_interval": "call save() where there is to be a checkpoint",
         "reset_save_counter": "save(step) says the step",
     },

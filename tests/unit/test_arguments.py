@@ -273,6 +273,12 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
         (iter(dataset), "get_next_as_optional", r"next\(iterator, None\)"),
         (variable, "read_value", r"its name is value\(\)"),
         (sg.CheckpointManager(checkpoint, tmp_path), "checkpoint_interval", r"call save\(\)"),
+        (sg.CheckpointManager(checkpoint, tmp_path), "sync", r"checkpoint\.wait\(\)"),
+        (strategy, "colocate_vars_with", "leave it out"),
+        (variable, "scatter_max", r"assign\(\) takes"),
+        (variable, "batch_scatter_update", r"assign\(\) takes"),
+        (variable, "initial_value", "leave it out"),
+        (dataset, "reduce", "loop over its batches"),
         (sg.TFConfigClusterResolver(environ={}), "num_accelerators", r"strategy\.local_devices"),
         (sg.ClusterSpec(worker=("a:1",)), "as_cluster_def", "job_tasks"),
     ):
@@ -282,7 +288,12 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
         _ = model.nothing
     ours = ("GradientTape", "models", "WarmStartSettings", "NanTensorHook", "BoostedTreesClassifier", "feature_column")
     hooks = ("InMemoryEvaluatorHook", "stop_if_no_decrease_hook", "make_early_stopping_hook", "init_from_checkpoint")
-    others = ((checkpoint, "read"), (sg.callbacks, "ProgbarLogger"), (sg.nn, "embedding_lookup_sparse"))
+    others = (
+        (checkpoint, "read"),
+        (sg.errors, "NotFoundError"),
+        (sg.callbacks, "ProgbarLogger"),
+        (sg.nn, "embedding_lookup_sparse"),
+    )
     for room, name in (*others, *((sg, one) for one in (*ours, *hooks, "compat", "Input"))):
         with pytest.raises(AttributeError, match=rf"has no attribute '{name}': \w"):
             getattr(room, name)
