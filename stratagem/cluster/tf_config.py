@@ -51,6 +51,11 @@ def parse_tf_config(text: str) -> TaskPlacement | None:
     cluster = ClusterSpec.from_mapping(config["cluster"])
     if task is not None:
         cluster.check_task(task)
+        if "index" not in config["task"] and (num := len(cluster.as_dict().get(task.type, ()))) > 1:
+            raise ClusterSpecError(
+                f'expected the "index" of this {task.type}, 0 to {num - 1}, in the task of TF_CONFIG, got none; where '
+                f"TF_CONFIG is the same for all processes, leave the task out and set {TASK_VARIABLE}={task.type}:0"
+            )
     return TaskPlacement(cluster, task)
 
 

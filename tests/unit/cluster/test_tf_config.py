@@ -82,6 +82,7 @@ def _config(**changes: Any) -> str:
         (_config(task={"type": "worker", "idx": 0}), ["unknown key 'idx'", "did you mean 'index'"]),
         (_config(task={"index": 0}), ['"type": "worker"']),
         (_config(task="worker"), ["got 'worker'"]),
+        (_config(cluster={"worker": ["a:1", "b:1"]}, task={"type": "worker"}), ['the "index" of this worker, 0 to 1']),
         (_config(task={"type": "worker", "index": -1}), ["expected a task index", "got -1"]),
         (_config(task={"type": "worker", "index": True}), ["got True"]),
         (_config(task={"type": "worker", "index": 1}), ["worker:1 is not in the cluster, which has 1"]),
