@@ -82,7 +82,8 @@ class _ThreadReplica:
 
 
 RUN_INSIDE_RUN = (
-    "strategy.run inside strategy.run: a replica's step cannot start all replicas; call the function itself"
+    "strategy.run inside strategy.run: a replica's step cannot start all replicas; call the function itself. "
+    "PreemptionCheckpointHandler.run is a strategy.run too: give it the step of a replica"
 )
 _thread_replica: contextvars.ContextVar[_ThreadReplica | None] = contextvars.ContextVar("thread_replica", default=None)
 

@@ -272,3 +272,12 @@ def test_the_launcher_is_told_that_the_script_goes_on(tmp_path: Path, monkeypatc
     (tmp_path / "resumes").unlink()
     fit(MAKERS["one"](), tmp_path / "backup", {})
     assert (tmp_path / "resumes").exists()
+
+
+def test_a_function_that_runs_all_replicas_is_refused_by_the_handler_with_the_way_out(tmp_path: Path) -> None:
+    """TensorFlow's handler is given such a one."""
+    strategy = sg.OneDeviceStrategy("cpu")
+    with sg.PreemptionCheckpointHandler(sg.Checkpoint(strategy=strategy, seen=1), tmp_path) as handler:
+        with pytest.raises(ConfigurationError, match="give it the step of a replica"):
+            handler.run(lambda: strategy.run(lambda: 1))
+        assert handler.total_run_calls == 0
