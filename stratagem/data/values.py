@@ -82,7 +82,15 @@ def local_values(value: Any) -> tuple[Any, ...]:
 
 
 def _value_on(value: Any, replica: int) -> Any:
+    if not _has_variable(value):
+        return value  # what a replica returned stays the object that it is
     return map_values(value, lambda leaf: leaf.value_on(replica) if isinstance(leaf, OnReplicas) else leaf)
+
+
+def _has_variable(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_variable, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, OnReplicas)
 
 
 def part_of_replica(value: Any, replica: int) -> Any:

@@ -163,3 +163,10 @@ def test_a_loss_of_no_replica_is_not_divided_by_their_number(
     with strategy.scope():
         assert sg.compute_average_loss(losses, global_batch_size=8) == 0.5
     assert inside[0] == inside[1] == float(scale(losses)) / 2
+
+
+def test_local_results_are_the_objects_that_the_replicas_returned(strategy: sg.Strategy) -> None:
+    """Not rebuilt, as a structure with a variable in it has to be: it may be a container that cannot."""
+    returned = [[1], {"a": (2,)}]
+    results = strategy.local_results(strategy.run(lambda: returned[here().replica_id_in_sync_group]))
+    assert all(found is given for found, given in zip(results, returned, strict=True))
