@@ -145,6 +145,8 @@ def _hot_shard(reading: Reading, worker: TaskReading, share: float) -> Iterator[
     if is_like_the_others or _waits_for(reading, hot) < max(_waits_for(reading, one) for one in others):
         return
     values = next(server for server in servers if server.task == hot).values
+    if took[hot] < FRAME_BYTES * values.get(measures.COMMITS, 0.0):
+        return  # so few bytes an update cost as much wherever they go
     by_group = measures.labels(values, measures.GROUP_APPLY)
     hottest = max(by_group, key=lambda group: by_group[group], default="")
     why, advice = "its shard is hot", "cut variables over all ps: a partitioner (sg.FixedShardsPartitioner)"

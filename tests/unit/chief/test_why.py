@@ -261,6 +261,16 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         "ps:0",
         "of 2 ps: its shard is hot",
     ),
+    "most of the few bytes of a tiny model go to one ps": (
+        [
+            lanes(worker(0, wait_s=5), peer_wait_s={"ps:0": 3.0, "ps:1": 2.0}),
+            lanes(ps(0, apply_s=0.8), received_bytes={"worker:0/shm": 1.2e5}),
+            lanes(ps(1, apply_s=0.6), received_bytes={"worker:0/shm": 3e4}),
+        ],
+        Cause.COMMUNICATION,
+        "",
+        "steps of 100.0 ms are short",
+    ),
     "a slow link of a ring": (
         in_step(
             *(
