@@ -30,16 +30,17 @@ GIL_S = 0.002
 def slow_data(reading: Reading) -> Iterator[Finding]:
     """Workers that wait for their batches."""
     workers = reading.working
-    shares = [_data_share(worker) for worker in workers]
-    ordered = sorted(shares)
-    each = [f"{one.task} waits {percent(one.share(measures.DATA_WAIT))} of its time for data" for one in workers]
-    for worker, share in zip(workers, shares, strict=True):
+    waits = [(_data_share(worker), worker) for worker in workers]
+    ordered = sorted(share for share, _ in waits)
+    each = [f"{one.task} waits {percent(share)} of its time for data" for share, one in waits]
+    if alike := len(waits) > 1 and ordered[0] >= 0.7 * ordered[-1]:
+        waits = [min(waits, key=lambda one: one[0])]  # what is said of it holds for all
+    for share, worker in waits:
         if share < WORTH:
             continue
         cpu = worker.get(measures.DATA_CPU) / max(1e-9, share * worker.total_s)
         loaders = worker.values.get(measures.LOADER_WORKERS)
         where = "" if loaders is None else f": DataLoader(num_workers={loaders:.0f})"
-        alike = len(workers) > 1 and _without(share, ordered)[0] >= 0.7 * share
         advice = "read in other processes: DataLoader(num_workers=2 or more, persistent_workers=True)"
         if loaders:
             advice = "give the DataLoader more workers, cheaper transforms, or faster storage"

@@ -115,7 +115,7 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         [worker(0, data_wait_s=6.4), worker(1, data_wait_s=6.0), ps(0)],
         Cause.SLOW_DATA,
         "",
-        "every worker spends 64 % of its time waiting for data: DataLoader(num_workers=0)",
+        "every worker spends 60 % of its time waiting for data: DataLoader(num_workers=0)",
     ),
     "data of one, in step": (
         in_step(worker(0, data_wait_s=0.1, wait_s=6.0), worker(1, data_wait_s=6.5)),
@@ -408,6 +408,17 @@ def test_workers_that_all_are_in_a_long_step_have_finished_some_before() -> None
     """Two parameter-server workers in steps of 100 s had "not finished a step yet", whatever step it was."""
     verdict = judge(Reading((worker(0, 0), worker(1, 0), ps(0, 0))))
     assert verdict.sentence == "no worker has finished a step in the last 10 s" and "--stacks" in verdict.advice
+
+
+def test_workers_that_all_wait_for_data_are_named_once() -> None:
+    """Each was a cause of its own: "every worker spends 80 % of its time", and beside it, "every worker spends 60 %"."""
+    starved = with_values(worker(1, data_wait_s=8.0), starved_main_s=2.5)
+    verdict = judge(Reading((worker(0, data_wait_s=8.0), starved, ps(0))))
+    assert verdict.sentence.startswith("every worker spends 60 % of its time waiting for data") and not verdict.also
+    assert [line for line in verdict.evidence if line.endswith("for data")] == [
+        "worker:0 waits 80 % of its time for data",
+        "worker:1 waits 60 % of its time for data",
+    ]
 
 
 def test_few_steps_are_no_proof() -> None:
