@@ -15,6 +15,7 @@ import torch
 from stratagem.measuring import measures
 from stratagem.measuring.flight import FLIGHT
 from stratagem.measuring.measures import labelled
+from stratagem.measuring.process_use import ThreadWaits
 
 _COMPUTING = frozenset(measures.COMPUTING)
 CPU_EVERY_NS = 100_000_000
@@ -77,6 +78,7 @@ class StepMeter:
         self._cpu_then: int | None = None
         self._cpu_asked, self._cpu_steps, self._num_unasked, self._waited_then = 0, 1, 0, 0
         self._cpu = {measures.DATA_CPU: 0, measures.STEP_CPU: 0}
+        self._without_core = ThreadWaits()
         self._wait: _Inside | None = None
         self.peer: Callable[[], tuple[str, float] | None] = lambda: None
         """Who a collective waits for at this moment, and since how many seconds, where somebody knows it."""
@@ -116,6 +118,7 @@ class StepMeter:
     def start_clock(self) -> None:
         """The next step is counted from now on: a loop begins, and asks for its first batch."""
         with self._lock:
+            self._without_core.start()
             self._last_end = self._count_until_now(measures.DATA_WAIT)
             self._exposed_then = self._communicated()
             self._begin_step(self._last_end)
@@ -144,6 +147,7 @@ class StepMeter:
     def stop_clock(self) -> None:
         """The loop is over."""
         with self._lock:
+            self._without_core.stop()
             self._count_until_now(measures.OUTSIDE)
             if self._last_end is not None:  # no step follows the last one
                 if self._cpu_then is not None:
@@ -258,6 +262,7 @@ class StepMeter:
             found |= {labelled(measures.PEER_WAIT, peer): spent / 1e9 for peer, spent in by_peer.items()}
             found |= {name: spent / 1e9 for name, spent in self._cpu.items()}
             found[measures.STEPS] = float(self.steps)
+            found[measures.STARVED_MAIN] = self._without_core.waited_ns / 1e9
         found[measures.IN_STEP] = float(self.in_step)
         found[measures.THREADS] = float(torch.get_num_threads())
         if self.loader_workers is not None:

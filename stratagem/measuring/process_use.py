@@ -27,7 +27,7 @@ class ProcessUse:
     def __init__(self) -> None:
         self._read_at = float("-inf")
         self._ran: dict[int, tuple[int, int]] = {}
-        self._starved_ns = self._starved_main_ns = 0
+        self._starved_ns = 0
         self._gil_wait_s, self._probes = 0.0, 0
         self._values: dict[str, float] = {}
 
@@ -47,15 +47,12 @@ class ProcessUse:
         for number, (ran, waited) in threads.items():
             before = self._ran.get(number, (0, 0))
             self._starved_ns += max(0, waited - before[1])
-            if number == os.getpid():
-                self._starved_main_ns += max(0, waited - before[1])
             name = names.get(number, "")
             if name and ran > WORTH_NS and not name.startswith(OURS) and not name.endswith(OF_GRPC):
                 key = labelled(measures.THREAD_CPU, name)
                 found[key] = found.get(key, 0.0) + ran / 1e9
         self._ran = threads
         found[measures.STARVED] = self._starved_ns / 1e9
-        found[measures.STARVED_MAIN] = self._starved_main_ns / 1e9
         found[measures.GIL_WAIT], found[measures.GIL_PROBES] = self._gil_wait_s, float(self._probes)
         return found
 
@@ -67,6 +64,26 @@ class ProcessUse:
             late = time.perf_counter_ns() - start - sleep_s * 1e9 - (_starved_ns() - starved)
             self._gil_wait_s += max(0.0, late) / 1e9
             self._probes += 1
+
+
+class ThreadWaits:
+    """How long the thread that starts it is ready and has no core, until it is stopped. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._thread = self._since = self._waited = 0
+
+    def start(self) -> None:
+        self.stop()
+        self._thread, self._since = threading.get_native_id(), _starved_ns()
+
+    def stop(self) -> None:
+        self._waited, self._thread = self.waited_ns, 0
+
+    @property
+    def waited_ns(self) -> int:
+        """In all; any thread may ask."""
+        books = _books(f"self/task/{self._thread}") if self._thread else None
+        return self._waited + (0 if books is None else max(0, books[1] - self._since))
 
 
 def _threads() -> dict[int, tuple[int, int]]:

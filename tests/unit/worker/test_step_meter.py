@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.measuring import measures
+from stratagem.measuring import measures, process_use
 from stratagem.rpc.generated import chief_pb2
 from stratagem.worker import step_meter
 from stratagem.worker.step_meter import StepMeter, active_meter
@@ -170,6 +170,22 @@ def test_the_cpu_time_of_many_short_steps_is_that_of_a_few(
     assert values[measures.STEP_CPU] == pytest.approx(all_steps * step_ns / 2e9, rel=0.08)
     assert values[measures.DATA_CPU] == pytest.approx(all_steps * step_ns / 8e9, rel=0.08)
     assert clock.num_asked <= min(3 * all_steps + 1, 100)
+
+
+def test_without_a_core_is_what_the_training_thread_is_in_its_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had lacked until then, importing torch, was set against its first steps: of a worker that waited for
+    data `stratagem why` said that it gets no core 100 % of the time, and that nothing is to be gained."""
+    waited_s = 7
+    monkeypatch.setattr(process_use, "_books", lambda task: (0, waited_s * 10**9))
+    meter = StepMeter()
+    told = [meter.values()[measures.STARVED_MAIN]]
+    for change in (meter.start_clock, None, meter.stop_clock, None, meter.start_clock, meter.start_clock, None):
+        if change is None:
+            waited_s += 2
+        else:
+            change()
+        told.append(meter.values()[measures.STARVED_MAIN])
+    assert told == [0, 0, 2, 2, 2, 2, 2, 4]
 
 
 def test_what_one_thread_notes_while_another_counts_takes_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
