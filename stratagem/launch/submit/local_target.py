@@ -103,7 +103,9 @@ def _arguments(plan: JobPlan, folder: Path) -> list[str]:
     check_size(request.num_workers, request.ps_count)
     script = plan.entry_point.path if plan.entry_point.source is None else folder / plan.entry_point.path.name
     flags: dict[str, object] = {"workers": request.num_workers, "ps": request.ps_count}
-    flags |= {"strategy": request.strategy_of_tasks, "staleness": request.staleness}
+    flags["strategy"] = request.strategy_of_tasks
+    if request.ps_count:  # without any it has no effect, and `stratagem run` refuses it
+        flags["staleness"] = request.staleness
     flags |= {"state-dir": folder / "run", "log-dir": folder / "logs", "summary": folder / "summary.json"}
     options = [f"--{name}={value}" for name, value in flags.items()]
     if request.evaluator:
