@@ -308,8 +308,9 @@ class StepMeter:
             )
 
     def _read_loss(self) -> float | None:
-        """Not under the lock: a GPU may take a while, and the training must not wait for whoever asks."""
-        loss = self.newest_loss
+        """Of ``reduce_mean``, else the one that was reported, as ``fit`` does. Not under the lock: a GPU may take a
+        while, and the training must not wait for whoever asks."""
+        loss = self.metrics.get("loss") if self.newest_loss is None else self.newest_loss
         return None if loss is None else float(loss)
 
 

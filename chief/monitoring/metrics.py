@@ -35,7 +35,7 @@ _OF_A_TASK: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
         _WORKER,
         lambda t: t.exposed_s if t.step_s else None,
     ),
-    ("loss", "Newest loss that reduce_mean saw.", _WORKER, lambda t: t.loss),
+    ("loss", "Newest loss that reduce_mean saw, else the one reported.", _WORKER, lambda t: t.loss),
     ("units_held", "Units leased to the worker.", _WORKER, lambda t: t.units_held),
     ("clock", "Completed steps, as the staleness bound counts them.", _WORKER, lambda t: t.clock or None),
     ("store_epoch", "Grows when the ps goes back to a checkpoint.", _PS, lambda t: t.store_epoch),

@@ -291,7 +291,7 @@ class Progress(_message.Message):
     examples: _builtins.int
     """Examples in completed steps of this incarnation."""
     loss: _builtins.float
-    """Newest loss seen by reduce_mean; has_loss tells whether there is one."""
+    """Newest loss seen by reduce_mean, else reported; has_loss tells whether there is one."""
     has_loss: _builtins.bool
     epoch: _builtins.int
     """Epoch in progress, starting at 0."""

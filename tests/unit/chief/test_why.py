@@ -411,7 +411,7 @@ def test_workers_that_all_are_in_a_long_step_have_finished_some_before() -> None
 
 
 def test_workers_that_all_wait_for_data_are_named_once() -> None:
-    """Each was a cause of its own: "every worker spends 80 % of its time", and beside it, "every worker spends 60 %"."""
+    """Each was a cause of its own: "every worker spends 80 % of its time", beside it "every worker spends 60 %"."""
     starved = with_values(worker(1, data_wait_s=8.0), starved_main_s=2.5)
     verdict = judge(Reading((worker(0, data_wait_s=8.0), starved, ps(0))))
     assert verdict.sentence.startswith("every worker spends 60 % of its time waiting for data") and not verdict.also

@@ -96,6 +96,16 @@ def test_training_does_not_wait_while_somebody_reads_a_loss_that_takes_long() ->
     assert said == [0.5, 0.5] and meter.progress()["examples"] == 4
 
 
+def test_without_reduce_mean_the_loss_is_the_one_that_was_reported() -> None:
+    """`fit` reports it. `status`, the page's curve, Prometheus and the summary had none of such a job."""
+    meter = StepMeter()
+    assert meter.report()["loss"] is None and not meter.progress()["has_loss"]
+    meter.metrics["loss"] = 0.25
+    assert meter.report()["loss"] == 0.25 and meter.progress()["loss"] == 0.25 and meter.progress()["has_loss"]
+    meter.newest_loss = torch.tensor(0.5)
+    assert meter.report()["loss"] == 0.5
+
+
 class Clock:
     """Nanoseconds of a machine where time passes when it is told to."""
 
