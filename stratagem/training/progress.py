@@ -22,14 +22,22 @@ Verbose = Literal["auto"] | bool | int
 
 
 class Pace(Callback):
-    """Counts examples a second of the epoch, and tells the strategy of loss and metrics, for ``stratagem status``."""
+    """Counts examples a second of the epoch, and tells the strategy of loss and metrics, for ``stratagem status``. What
+    was trained before the job was resumed in the epoch took none of its time, and validation trains nothing."""
 
     def __init__(self) -> None:
-        self._start = 0.0
-        self._reported = 0.0
+        self._start = self._reported = self._test_start = 0.0
+        self._steps_before = self._examples_before = 0
 
     def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
         self._start = self._reported = time.monotonic()
+        self._steps_before, self._examples_before = self.model.step_in_epoch, self.model.examples_in_epoch
+
+    def on_test_begin(self, logs: LogsArgument = None) -> None:
+        self._test_start = time.monotonic()
+
+    def on_test_end(self, logs: LogsArgument = None) -> None:
+        self._start += time.monotonic() - self._test_start
 
     def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
         now = time.monotonic()
@@ -42,9 +50,19 @@ class Pace(Callback):
         self.model.strategy.report(**{name: value for name, value in (logs or {}).items() if not math.isnan(value)})
 
     @property
-    def seconds(self) -> float:
-        """Since the epoch began."""
+    def _seconds(self) -> float:
+        """That it trained in the epoch."""
         return max(time.monotonic() - self._start, 1e-9)
+
+    @property
+    def speed(self) -> str:
+        return f"{(self.model.examples_in_epoch - self._examples_before) / self._seconds:,.0f} examples/s"
+
+    def left_s(self, steps: int) -> float | None:
+        """Seconds until the epoch has so many steps; None: it has, or has made none by which to know."""
+        done = self.model.step_in_epoch
+        made = done - self._steps_before
+        return self._seconds / made * (steps - done) if made and done < steps else None
 
 
 class PlainLines(Callback):
@@ -71,10 +89,9 @@ class PlainLines(Callback):
     def _show(self, epoch: int, logs: Mapping[str, float]) -> None:
         model, steps = self.model, self.params["steps"]
         done = f"step {model.step_in_epoch}" + (f"/{steps}" if steps else "")
-        speed = model.examples_in_epoch / self._pace.seconds
-        words = [f"epoch {epoch + 1}/{self.params['epochs']}", done, numbers(logs), f"{speed:,.0f} examples/s"]
-        if steps and 0 < model.step_in_epoch < steps:
-            words.append(f"{self._pace.seconds / model.step_in_epoch * (steps - model.step_in_epoch):.0f} s left")
+        words = [f"epoch {epoch + 1}/{self.params['epochs']}", done, numbers(logs), self._pace.speed]
+        if steps and (left_s := self._pace.left_s(steps)) is not None:
+            words.append(f"{left_s:.0f} s left")
         print("  ".join(words), file=self._stream, flush=True)
 
 
@@ -113,13 +130,12 @@ class Bar(Callback):
     def _draw(self, logs: Mapping[str, float], total: float | None = None) -> None:
         assert self._task is not None
         step, steps = self.model.step_in_epoch, self.params["steps"]
-        speed = f"{self.model.examples_in_epoch / self._pace.seconds:,.0f} examples/s"
         self._progress.update(
             self._task,
             completed=step,
             total=total or steps,
             steps=f"{step}/{steps}" if steps else str(step),
-            logs=f"{numbers(logs)}  {speed}" if logs else "",
+            logs=f"{numbers(logs)}  {self._pace.speed}" if logs else "",
         )
         self._progress.refresh()
         self._drawn = time.monotonic()

@@ -584,6 +584,34 @@ def test_plain_lines_say_what_matters() -> None:
     assert progress.display("auto", False, pace, stream) == []
 
 
+def test_examples_a_second_are_those_of_the_training_since_the_epoch_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation counted as time of the training, and what an earlier process had trained of the epoch as trained in
+    no time."""
+    now, stream, pace = [0.0], io.StringIO(), progress.Pace()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "LINE_S", 1.0)
+
+    class TakesTime(sg.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            now[0] += 1.0
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            now[0] += 1000.0
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), [BackupAndRestore(tmp_path, save_freq=1), Crash(2)], epochs=2)
+    shown = progress.display(2, True, pace, stream)
+    callbacks = [BackupAndRestore(tmp_path, save_freq=1), TakesTime(), pace, *shown]
+    fit(make_model(), callbacks, epochs=2, validation_data=(X, Y))
+    told = [line.split("  ") for line in stream.getvalue().splitlines()]
+    speeds = [" ".join([words[1], *(word for word in words if word.endswith(("/s", "left")))]) for words in told]
+    of_first = ["step 2/3 8 examples/s 1 s left", "step 3/3 6 examples/s", "step 3/3 6 examples/s"]
+    of_second = ["step 1/3 8 examples/s 2 s left", "step 2/3 8 examples/s 1 s left", *["step 3/3 7 examples/s"] * 2]
+    assert speeds == of_first + of_second
+
+
 def test_a_bar_on_a_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
