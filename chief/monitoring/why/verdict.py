@@ -47,6 +47,8 @@ def judge(reading: Reading) -> JobVerdict:
     first = found[0]
     whole = vars(first) | {"share": round(min(1.0, first.share), 3), "evidence": (*first.evidence, *_table(reading))}
     also = tuple(finding.sentence for finding in found[1:4])
+    if not any(finding.cause in (Cause.NO_CORE, Cause.THREADS) for finding in found):
+        also += _without_core(reading)
     return JobVerdict(**whole, sure=_how_sure(reading, first, found), also=also)
 
 
@@ -92,8 +94,6 @@ def _nothing(reading: Reading) -> JobVerdict:
             tuple(waiting),
         )
     computing = min(worker.share(*measures.COMPUTING) for worker in working)
-    starved = max(worker.get(measures.STARVED_MAIN) / worker.total_s for worker in working)
-    no_core = f"its training threads are ready but get no core {percent(starved)} of the time: the machine is busy"
     return JobVerdict(
         Cause.NOTHING,
         "",
@@ -102,8 +102,16 @@ def _nothing(reading: Reading) -> JobVerdict:
         0.0,
         _table(reading),
         _how_sure(reading, None, []),
-        (no_core,) if starved >= 0.2 else (),  # what is outside the job
+        _without_core(reading),
     )
+
+
+def _without_core(reading: Reading) -> tuple[str, ...]:
+    """What is outside the job, or more of it than the machine has cores for."""
+    starved = max((worker.get(measures.STARVED_MAIN) / worker.total_s for worker in reading.working), default=0.0)
+    if starved < 0.2:
+        return ()
+    return (f"its training threads are ready but get no core {percent(starved)} of the time: the machine is busy",)
 
 
 def _how_sure(reading: Reading, first: Finding | None, found: list[Finding]) -> str:

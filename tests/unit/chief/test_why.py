@@ -369,6 +369,14 @@ def test_starving_is_told_beside_a_job_that_does_what_it_can() -> None:
     assert "no core 60 % of the time" in verdict.also[0]
 
 
+def test_starving_is_told_beside_what_it_makes_long() -> None:
+    """Twelve workers on two cores had steps that "are short", and nothing else to say of them."""
+    verdict = judge(Reading(tuple(with_values(worker(index, wait_s=3.5), starved_main_s=7.0) for index in range(12))))
+    assert verdict.cause is Cause.COMMUNICATION and "no core 70 % of the time" in verdict.also[0]
+    verdict = judge(Reading(tuple(TABLE["one without a core"][0])))
+    assert verdict.cause is Cause.NO_CORE and not verdict.also
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -414,7 +422,8 @@ def test_workers_that_all_wait_for_data_are_named_once() -> None:
     """Each was a cause of its own: "every worker spends 80 % of its time", beside it "every worker spends 60 %"."""
     starved = with_values(worker(1, data_wait_s=8.0), starved_main_s=2.5)
     verdict = judge(Reading((worker(0, data_wait_s=8.0), starved, ps(0))))
-    assert verdict.sentence.startswith("every worker spends 60 % of its time waiting for data") and not verdict.also
+    assert verdict.sentence.startswith("every worker spends 60 % of its time waiting for data")
+    assert not any("waiting for data" in line for line in verdict.also)
     assert [line for line in verdict.evidence if line.endswith("for data")] == [
         "worker:0 waits 80 % of its time for data",
         "worker:1 waits 60 % of its time for data",
