@@ -108,9 +108,11 @@ def slow_worker(reading: Reading) -> Iterator[Finding]:
 
 
 def _data_share(worker: TaskReading) -> float:
-    """Of its time, without that in which its training thread was ready to read, and had no core."""
-    starved = worker.get(measures.STARVED_MAIN) / max(1e-9, worker.total_s)
-    return worker.share(measures.DATA_WAIT) * (1 - min(1.0, starved))
+    """Of its time, without that in which its training thread was ready to read, and had no core: it lacks one where it
+    needs one, so for each second of CPU as long as in the rest of its steps."""
+    cpu = worker.get(measures.DATA_CPU)
+    starved = worker.get(measures.STARVED_MAIN) * cpu / max(1e-9, cpu + worker.get(measures.STEP_CPU))
+    return max(0.0, worker.get(measures.DATA_WAIT) - starved) / worker.total_s
 
 
 def interpreter(reading: Reading) -> Iterator[Finding]:
