@@ -431,7 +431,7 @@ def test_workers_that_all_wait_for_data_are_named_once() -> None:
 
 
 def test_who_sleeps_as_it_reads_lacks_its_cores_elsewhere() -> None:
-    """Four workers on two cores that slept 37 % of their time in their dataset, and computed the rest: 26 % was said."""
+    """Four workers on two cores that slept 37 % of their time in their dataset: 26 % was said."""
     slow = {"data_wait_cpu_s": 0.12, "step_cpu_s": 1.0, "starved_main_s": 3.75}
     verdict = judge(Reading(tuple(with_values(worker(index, data_wait_s=4.0), **slow) for index in range(4))))
     assert verdict.sentence.startswith("every worker spends 36 % of its time waiting for data")
