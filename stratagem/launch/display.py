@@ -23,10 +23,13 @@ class JobPace:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int, int, int]] = deque()
+        self._restored = ""
 
     def add(self, now: float, status: StatusView) -> None:
-        if self._samples and (status.examples < self._samples[-1][1]):
+        is_less = bool(self._samples) and status.examples < self._samples[-1][1]
+        if is_less or status.restored != self._restored:  # what a checkpoint has was not made in these seconds
             self._samples.clear()
+            self._restored = status.restored
         self._samples.append((now, status.examples, status.epoch, status.units_accepted))
         while len(self._samples) > 2 and self._samples[0][0] < now - WINDOW_S:
             self._samples.popleft()

@@ -174,6 +174,16 @@ def test_pace_forgets() -> None:
     assert pace.examples_per_s == 0.0
 
 
+def test_what_a_job_resumes_from_was_not_made_in_its_first_second() -> None:
+    pace = JobPace()
+    pace.add(0.0, _status(examples=0, units_accepted=0))
+    for now, more in ((5.0, 0), (6.0, 10)):
+        status = _status(examples=2448 + 8 * more, units_accepted=306 + more, units_planned=500, restored="step-306")
+        pace.add(now, status)
+        assert pace.examples_per_s == 8.0 * more
+    assert pace.eta_s(status) == pytest.approx(18.4)
+
+
 def test_plain_display_is_patient_and_silent_without_news() -> None:
     out, err = io.StringIO(), io.StringIO()
     display = make_display(out, err)
