@@ -155,6 +155,13 @@ class StepMeter:
                 self._num_unasked = max(0, self._num_unasked - 1)
             self._last_end = self._cpu_then = None
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has made its step since the script got its batch, and no backward has begun since."""
+        with self._lock:
+            self._count()
+            return self._phase == measures.SCRIPT
+
     def step_done(self, examples: int) -> None:
         """A step ended; the next one begins."""
         self.steps += 1

@@ -127,6 +127,7 @@ class StepListener(Listener):
         """Tells who keeps books of an epoch's finished steps; None: nobody does. Raises ``PeerUnavailableError`` where
         that cannot be had now, after a second or so."""
         self._epoch = 0
+        self._begun: StepShare | None = None
         self._finished: dict[int, list[int]] = {}
         """Steps of each epoch that nobody has been told of."""
         self._report_at = 0.0
@@ -145,6 +146,7 @@ class StepListener(Listener):
         self._strategy._meter.start_clock()
 
     def begin(self, share: StepShare, batch: Any) -> None:
+        self._begun = share
         for communicator in self._communicators:
             communicator.step += 1
         self._strategy._drawn_in = threading.current_thread()
@@ -156,6 +158,7 @@ class StepListener(Listener):
         self._strategy._meter.got_data()
 
     def done(self, share: StepShare) -> None:
+        self._begun = None
         self._strategy._meter.step_done(sum(share.num_examples))
         self._strategy._meter.wants_data()
         if self.report is not None:
@@ -164,6 +167,9 @@ class StepListener(Listener):
                 self._tell(self.report)
 
     def end_epoch(self, complete: bool) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None and self._strategy._meter.has_stepped:  # the script has left its loop after that step
+            self.done(begun)
         self._strategy._meter.stop_clock()
         if complete:
             self._strategy._shares.end()

@@ -135,3 +135,31 @@ def test_a_worker_that_starts_again_finds_checkpoints_where_the_others_had_none(
     assert "fault-0" in done.faults
     assert done.code == 0, done.stderr
     check_counts(out, 60)
+
+
+LEAVES = """
+import torch, stratagem as sg
+strategy = sg.strategy_from_environment()
+model, optimizer = strategy.prepare(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), 0.1))
+data = torch.utils.data.TensorDataset(torch.ones(80, 1))
+
+def step(batch):
+    optimizer.zero_grad()
+    model(batch[0]).mean().backward()
+    optimizer.step()
+
+for number, batch in enumerate(strategy.distribute_dataset(torch.utils.data.DataLoader(data, batch_size=4))):
+    strategy.run(step, args=(batch,))
+    if number == 4:
+        break
+"""
+
+
+@pytest.mark.thorough
+def test_the_step_after_which_a_script_leaves_its_loop_is_one_of_its_worker(cluster: Start, tmp_path: Path) -> None:
+    """The job had five, and its only worker four."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    summary = cluster(1, 1, script).succeed().summary
+    assert (summary["steps"], summary["examples"]) == (5, 20)
+    assert summary["measures"]["worker:0"]["values"]["steps"] == 5

@@ -87,6 +87,7 @@ class LeasedUnits:
         self._bounded = 0 < self._plan.staleness < math.inf
         self._clock = 0
         self._is_counting = self._is_skipped = False
+        self._num_examples = 0
         self._last_batch = range(0)
         """Units of the last batch of the pass."""
         self.is_read = False
@@ -179,7 +180,7 @@ class LeasedUnits:
         # Where there is a bound, rows are read when it has been waited for.
         is_free = self._plan.staleness == math.inf
         self._groups.reads.begin(lambda: [*tensors(batch)], tensors_of_following if is_free else None)
-        self._is_counting = True
+        self._is_counting, self._num_examples = True, lease.num_examples
         for listener in self._listeners():
             listener.begin_unit()
         self._meter.got_data()
@@ -215,11 +216,13 @@ class LeasedUnits:
 
     def leave(self) -> None:
         self.is_read = False
-        self._meter.stop_clock()
-        self._on_begin(None, None)
         # A unit that the script was working on goes back. If it had stepped, the next worker's update is recognised as
         # a duplicate, unless either is one of several: a part of an update alone cannot be made again.
         is_done = self._plan.staleness > 0 and not self._listeners() and self._tracker.has_all(self._num_updates())
+        if is_done and self._is_counting:
+            self._meter.step_done(self._num_examples)
+        self._meter.stop_clock()
+        self._on_begin(None, None)
         if is_done or self._tracker.accumulates or self._tracker.has_waiting:
             self._accept(self._tracker.leave())
             # As at the end of a loop: .grad has what waits for the next update. A ps must not seem to lack it.

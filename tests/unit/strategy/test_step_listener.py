@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from stratagem.data.placement import StepShare
 from stratagem.errors import ConfigurationError, PeerUnavailableError
+from stratagem.measuring import measures
 from stratagem.strategy.one_process import OneDeviceStrategy
 from stratagem.strategy.synchronous_input import StepListener
+from stratagem.worker.step_meter import active_meter
 
 
 class Books:
@@ -68,3 +71,28 @@ def test_while_nobody_hears_it_is_not_asked_at_every_step(listener: StepListener
     books.error = PeerUnavailableError("away")
     train(listener, 0, range(1000), complete=False)
     assert books.num_asked <= 2, "the first step, and the end"
+
+
+@pytest.mark.parametrize("trains_last", [True, False])
+def test_the_step_after_which_a_script_leaves_its_loop_counts(trains_last: bool) -> None:
+    """A loop that ended by `break`, or at `max_steps` of an Estimator, had a step and its examples less than it made."""
+    strategy = OneDeviceStrategy()
+    model, optimizer = strategy.prepare(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), 0.1))
+    inputs = torch.utils.data.TensorDataset(torch.ones(20, 1))
+    dataset = strategy.distribute_dataset(torch.utils.data.DataLoader(inputs, batch_size=4))
+
+    def step(batch: list[torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        model(batch[0]).mean().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        for number, batch in enumerate(dataset):
+            if number < 2 or trains_last:
+                strategy.run(step, args=(batch,))
+            if number == 2:
+                break
+    meter = active_meter()
+    assert meter is not None
+    made = 6 if trains_last else 4
+    assert (meter.steps, meter.examples, meter.values()[measures.STEPS]) == (made, 4 * made, made)
