@@ -106,7 +106,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """One table at the foot of the terminal; lines scroll above it."""
+    """The job and a table of its tasks at the foot of the terminal; lines scroll above it."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
         self._stdout = stdout
@@ -132,7 +132,7 @@ class LiveDisplay:
         off = self._watched.told
         lines = [Text(progress_words(status, self._pace), style="bold")]
         lines += [Text(off.sentence, style="yellow")] if off is not None else []
-        self._live.update(Group(table, *lines))
+        self._live.update(Group(*lines, table))  # a terminal with fewer rows shows the beginning
 
     def close(self) -> None:
         """Leaves the last table standing."""

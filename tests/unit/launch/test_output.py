@@ -31,6 +31,7 @@ from stratagem.launch.processes import LineReader, Stream
 from stratagem.launch.summary import build_summary, failure_words, last_status, write_summary
 from stratagem.launch.supervisor import Supervisor
 from stratagem.rpc.status_view import StatusView, TaskState
+from tests.polling import until
 
 W0, W1, PS = TaskId("worker", 0), TaskId("worker", 1), TaskId("ps", 0)
 BLOCK = ["Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no"]
@@ -221,6 +222,19 @@ def test_live_display_on_a_terminal() -> None:
     display.close()
     assert out.getvalue() == "result\n"
     assert "worker:0 live step 3" in err.getvalue() and "[ps:0] line" in err.getvalue()
+
+
+def test_a_terminal_with_fewer_rows_than_tasks_shows_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job of fourteen tasks in twelve rows, neither its epoch nor what slows it was to be seen."""
+    monkeypatch.setenv("LINES", "12")
+    monkeypatch.setenv("TERM", "xterm")
+    err = Terminal()
+    display = make_display(io.StringIO(), err)
+    display.update(_status(tasks=tuple(TaskState(f"worker:{index}", "live") for index in range(14))), 0.0)
+    until(lambda: "worker:0 live" in err.getvalue(), err.getvalue)  # a thread draws it
+    shown = err.getvalue()
+    display.close()
+    assert "epoch 1" in shown and "worker:0 live" in shown and "worker:13" not in shown, shown
 
 
 def _job(tmp_path: Path, **options: Any) -> LocalJob:

@@ -75,7 +75,7 @@ def test_while_nobody_hears_it_is_not_asked_at_every_step(listener: StepListener
 
 @pytest.mark.parametrize("trains_last", [True, False])
 def test_the_step_after_which_a_script_leaves_its_loop_counts(trains_last: bool) -> None:
-    """A loop that ended by `break`, or at `max_steps` of an Estimator, had a step and its examples less than it made."""
+    """A loop that ended by `break`, or at `max_steps` of an Estimator, had a step less than it made."""
     strategy = OneDeviceStrategy()
     model, optimizer = strategy.prepare(model := torch.nn.Linear(1, 1), torch.optim.SGD(model.parameters(), 0.1))
     inputs = torch.utils.data.TensorDataset(torch.ones(20, 1))
