@@ -321,7 +321,8 @@ class Strategy(WithWaysOut):
         """The mean of per-replica means, weighted by the replicas' shares and detached: use it for the loss to print.
 
         Replicas without examples are ignored. A share is a number of examples, or the value that the step passed to
-        ``set_weight``. Every worker must call it. On parameter servers it is the mean of this worker's part alone.
+        ``set_weight``; a plain value (of a step called without ``run``) has the share of the newest batch. Every worker
+        must call it. On parameter servers it is the mean of this worker's part alone.
         """
         mean = self._cross_replica.reduce_mean(value)
         if self._meter is not None and isinstance(mean, torch.Tensor) and mean.numel() == 1:

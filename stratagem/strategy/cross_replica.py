@@ -29,6 +29,8 @@ class CrossReplica:
     """Reduces between them; needed for more than one."""
     _workers: Communicator | None = None
     """Collectives between workers; None: there is one."""
+    _newest_shares: Callable[[], tuple[float, ...]] = tuple
+    """How much each local replica counts in the newest step; empty: all the same."""
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
         if axis not in (None, 0):
@@ -52,7 +54,10 @@ class CrossReplica:
         self._check_outside()
         if isinstance(value, dict | list | tuple):
             return map_values(value, self.reduce_mean)  # each may have shares of its own
-        shares = value.shares if isinstance(value, PerReplica) and value.shares else (1.0,) * len(local_values(value))
+        num_values = len(local_values(value))
+        shares = value.shares if isinstance(value, PerReplica) else self._newest_shares()
+        if len(shares) != num_values:  # a plain value beside several replicas is that of all of them
+            shares = (1.0,) * num_values
         return self._structured(value, functools.partial(self._weighted_mean, shares))
 
     def gather(self, value: Any, axis: int) -> Any:

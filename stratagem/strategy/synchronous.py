@@ -87,7 +87,7 @@ class SynchronousStrategy(SynchronousInput):
                 self._meter,
                 lambda: any(each.has_pending for own in self._reducers for each in own),
             )
-        self._cross_replica = CrossReplica(len(devices), self._ops, workers)
+        self._cross_replica = CrossReplica(len(devices), self._ops, workers, lambda: self._shares.of_result)
         self._bucket_bytes = bucket_bytes
         self._compression = compression
         self._known: MutableMapping[int, Any] = {} if self._local.communicators else weakref.WeakValueDictionary()

@@ -115,6 +115,8 @@ def test_reduce_mean(column: Column, results: list[Any]) -> None:
     else:
         assert [found["reduce_mean"] for found in results] == [pytest.approx([3.0, 6.0])] * column.num_workers
     assert not any(found["attached"] for found in results)
+    if column.num_local == 1:  # of a step that is called without run
+        assert [found["plain"] for found in results] == [found["reduce_mean"] for found in results]
 
 
 @law("`reduce_mean` weights with what `set_weight` said", scaling.own_denominator, without=NO_COLLECTIVES)

@@ -51,7 +51,8 @@ def train(
     nn.init.zeros_(model.weight)
     model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 1.0), **preparation)
     data = TensorDataset(torch.arange(1.0, num_examples + 1.0).view(-1, 1))
-    found: dict[str, Any] = {"weights": [], "gradients": [], "reduce_mean": [], "mean": [], "attached": False}
+    found: dict[str, Any] = {"weights": [], "gradients": [], "reduce_mean": [], "plain": [], "mean": []}
+    found["attached"] = False
 
     def step(batch: list[torch.Tensor]) -> torch.Tensor:
         optimizer.zero_grad()
@@ -71,6 +72,7 @@ def train(
         reduced = strategy.reduce_mean(loss)
         found["reduce_mean"].append(float(reduced))
         found["attached"] |= reduced.requires_grad
+        found["plain"].append(float(strategy.reduce_mean(strategy.local_results(loss)[0])))
         if len(found["mean"]) == 0:
             found["mean"].append(float(strategy.reduce(sg.ReduceOp.MEAN, loss).detach()))
     found["final"] = float(model.weight.detach())
