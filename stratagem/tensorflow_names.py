@@ -213,6 +213,7 @@ _OF_DATASETS: Mapping[str, str] = {
     "take": "itertools.islice(dataset, number) takes so many",
     "repeat": "each iter() is the next epoch",
     "reduce": "loop over its batches, and strategy.reduce what the step returns",
+    **dict.fromkeys(("dataset", "batch_size", "sampler"), "ask the loader that distribute_dataset was given"),
     **dict.fromkeys(("map", "batch", "unbatch", "prefetch", "shuffle", "cache", "filter", "skip"), _LOADER),
     **dict.fromkeys(("shard", "options", "with_options"), "distribute_dataset(options=) says who gets what"),
 }
@@ -298,8 +299,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
             f"experimental_{name}": "a tensor is on one device"
             for name in ("assign_to_logical_device", "split_to_logical_devices", "replicate_to_logical_devices")
         },
-        **dict.fromkeys(("configure", "update_config_proto", "initialize", "finalize"), "leave it out"),
-        "colocate_vars_with": "leave it out",
+        **dict.fromkeys("configure update_config_proto initialize finalize colocate_vars_with".split(), "leave it out"),
     },
     **dict.fromkeys(("SplitDataset", "DistributedDataset", "DistributedIterator"), _OF_DATASETS),
     "ReplicaContext": {
@@ -391,7 +391,7 @@ def no_attribute(owner: str, name: str, *kinds: str) -> AttributeError:
 
 
 class WithWaysOut:
-    """For a name that TensorFlow's or Keras's class has and this one lacks, the error says what to write."""
+    """For a name that a class of TensorFlow, Keras or torch has and this one lacks, the error says what to write."""
 
     if not TYPE_CHECKING:
 

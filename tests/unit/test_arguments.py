@@ -270,6 +270,7 @@ def test_attributes_that_only_tensorflow_has_say_what_to_write(tmp_path: Path) -
         (model, "metrics_names", "what fit and evaluate return"),
         (strategy, "extended", r"strategy\.local_devices"),
         (dataset, "element_spec", "leave it out"),
+        (dataset, "dataset", "ask the loader that distribute_dataset was given"),
         (iter(dataset), "get_next_as_optional", r"next\(iterator, None\)"),
         (variable, "read_value", r"its name is value\(\)"),
         (sg.CheckpointManager(checkpoint, tmp_path), "checkpoint_interval", r"call save\(\)"),
