@@ -1,14 +1,13 @@
 """Which task to start, signal, kill or restart, and when the job is over. A state machine: events in, actions out.
 
 Rules: a task that dies is restarted, at most ``max_restarts`` times in all. A ring does not readmit a worker: when one
-dies, the whole job restarts if its script resumes (one restart), and otherwise has failed. With ``min_workers`` the
-ring continues without the dead worker instead; that one restarts and joins the others if a restart is left. Exit codes
-2 and 42 are never retried; exit code 1 only if the task had made a step in that life (otherwise the script is simply
-broken), and for a script alone only if it resumes. When the workers are done, an evaluator takes as long as it needs
-for the last checkpoint; ps and chief take as long as the chief answers, which may be writing it, and
-``shutdown_timeout_s`` more. The first failure ends the job, except for an evaluator's, which is reported at the end. Of
-two chiefs one is on standby: the job needs one of them. A ps is signalled only after the chief has ended, so the chief
-can take a last checkpoint and stop it; the chief of a ring after its workers, which may be saving.
+dies, the whole job restarts if its script resumes (one restart), else it has failed. With ``min_workers`` the ring
+continues without the dead worker; that one restarts and joins the others if a restart is left. Exit codes 2 and 42
+are never retried; exit code 1 only if the task had made a step in that life (else it is broken), and for a script alone
+only if it resumes. When the workers are done, an evaluator may take any time for the last checkpoint; ps and chief as
+long as the chief answers, which may be writing it, and ``shutdown_timeout_s`` more. The first failure ends the job; an
+evaluator's is reported at the end. Of two chiefs the job needs one. A ps is signalled only after the chief has ended,
+so it can take a last checkpoint and stop it; the chief of a ring after its workers, which may be saving.
 """
 
 from __future__ import annotations
@@ -276,7 +275,8 @@ class Supervisor:
                 return "--min-workers is for a ring that has formed; torch.distributed forms none; start the job again"
             if self.policy.min_workers:
                 return f"fewer than --min-workers {self.policy.min_workers} are left; start the job again"
-            return "a ring without --min-workers, or torch.distributed, cannot lose a worker; start the job again"
+            lost = "a ring without --min-workers, or torch.distributed, cannot lose a worker; start the job again"
+            return f"{lost} (sg.PreemptionCheckpointHandler with the CheckpointManager, or BackupAndRestore, does)"
         if self._is_in_ring(task) and self._done.intersection(self.workers):
             return "other workers of the ring have finished their script"
         if self.num_restarts >= self.policy.max_restarts:

@@ -559,6 +559,7 @@ def test_a_ring_whose_script_does_not_go_on_has_failed() -> None:
     supervisor = _ring(resumes=False)
     assert supervisor.exited(W1, 143, 1.0) == [Signal(W0, signal.SIGTERM), Signal(CHIEF, signal.SIGTERM)]
     assert supervisor.failure is not None and "torch.distributed, cannot lose a worker" in supervisor.failure.reason
+    assert "sg.PreemptionCheckpointHandler" in supervisor.failure.reason
 
 
 def test_a_ring_is_not_started_again_when_a_worker_has_finished() -> None:
