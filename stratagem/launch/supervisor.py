@@ -7,7 +7,7 @@ are never retried; exit code 1 only if the task had made a step in that life (el
 only if it resumes. When the workers are done, an evaluator may take any time for the last checkpoint; ps and chief as
 long as the chief answers, which may be writing it, and ``shutdown_timeout_s`` more. The first failure ends the job; an
 evaluator's is reported at the end. Of two chiefs the job needs one. A ps is signalled only after the chief has ended,
-so it can take a last checkpoint and stop it; the chief of a ring after its workers, which may be saving.
+so the chief can take a last checkpoint and stop it; the chief of a ring after its workers, which may be saving.
 """
 
 from __future__ import annotations
