@@ -248,6 +248,7 @@ class SessionStreams(ChiefPart):
             sessions.generation,
             sessions.wanted_workers,
             sessions.num_ps,
+            self._config.num_workers,
         )
 
     async def take_in(self, caller: Incarnation, newcomers: Sequence[Incarnation]) -> None:

@@ -197,7 +197,8 @@ class Sessions(Roster):
             session.left = self.stopping is None and (follows or self.is_dismissed(session))
             return [*self._fence(session), *self._changed(), *self._end_of_work()]
         why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
-        was_added = self.was_added(task) or session.joining  # the job goes on without it
+        # The job goes on without it; a newcomer to a ring may see only as one of its ranks that it has something else.
+        was_added = self.was_added(task) or session.joining or session.taken_in > 0
         if exit_code and self.stopping is None and not (self.first_failure or was_added or follows):
             self.first_failure = f"{task}: {message or why}"
         actions = self._lose(session, now, why, exit_code)

@@ -51,6 +51,8 @@ class Membership:
     """Workers that there are to be: one with a higher index ends when it would take its next unit. 0: any."""
     num_ps: int = 0
     """Parameter servers that serve, from ps:0 on: what lies on which follows from it."""
+    num_workers: int = 0
+    """Workers that the job began with."""
 
     def has(self, process: tuple[str, int]) -> bool:
         member = self.member(process[0])

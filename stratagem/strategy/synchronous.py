@@ -108,7 +108,7 @@ class SynchronousStrategy(SynchronousInput):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return len(self._local.devices) * (1 if self.communicator is None else self.communicator.size)
+        return len(self._local.devices) * (1 if self.communicator is None else self.communicator.told_size)
 
     @property
     def local_devices(self) -> tuple[torch.device, ...]:

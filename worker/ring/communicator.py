@@ -101,6 +101,12 @@ class Communicator:
         return self.group.size
 
     @property
+    def told_size(self) -> int:
+        """Ranks that a script is told of: a newcomer, alone yet, hears how many the others began with, by which they
+        have scaled their batches."""
+        return self.healing.num_first if self.healing is not None and self.healing.is_new else self.size
+
+    @property
     def device(self) -> torch.device:
         """Where tensors cost no copy: that of the group."""
         return self.group.device

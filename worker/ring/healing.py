@@ -112,10 +112,10 @@ who they are; raises what cannot be healed."""
 
 
 class Healing:
-    """The books of one rank, ``me``. ``heal``: forms the next group; ``is_new``: this rank is a newcomer: alone for
-    now, without the state of the training."""
+    """The books of one rank, ``me``. ``heal``: forms the next group; ``num_first``: this rank is a newcomer to a ring
+    of so many at first: alone for now, without the state of the training."""
 
-    def __init__(self, me: str, members: tuple[str, ...], heal: Heal, is_new: bool = False) -> None:
+    def __init__(self, me: str, members: tuple[str, ...], heal: Heal, num_first: int = 0) -> None:
         self.me = me
         self.members = members
         """Those of the group as it is, by rank."""
@@ -123,7 +123,7 @@ class Healing:
         self.losses: list[LostMembers] = []
         self.counted_steps = collections.deque([0], NUM_COUNTED)
         """The newest steps whose examples have had their effect; see ``is_training`` of :meth:`run`."""
-        self.is_new = is_new
+        self.num_first, self.is_new = num_first, num_first > 0
         """Whether this rank has yet to be given the state of the training."""
         self.loop: Loop | None = None
         """Of this rank; None: the script goes round itself."""

@@ -370,7 +370,7 @@ class RingMember:
 
     def _start_alone(self, name: str) -> Communicator:
         """The communicator of a newcomer, which meets the others when its script comes to its first batch."""
-        healing = Healing(name, (name,), self._heal, is_new=True)
+        healing = Healing(name, (name,), self._heal, self._session.membership.num_workers)
         group = HostGroup(0, 1, {}, timeout_s=self._timeout_s)
         communicator = Communicator(group, self._explain, healing)
         self.ring_service.communicator = communicator

@@ -468,6 +468,7 @@ class Membership(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     WANTED_WORKERS_FIELD_NUMBER: _builtins.int
     NUM_PS_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """True once every task of the cluster has joined; never false again."""
     lead: _builtins.str
@@ -482,6 +483,8 @@ class Membership(_message.Message):
     """Workers that there are to be: one with a higher index ends when it would take its next unit. 0: nobody has said so."""
     num_ps: _builtins.int
     """Parameter servers that serve, from ps:0 on: what lies on which follows from it."""
+    num_workers: _builtins.int
+    """Workers that the job began with."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TaskInfo]:
         """Tasks of the cluster."""
@@ -497,10 +500,11 @@ class Membership(_message.Message):
         generation: _builtins.int = ...,
         wanted_workers: _builtins.int = ...,
         num_ps: _builtins.int = ...,
+        num_workers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lead", b"lead", "min_workers", b"min_workers", "num_ps", b"num_ps", "ready", b"ready", "routing_epoch", b"routing_epoch", "tasks", b"tasks", "wanted_workers", b"wanted_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lead", b"lead", "min_workers", b"min_workers", "num_ps", b"num_ps", "num_workers", b"num_workers", "ready", b"ready", "routing_epoch", b"routing_epoch", "tasks", b"tasks", "wanted_workers", b"wanted_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

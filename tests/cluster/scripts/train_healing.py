@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--scales", action="store_true", help="Batches of BATCH / 4 for each replica.")
     parser.add_argument("--meet", type=int, nargs="*", default=[], help="Steps before which a newcomer is waited for.")
     options = parser.parse_args()
     torch.manual_seed(5)
@@ -65,8 +66,9 @@ def main() -> None:
         model = Counted(options.examples)
         optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     strategy.prepare(model, optimizer)
+    batch_size = BATCH // 4 * strategy.num_replicas_in_sync if options.scales else BATCH
     data = strategy.distribute_dataset(
-        DataLoader(TensorDataset(x, y, torch.arange(options.examples)), BATCH, shuffle=True)
+        DataLoader(TensorDataset(x, y, torch.arange(options.examples)), batch_size, shuffle=True)
     )
 
     changes: list[tuple[int, int, int]] = []

@@ -582,6 +582,20 @@ def test_a_ring_takes_a_newcomer_in_when_it_says_so_and_the_newcomer_waits() -> 
     assert sessions.goodbye("worker:0", 4, 0, "", 5.0)[-1] == StopJob(0, "every worker has finished")
 
 
+def test_a_newcomer_that_cannot_stay_in_a_ring_does_not_end_the_job() -> None:
+    """Once it is a rank it gets what the others have, and may find that it does not fit."""
+    sessions = ring()
+    sessions.stream_ended("worker:0", 1, 1.0)
+    again = Incarnation("worker:0", 4)
+    join(sessions, "worker:0", 4, 2.0)
+    sessions.take_in(again, [])
+    assert sessions.take_in(Incarnation("worker:1", 2), [again]) == [again]
+    sessions.goodbye("worker:0", 4, 2, "ConfigurationError: the Linear that this worker prepared differs", 3.0)
+    assert sessions.stopping is None
+    sessions.goodbye("worker:1", 2, 2, "ConfigurationError", 4.0)
+    assert sessions.stopping is not None
+
+
 def test_a_chief_that_is_started_again_knows_who_was_taken_in() -> None:
     more = {"newest_incarnation": 5, "fenced": {"worker:0": 1}, "ready": True, "max_workers": 4}
     awaited = {"worker:0": 4, "worker:1": 2, "worker:2": 3, "worker:3": 5}
