@@ -18,16 +18,17 @@ _PROGRAM = "example_inputs= says what the exported program is called with"
 _FITTING = "module.load_state_dict(state, strict=False) before compile takes what fits"
 _HOOKS: Foreign = {"hooks": (_HOOK, (None, [], ()))}
 _OVERWRITE: Foreign = {"overwrite": ("what is there is replaced", (True,))}
-_OPTIONS: Foreign = {"options": ("leave it out", _NONE)}
+_OUT = "leave it out"
+_OPTIONS: Foreign = {"options": (_OUT, _NONE)}
 _FORMAT = "save() has one format, a folder that sg.load_model reads"
 _ASSIGNED: Foreign = {
-    "use_locking": ("leave it out", (False, None)),
-    "read_value": ("leave it out", (True,)),
-    "name": ("leave it out", _NONE),
+    "use_locking": (_OUT, (False, None)),
+    "read_value": (_OUT, (True,)),
+    "name": (_OUT, _NONE),
 }
 _RESOLVER: Foreign = {
     "rpc_layer": ("it is gRPC", ("grpc", None)),
-    **dict.fromkeys(("master", "environment"), ("leave it out", ("", None))),
+    **dict.fromkeys(("master", "environment"), (_OUT, ("", None))),
     "num_accelerators": ("the strategy has devices=", ({}, None)),
     **dict.fromkeys(("gpus_per_node", "gpus_per_task", "tasks_per_node"), ("Slurm says it to each task", _NONE)),
     "auto_set_gpu": ("srun --gpus-per-task gives each task its own", (False,)),
@@ -92,16 +93,16 @@ INSTEAD: Mapping[str, Foreign] = {
         "shape": ("it is that of initial_value, and stays", _NONE),
         "validate_shape": ("a variable keeps its shape", (True,)),
         "constraint": ("call it on the value, and assign what it returns", _NONE),
-        **dict.fromkeys(("caching_device", "variable_def", "import_scope"), ("leave it out", _NONE)),
+        **dict.fromkeys(("caching_device", "variable_def", "import_scope"), (_OUT, _NONE)),
     },
     **dict.fromkeys(("assign", "assign_add", "assign_sub"), _ASSIGNED),
     **{f"{kind}ClusterResolver": _RESOLVER for kind in ("TFConfig", "Simple", "Slurm", "Kubernetes")},
     "Model": {
         **dict.fromkeys(("inputs", "outputs"), ("give an nn.Module, whose forward makes outputs of inputs", ())),
-        "name": ("leave it out", _NONE),
+        "name": (_OUT, _NONE),
     },
     "summary": dict.fromkeys(
-        ("line_length", "positions", "expand_nested", "show_trainable", "layer_range"), ("leave it out", (None, False))
+        ("line_length", "positions", "expand_nested", "show_trainable", "layer_range"), (_OUT, (None, False))
     ),
     "TPUStrategy": {"tpu_cluster_resolver": ("its name is resolver", ())},
     "save_weights": {**_OVERWRITE, **_OPTIONS, "save_format": ("a folder is what load_weights reads", _NONE)},
@@ -113,7 +114,7 @@ INSTEAD: Mapping[str, Foreign] = {
     "ModelCheckpoint": {
         "period": ("save_freq= counts batches: as many as those epochs have", (1,)),
         "load_weights_on_restart": ("BackupAndRestore goes on, or load_weights(latest_checkpoint(…))", (False,)),
-        "options": ("leave it out", _NONE),
+        "options": (_OUT, _NONE),
     },
     "BackupAndRestore": {"double_checkpoint": ("leave it out: there is one backup at any time", (False,))},
     "TensorBoard": {
@@ -152,7 +153,7 @@ INSTEAD: Mapping[str, Foreign] = {
     "export_model": _EXPORTER,
     "model_to_estimator": {
         "keras_model": ("its name is model", ()),
-        "custom_objects": ("leave it out", _NONE),
+        "custom_objects": (_OUT, _NONE),
     },
     "DistributeOptions": {
         "experimental_fetch_to_device": ("batches go to the devices of the replicas", (True, None)),
@@ -195,7 +196,6 @@ _COORDINATOR = (
     "there is no ClusterCoordinator: every worker runs the script itself, and takes its batches from "
     "strategy.distribute_dataset"
 )
-_IN_TORCH = "what a step computes is plain torch"
 _ANY_CLUSTER = "sg.SimpleClusterResolver takes any cluster and a place in it"
 _MODEL_FN = "give sg.Estimator a model_fn, or sg.model_to_estimator an sg.Model"
 _LOADER = "do that to the loader, before distribute_dataset"
@@ -230,7 +230,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "PreemptionWatcher": "its name is PreemptionCheckpointHandler",
         "DistributedValues": "its name is PerReplica",
         **dict.fromkeys(("DistributedDataset", "DistributedIterator"), "it is what distribute_dataset returns"),
-        **dict.fromkeys(("StrategyExtended", "InputReplicationMode", "CheckpointOptions", "compat"), "leave it out"),
+        **dict.fromkeys(("StrategyExtended", "InputReplicationMode", "CheckpointOptions", "compat"), _OUT),
         "ClusterResolver": "what has task and cluster_spec() is one",
         "Partitioner": "a function of shape and dtype is one, which returns the number of shards by axis",
         **{f"{name}Resolver": _ANY_CLUSTER for name in ("GCECluster", "SageMakerCluster", "UnionCluster", "Union")},
@@ -265,7 +265,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "metrics": "they are those of torchmetrics, functions, or their names",
         "mixed_precision": 'give compile(mixed_precision="bf16"), or use torch.autocast in the step',
         "function": "leave it out; prepare(torch_compile=True) compiles a model",
-        **dict.fromkeys(("GradientTape", "constant", "random", "device", "Module", "math", "cast"), _IN_TORCH),
+        **dict.fromkeys(("GradientTape", "constant", "random", "device", "Module", "math", "cast"), "use plain torch"),
         "config": "the devices of a strategy are its arguments; torch.cuda.device_count() counts those that are here",
         "summary": "torch.utils.tensorboard.SummaryWriter writes them, where sg.is_lead()",
     },
@@ -274,7 +274,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         "RemoteMonitor": "LambdaCallback(on_epoch_end=) can send the logs",
         "SwapEMAWeights": "torch.optim.swa_utils.AveragedModel averages them, in a loop of your own",
         "CallbackList": "fit, evaluate and predict take a list",
-        "experimental": "leave it out",
+        "experimental": _OUT,
     },
     "stratagem.data": {
         "Dataset": "a DataLoader of torch, or an iterable of batches, is what distribute_dataset takes",
@@ -299,7 +299,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
             f"experimental_{name}": "a tensor is on one device"
             for name in ("assign_to_logical_device", "split_to_logical_devices", "replicate_to_logical_devices")
         },
-        **dict.fromkeys("configure update_config_proto initialize finalize colocate_vars_with".split(), "leave it out"),
+        **dict.fromkeys(("configure", "update_config_proto", "initialize", "finalize", "colocate_vars_with"), _OUT),
     },
     **dict.fromkeys(("SplitDataset", "DistributedDataset", "DistributedIterator"), _OF_DATASETS),
     "ReplicaContext": {
@@ -312,7 +312,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("read_value", "initialized_value", "eval", "read"), "its name is value()"),
         "get_shape": "its name is shape",
         "set_shape": "it is that of the first value, and stays",
-        **dict.fromkeys(("initializer", "initial_value", "op", "constraint", "handle", "graph"), "leave it out"),
+        **dict.fromkeys(("initializer", "initial_value", "op", "constraint", "handle", "graph"), _OUT),
         **{
             f"{kind}{how}": f"{_TENSOR}, and assign() takes what is made of it"
             for kind in ("scatter_", "scatter_nd_", "batch_scatter_")
@@ -335,7 +335,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
     "_Resolved": {
         **dict.fromkeys(("master", "get_master"), "cluster_spec().as_dict() has all addresses"),
         "num_accelerators": "strategy.local_devices says where replicas compute",
-        "environment": "leave it out",
+        "environment": _OUT,
     },
     "ClusterSpec": {
         **dict.fromkeys(("as_cluster_def", "task_address"), "job_tasks(role) has the addresses, by index"),

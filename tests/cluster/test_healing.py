@@ -117,7 +117,8 @@ def check_newcomer(news: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
 def test_one_of_four_is_killed_and_comes_back(cluster: Start, tmp_path: Path, transport: str) -> None:
     faults = [kill("worker:1", 4)]
-    done = train(cluster, tmp_path / "news", *faults, transport=transport, restarts=1, arguments=["--scales", "--meet", 9])
+    arguments = ["--scales", "--meet", 9]
+    done = train(cluster, tmp_path / "news", *faults, transport=transport, restarts=1, arguments=arguments)
     assert done.code == 0, done.stderr
     assert done.faults == ["fault-0"]
     assert done.summary["workers_lost"] == [] and done.summary["restarts"] == 1
