@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.chief.journal.lock import CheckpointsLock, JournalLock
-from stratagem.measuring.process_use import ProcessUse
+from stratagem.measuring.process_use import ProcessUse, ThreadWaits
 from stratagem.ps import optimizers, snapshot
 from stratagem.ps.peer_client import PeerStore
 from stratagem.rpc import channels, handshake, host_id
@@ -181,6 +181,7 @@ def installed() -> Iterator[None]:
         put(sys.modules[name], "gc", _Gc)  # else what a schedule leaves is never looked at again
     put(snapshot, "check", _slow(snapshot.check))
     put(ProcessUse, "values", lambda self: {})  # of the real process, and it looks for long
+    put(ThreadWaits, "start", lambda self: None)  # of a real thread
     for owner, name, wrap in (*invariants.hooks(), *copies.hooks(), *rings.hooks(), *schedule.hooks()):
         put(owner, name, wrap(getattr(owner, name)))
     threads = torch.get_num_threads()
