@@ -18,6 +18,7 @@ from stratagem.data.distribute import warn_of_own_batches
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.strategy import roles
 from stratagem.strategy.devices import named_devices, parse_devices
+from stratagem.strategy.one_cycle import watch_one_cycles
 from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.synchronous import SynchronousStrategy
@@ -88,6 +89,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         workers = self._runtime.ring.form(self.options, own[0], config.start_timeout_s) if self._runtime else None
         if workers is not None and workers.healing is not None:
             check_healing(len(own), chosen, workers.group.name == "nccl")
+            watch_one_cycles()
         super().__init__(
             own,
             StepMeter() if self._runtime is None else self._runtime.meter,

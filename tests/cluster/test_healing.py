@@ -129,6 +129,20 @@ def test_one_of_four_is_killed_and_comes_back(cluster: Start, tmp_path: Path, tr
     assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4]]
 
 
+def test_a_newcomer_with_a_schedule_of_its_own_ends_alone(cluster: Start, tmp_path: Path) -> None:
+    """It begins where the others began, which ended the whole job; and what comes again are more steps than a
+    OneCycleLR was told of, which ended it too."""
+    arguments = ["--schedule", "--meet", 9]
+    done = train(cluster, tmp_path / "news", kill("worker:1", 4), restarts=1, arguments=arguments)
+    assert done.code == 0, done.stderr
+    assert done.summary["workers_lost"] == ["worker:1"] and done.summary["restarts"] == 1
+    assert "worker:1: ConfigurationError: the settings of an optimizer differ" in done.stderr
+    assert "OneCycleLR stays where it ends" in done.stderr
+    old = news_of(tmp_path / "news", [0, 2, 3])
+    check_same_and_exact(old)
+    assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4], [4, 3]]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_fit_takes_a_worker_in_again_in_the_middle_of_an_epoch(cluster: Start, tmp_path: Path, transport: str) -> None:

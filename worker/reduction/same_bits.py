@@ -61,32 +61,44 @@ class SameBits:
 
     def raise_difference(self, communicator: Communicator) -> None:
         """Finds out what differs, and where. Every rank has to call it. Raises ConfigurationError: names the rank and
-        what it has."""
+        what it has. Where only ranks differ that have joined a ring that heals, they alone have it, and the others a
+        CollectiveError when those are gone."""
         settings = [
             f"{type(optimizer).__name__}({', '.join(f'{name}={group[name]!r}' for name in _names(optimizer, group))})"
             for optimizer in self._optimizers()
             for group in optimizer.param_groups
         ]
-        every = gather_json(communicator, [self._label, *map(without_addresses, settings)])
+        has_joined = communicator.healing is not None and communicator.healing.num_first > 0
+        every = gather_json(communicator, [has_joined, self._label, *map(without_addresses, settings)])
+        sums = communicator.all_gather(torch.tensor([sum_of_bits(_flat(parameter)) for parameter in self._parameters]))
+        has = [(each[2:], bits.tolist()) for each, bits in zip(every, sums, strict=True)]
+        old = [one for each, one in zip(every, has, strict=True) if not each[0]]
+        only_joined = bool(old) and all(one == old[0] for one in old) and any(one != old[0] for one in has)
+        if only_joined and has[communicator.rank] == old[0]:
+            communicator.confirm()  # it breaks, and the ring continues without the others
+        raise self._difference([each[1:] for each in every], [one[1] for one in has])
+
+    def _difference(self, every: Sequence[Sequence[str]], sums: Sequence[Sequence[int]]) -> ConfigurationError:
         labels = [each[0] for each in every]
         telling, *rest = itertools.zip_longest(*([each for each in every if each[1:]] or every), fillvalue="none")
-        sums = communicator.all_gather(torch.tensor([sum_of_bits(_flat(parameter)) for parameter in self._parameters]))
         for line in rest:
             if (odd := _odd(line)) is not None:
                 usual = 0 if odd else 1
-                raise ConfigurationError(
+                return ConfigurationError(
                     f"the settings of an optimizer differ, and the replicas would diverge: {telling[usual]} has "
-                    f"{line[usual]}, {telling[odd]} has {line[odd]}; set and schedule them alike on every worker"
+                    f"{line[usual]}, {telling[odd]} has {line[odd]}; set and schedule them alike on every worker (one "
+                    "that joins a ring has what the others have of schedulers given to strategy.prepare, of each "
+                    "sg.Variable, and of data.epoch)"
                 )
         for position, name in enumerate(self._names):
-            if (odd := _odd([int(each[position]) for each in sums])) is not None:
-                raise ConfigurationError(
+            if (odd := _odd([each[position] for each in sums])) is not None:
+                return ConfigurationError(
                     f"the replicas have diverged: {name} of {labels[odd]} has different bits from that of "
                     f"{labels[0 if odd else 1]}. Whatever changes weights must do the same on every worker (a load, a "
                     "clip, a step that one of them left out); on processors of different kinds set "
                     "ATEN_CPU_CAPABILITY=avx2 for all"
                 )
-        raise ConfigurationError("the replicas have had different weights or settings; they are the same again")
+        return ConfigurationError("the replicas have had different weights or settings; they are the same again")
 
     def _next_window(self) -> int:
         total, left = 0, WINDOW

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from stratagem.cluster.units import SCHEDULES
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.one_cycle import watch_one_cycles
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.push.gradient_push import GradientPush
 
@@ -146,7 +147,7 @@ def keep_up(
     dataset; a scheduler that was stepped over another one has no part in them.
     """
     push.is_paced = True
-    _stay_at_its_end(scheduler)
+    watch_one_cycles()
     _warn_of_lost_metrics(scheduler, chief, ordinal)
     kind: Any = type(scheduler)
     job = _JobPlace(scheduler, push, chief, ordinal)
@@ -197,31 +198,6 @@ def warn_of_unprepared(push: GradientPush) -> None:
             )
 
     push.optimizer.register_step_post_hook(updated)
-
-
-def _stay_at_its_end(scheduler: LRScheduler) -> None:
-    """Staleness 0: has a OneCycleLR, which raises after ``total_steps``, keep its last settings; changes it in place.
-    The parts of batches that a lost worker leaves are further updates."""
-    for part in vars(scheduler).get("_schedulers", ()):
-        _stay_at_its_end(part)
-    if not isinstance(scheduler, OneCycleLR):
-        return
-    kind: Any = type(scheduler)
-    has_warned = False
-
-    def get_lr(self: OneCycleLR) -> list[float]:
-        nonlocal has_warned
-        if self.last_epoch <= self.total_steps:
-            rates: list[float] = kind.get_lr(self)
-            return rates
-        if not has_warned:
-            has_warned = True
-            logger.warning(
-                "%s stays where it ends: there are more updates than its %d steps", kind.__name__, self.total_steps
-            )
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    _replace(scheduler, get_lr=get_lr)
 
 
 def _warn_of_lost_metrics(scheduler: LRScheduler, chief: ChiefClient, ordinal: int) -> None:

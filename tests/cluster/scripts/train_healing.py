@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--scales", action="store_true", help="Batches of BATCH / 4 for each replica.")
+    parser.add_argument("--schedule", action="store_true", help="By a scheduler that is not prepared.")
     parser.add_argument("--meet", type=int, nargs="*", default=[], help="Steps before which a newcomer is waited for.")
     options = parser.parse_args()
     torch.manual_seed(5)
@@ -70,6 +71,9 @@ def main() -> None:
     data = strategy.distribute_dataset(
         DataLoader(TensorDataset(x, y, torch.arange(options.examples)), batch_size, shuffle=True)
     )
+
+    steps = options.epochs * len(data)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps) if options.schedule else None
 
     changes: list[tuple[int, int, int]] = []
 
@@ -89,6 +93,8 @@ def main() -> None:
         seen.append((gradient != 0).nonzero().view(-1).tolist())
         totals.append(float(gradient.sum()))
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
         return loss.detach()
 
     if options.meet:
