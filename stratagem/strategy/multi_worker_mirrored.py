@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ from stratagem.worker.reduction.gradient_layout import BUCKET_BYTES
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.step_meter import StepMeter
+
+NUM_UNTOLD = 4096
+"""Newest steps of which a worker tells the chief when it becomes the lead, for the one before may not have told."""
 
 
 @checked
@@ -138,11 +142,18 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         if dataset.plan is None or self._runtime is None:
             return None
         chief = self._runtime.chief
+        untold: collections.deque[tuple[int, int]] = collections.deque(maxlen=NUM_UNTOLD)
 
         def report(epoch: int, steps: Sequence[int]) -> None:
             plan = dataset.plan
-            if not self.communicator.rank and plan is not None:  # who is first may change
-                planned = [step for step in steps if step < plan.num_batches]  # not what comes again after a loss
-                chief.report_units(ordinal, epoch, [unit for step in planned for unit in plan.units_of(step)])
+            untold.extend((epoch, step) for step in steps)
+            if not self.is_lead or plan is None:  # a newcomer may be rank 0
+                return
+            for each in sorted({epoch for epoch, _ in untold}):
+                planned = [
+                    step for at, step in untold if at == each and step < plan.num_batches
+                ]  # not what comes again
+                chief.report_units(ordinal, each, [unit for step in planned for unit in plan.units_of(step)])
+            untold.clear()
 
         return report
