@@ -66,6 +66,11 @@ class HealingReader:
                 yield self._noted(step, members)
             number += 1
 
+    def is_over(self, number: int) -> bool:
+        """Whether there is no step ``number`` of the epoch; after the one before it."""
+        steps = self._reader.num_steps
+        return steps is not None and number >= steps and not self.note_losses(is_over=True)
+
     def note_losses(self, is_over: bool = False) -> list[int]:
         """What comes again, with what was lost in the steps that the script has made, and (``is_over``) in the newest
         one, whether anything was trained in it or not."""

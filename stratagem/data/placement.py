@@ -77,8 +77,9 @@ class Listener:
     def arrive(self) -> None:
         """The script asks where the dataset stands, or for its first batch: a newcomer joins the others."""
 
-    def between_steps(self) -> None:
-        """A step is over, the next one not cut yet: the others may take newcomers in."""
+    def between_steps(self, is_last: bool) -> None:
+        """A step is over, the next one not cut yet: the others may take newcomers in. ``is_last``: there is no next one
+        in this pass, of several steps."""
 
     def start_epoch(self, epoch: int) -> None:
         """A pass over the dataset begins."""

@@ -151,7 +151,8 @@ class SplitDataset(WithWaysOut):
                     yield batch
                     self._listener.done(share)
                 number += 1
-                self._listener.between_steps()
+                is_last = number > 1 and self._healing_reader is not None and self._healing_reader.is_over(number)
+                self._listener.between_steps(is_last)
             complete = True
             if self._pass is this_pass:
                 self._pass, self._epoch, self._step = None, epoch + 1, 0

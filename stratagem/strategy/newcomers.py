@@ -60,11 +60,12 @@ class Newcomers:
         if self._healing.is_new:
             self._join(ordinal)
 
-    def between_steps(self, ordinal: int) -> None:
-        """The others take in those who wait, all between the same two steps."""
+    def between_steps(self, ordinal: int, is_last: bool) -> None:
+        """The others take in those who wait, all between the same two steps; not after the last one of several in a
+        pass, of which the newcomer's loop would have none."""
         healing = self._healing
         is_in_order = self.has_stepped and self._shares.is_newest and not self._has_pending()
-        if healing.newcomers or (healing.is_due and is_in_order):
+        if healing.newcomers or (healing.is_due and is_in_order and not is_last):
             self._join(ordinal)
 
     def _join(self, ordinal: int) -> None:

@@ -136,9 +136,9 @@ class StepListener(Listener):
         if self._strategy._newcomers is not None:
             self._strategy._newcomers.arrive(self._ordinal)
 
-    def between_steps(self) -> None:
+    def between_steps(self, is_last: bool) -> None:
         if self._strategy._newcomers is not None:
-            self._strategy._newcomers.between_steps(self._ordinal)
+            self._strategy._newcomers.between_steps(self._ordinal, is_last)
 
     def start_epoch(self, epoch: int) -> None:
         self._epoch = epoch

@@ -129,6 +129,17 @@ def test_one_of_four_is_killed_and_comes_back(cluster: Start, tmp_path: Path, tr
     assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4]]
 
 
+def test_a_newcomer_is_not_taken_in_after_the_last_batch_of_an_epoch(cluster: Start, tmp_path: Path) -> None:
+    """Its loop would have none of that epoch, and a mean over them ends many scripts ("division by zero")."""
+    arguments = ["--meet", 14]  # 100 examples are 7 batches of 16, and 8 where one worker's part comes again
+    done = train(cluster, tmp_path / "news", kill("worker:1", 4), restarts=1, arguments=arguments)
+    assert done.code == 0, done.stderr
+    old, back = news_of(tmp_path / "news", [0, 2, 3]), news_of(tmp_path / "news", [1])[0]
+    check_same_and_exact(old)
+    check_newcomer(back, old[0])
+    assert back["first"] == 16, "after the first step of the next epoch"
+
+
 def test_a_newcomer_with_a_schedule_of_its_own_ends_alone(cluster: Start, tmp_path: Path) -> None:
     """It begins where the others began, which ended the whole job; and what comes again are more steps than a
     OneCycleLR was told of, which ended it too."""

@@ -10,7 +10,7 @@ from stratagem.strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
 
 
 def test_who_becomes_the_lead_tells_what_the_one_before_it_may_not_have_told() -> None:
-    """Of a job whose lead died, up to a second of its examples was in no count, and as much when it was rank 0 again."""
+    """Of a job whose lead died, a second of its examples was in no count, and again when it was back as rank 0."""
     told: list[tuple[int, list[int]]] = []
     chief = types.SimpleNamespace(report_units=lambda _, epoch, units: told.append((epoch, units)))
     ring = types.SimpleNamespace(rank=0)
