@@ -76,6 +76,10 @@ class HealingReader:
         one, whether anything was trained in it or not."""
         for dealt in [*self._dealt]:
             has_counted = dealt.step in self._healing.counted_steps
+            if dealt.step in self._healing.pending_steps:
+                if not is_over:
+                    continue
+                has_counted = True  # or will have, with the next pass
             if has_counted or dealt.step < self._communicator.step + is_over:  # the script trains on it no more
                 self._dealt.remove(dealt)
                 self._look_for_losses(dealt, has_counted)

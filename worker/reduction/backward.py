@@ -200,15 +200,19 @@ class BackwardReducer(Generic[B]):
                     self._synchronise(backward)
                     self._stepped.clear()
                 elif backward.begun:
-                    for slot in self._slots:
-                        if slot.fired or (slot.taken and slot.pending):
-                            slot.keep()
-                    self._pending_weights = backward.weights
+                    self._keep(backward)
             finally:
                 self._backward = None
                 for slot in self._slots:
                     slot.restore()
                 self._meter.computes(FORWARD, after=BACKWARD)
+
+    def _keep(self, backward: B) -> None:
+        """Inside ``no_sync``: what the backward has brought waits for a later one."""
+        for slot in self._slots:
+            if slot.fired or (slot.taken and slot.pending):
+                slot.keep()
+        self._pending_weights = backward.weights
 
     def _abandon(self, backward: B) -> None:
         """The backward raised; the other ranks wait for the rest of it, or for the word that it failed."""

@@ -232,6 +232,11 @@ class GradientReducer(BackwardReducer["_Backward"]):
             else:
                 self._communicator.all_reduce(source, out=bucket.area.reduced)
 
+    def _keep(self, backward: _Backward) -> None:
+        super()._keep(backward)
+        if (healing := self._communicator.healing) is not None:
+            healing.pending_steps.append(self._communicator.step)
+
     def _synchronise(self, backward: _Backward) -> None:
         self.num_early = len(backward.launched)
         with self._meter.exposed("the gradients of the other ranks"):

@@ -123,6 +123,8 @@ class Healing:
         self.losses: list[LostMembers] = []
         self.counted_steps = collections.deque([0], NUM_COUNTED)
         """The newest steps whose examples have had their effect; see ``is_training`` of :meth:`run`."""
+        self.pending_steps: list[int] = []
+        """Those whose gradients wait to be reduced with those of a later step, and count with it."""
         self.num_first, self.is_new = num_first, num_first > 0
         """Whether this rank has yet to be given the state of the training."""
         self.loop: Loop | None = None
@@ -239,7 +241,8 @@ class Healing:
     def _done(self, ranks: Ranks, kept: Kept | None) -> None:
         self._num_done, self._num_again, self._kept = self._num_done + 1, 0, kept
         if self._is_training and ranks.step != self.counted_steps[-1]:
-            self.counted_steps.append(ranks.step)
+            self.counted_steps.extend([*self.pending_steps, ranks.step])
+            self.pending_steps.clear()
 
     def begin_late(self, ranks: Ranks) -> None:
         """Of others a group had formed before: they have lost a rank since, and compare counts with this one. Raises

@@ -60,6 +60,33 @@ def test_every_example_counts_once_an_epoch(dies_at: int, late: bool) -> None:
         assert sorted(every[epoch * NUM_EXAMPLES :][:NUM_EXAMPLES]) == list(range(NUM_EXAMPLES))
 
 
+def train_in_pairs(communicator: Communicator) -> list[list[int]]:
+    """The examples of two steps count together, as gradients that ``no_sync`` keeps do."""
+    dataset, steps, kept = dataset_of(communicator), [], []
+    assert communicator.healing is not None
+    for _ in range(NUM_EPOCHS):
+        for number, (batch,) in enumerate(dataset, 1):
+            kept.append(batch)
+            if number % 2 and number < len(dataset):
+                communicator.healing.pending_steps.append(communicator.step)
+                continue
+            both, kept = torch.cat(kept), []
+            mine = communicator.atomic(lambda both=both: communicator.all_gather(both), is_training=True)  # type: ignore[misc]
+            steps.append(torch.cat(mine).tolist())
+    communicator.barrier()
+    return steps
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dies_at", range(1, 2 * (2 + 3 * 3) + 1, 2))
+def test_what_a_lost_worker_had_accumulated_comes_again(dies_at: int, late: bool) -> None:
+    """Of the batches before the one with which they are reduced it was left out."""
+    results = run_mortal(4, train_in_pairs, rank2=Fate(dies_at + late, late))
+    assert results[0] == results[1] == results[2]
+    every = [row for step in results[0] for row in step]
+    assert collections.Counter(every) == dict.fromkeys(range(NUM_EXAMPLES), NUM_EPOCHS)
+
+
 def train_and_validate(communicator: Communicator) -> tuple[list[list[int]], list[list[int]]]:
     """Each step with a collective before that in which it counts, as SyncBatchNorm makes; after each epoch a pass that
     trains nothing. The examples of all workers, by step: trained, and reduced in validations."""
