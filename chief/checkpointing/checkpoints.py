@@ -119,8 +119,8 @@ def begin(directory: str) -> CheckpointDraft:
 def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = False) -> pathlib.Path:
     """Makes a draft a checkpoint by one rename; returns its path.
 
-    When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
-    automatic one of this step is replaced that was taken before another model was prepared or trained, or in the middle
+    When the same weights were committed at the same step before, that checkpoint is returned and the draft removed; so
+    is one that a script saved of the same state, which has its buffers and counters too. An automatic one of this step is replaced that was taken before another model was prepared or trained, or in the middle
     of a batch; with ``replaces`` also one of other weights. It is removed when the new one is there. Beside one that a
     script has given this number, or asked for before another model was trained, the new one has more digits.
     CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
@@ -140,6 +140,8 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
             written = draft.path / file.name
             if not written.is_file() or written.stat().st_size != file.num_bytes:
                 raise CheckpointError(f"expected {file.num_bytes} bytes in {written}, which a ps reported as written")
+        if manifest.automatic and (saved := _saved_by_script(draft.path.parent, manifest)) is not None:
+            return saved
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
         before = ServersManifest.read(target)
@@ -162,6 +164,21 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
         if replaced is not None:
             catalog.remove(replaced)
     return target
+
+
+def _saved_by_script(directory: pathlib.Path, manifest: ServersManifest) -> pathlib.Path | None:
+    """The newest checkpoint, for the chief and for all who look by its script's number, if it lacks nothing."""
+    path = catalog.newest(directory)
+    there = ServersManifest.read(path) if path is not None and (path / catalog.HOST).is_dir() else None
+    if there is None or (path, there) != newest(str(directory)):
+        return None
+    return path if _state_of(there) == _state_of(manifest) else None
+
+
+def _state_of(manifest: ServersManifest) -> tuple[object, ...]:
+    """What a job that resumes from it goes by."""
+    counts = manifest.step, manifest.next_step, manifest.num_groups, manifest.num_updates
+    return counts, _digests(manifest), manifest.done, manifest.unfinished, manifest.plans, manifest.logs
 
 
 def _longer(target: pathlib.Path) -> pathlib.Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Collection, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import safetensors
 import torch
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, warn_once
 from stratagem.checkpoint.catalog import HOST, check, newest, offer, read_step
 from stratagem.checkpoint.durable import read_file
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
@@ -21,6 +22,8 @@ from stratagem.checkpoint.server_state import SavedRows, ServerState, has_server
 from stratagem.checkpoint.tensor_file import DTYPES, open_tensors
 from stratagem.checkpoint.tree import EncodedState, Json, decode, encode
 from stratagem.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTION = "host.json"
 FORMAT = 1
@@ -166,7 +169,16 @@ def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> di
     saved = describe(found)
     models = [other for other, entry in saved.objects.items() if entry.kind == MODEL]
     if name is None and not saved.objects:
-        return dict(ServerState(found).variables)
+        variables = dict(ServerState(found).variables)
+        if layers := [name.rpartition(".")[0] for name in variables if name.endswith("num_batches_tracked")]:
+            warn_once(
+                logger,
+                "checkpoints that the chief takes by itself hold the running statistics of %s as they were at "
+                "prepare, because the workers keep buffers: to evaluate with those of the training, let the script "
+                "save (sg.Checkpoint on every worker, last at its end) and leave out --checkpoint-every-s",
+                ", ".join(layers) or "the model",
+            )
+        return variables
     if name is None and len(models) != 1:
         raise CheckpointError(
             f"expected the name of an object in {found}: it has {len(models)} models among {', '.join(saved.objects)}"

@@ -46,6 +46,14 @@ def commit(directory: Path, manifest: ServersManifest, content: bytes = b"weight
     return checkpoints.commit(begun, manifest)
 
 
+def saved_by_script(directory: Path, manifest: ServersManifest, step: int) -> Path:
+    """Under the number that the script gives it."""
+    path = commit(directory, manifest).rename(directory / f"step-{step:08d}")
+    (path / "host").mkdir()
+    (path / "host" / MANIFEST).write_bytes(encode(Manifest(step=step, files=()).content()))
+    return path
+
+
 def test_a_committed_checkpoint_reads_back(tmp_path: Path) -> None:
     path = commit(tmp_path / "new", manifest_of(100))
     assert path == tmp_path / "new" / "step-00000100"
@@ -122,13 +130,28 @@ def test_another_number_of_ps_has_trained_what_the_checkpoint_lacks() -> None:
 
 def test_a_number_that_a_script_has_given_other_weights_is_told_from_it(tmp_path: Path) -> None:
     """A job whose script saved before its first update, and after each, ended with 1: its last checkpoint failed."""
-    of_script = commit(tmp_path, manifest_of(5))
-    (of_script / "host").mkdir()
-    (of_script / "host" / MANIFEST).write_bytes(encode(Manifest(step=5, files=()).content()))
+    of_script = saved_by_script(tmp_path, manifest_of(5), 5)
     assert commit(tmp_path, manifest_of(5, epoch=2)) == of_script
     path = commit(tmp_path, manifest_of(5, b"WEIGHTS"), b"WEIGHTS")
     assert path.name == "step-000000000005"
     assert {each for each, _ in checkpoints.scan(str(tmp_path))} == {of_script, path}
+
+
+def test_what_a_script_saved_last_stays_the_newest(tmp_path: Path) -> None:
+    """The chief's last checkpoint, of the same weights and of buffers as they began, hid it from an evaluator."""
+    of_script = saved_by_script(tmp_path, manifest_of(48, automatic=False), 6)
+    reported = {"accepted": {(1, 0): UnitBitmap.of([0, 2]), (1, 1): UnitBitmap.of([9]), (2, 0): UnitBitmap.of([1])}}
+    now = dataclasses.replace(manifest_of(48), **reported, applied={})
+    assert commit(tmp_path, now) == of_script
+    assert not list(tmp_path.glob(".draft-*"))
+    assert commit(tmp_path, dataclasses.replace(now, logs={})) == tmp_path / "step-00000048", "an epoch is over since"
+
+
+def test_what_a_script_saved_last_is_not_enough_below_another_number(tmp_path: Path) -> None:
+    """Whoever looks by the script's numbers would see the chief's of the middle of the job."""
+    commit(tmp_path, manifest_of(32, b"WEIGHTS"), b"WEIGHTS")
+    saved_by_script(tmp_path, manifest_of(48, automatic=False), 6)
+    assert commit(tmp_path, manifest_of(48)) == tmp_path / "step-00000048"
 
 
 def test_other_weights_at_the_same_step_are_refused(tmp_path: Path) -> None:

@@ -66,6 +66,18 @@ def taken(folder: Path, stores: list[Store], step: int) -> Path:
     return path
 
 
+def test_a_checkpoint_of_the_chief_says_whose_running_statistics_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An evaluator took those of an untrained BatchNorm for the model's, without a word."""
+    store, name = Store("ps:0"), "block.norm.num_batches_tracked"
+    spec = GroupSpec(1, "", torch.int64, (ShardSpec(name, (), 0, 1, 0),))
+    DirectWorker(store, "worker:0", spec).create(torch.zeros(1, dtype=torch.int64))
+    path = taken(tmp_path, [store], 3)
+    assert load_checkpoint(path)[name] == 0
+    assert [message for message in caplog.messages if "running statistics of block.norm as" in message]
+
+
 def dealt(weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
     return [torch.cat([weight[:3].reshape(-1), bias]), weight[3:].reshape(-1)]
 
