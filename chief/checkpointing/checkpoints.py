@@ -120,9 +120,10 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
     """Makes a draft a checkpoint by one rename; returns its path.
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed; so
-    is one that a script saved of the same state, which has its buffers and counters too. An automatic one of this step is replaced that was taken before another model was prepared or trained, or in the middle
-    of a batch; with ``replaces`` also one of other weights. It is removed when the new one is there. Beside one that a
-    script has given this number, or asked for before another model was trained, the new one has more digits.
+    is one that a script saved of the same state, which has its buffers and counters too. An automatic one of this step
+    is replaced that was taken before another model was prepared or trained, or in the middle of a batch; with
+    ``replaces`` also one of other weights. It is removed when the new one is there. Beside one that a script has given
+    this number, or asked for before another model was trained, the new one has more digits.
     CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
     """
 
