@@ -17,6 +17,9 @@ from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2
 from stratagem.rpc.session import SessionClient
 
+IN_TIME = "save, evaluate and train before the script ends, not in an atexit handler or a thread that outlives it"
+"""Way out for who comes later."""
+
 _Reply = TypeVar("_Reply")
 
 PATIENCE_S = 10.0  # a call that waits at the chief is repeated this often, to see the end of the job
@@ -208,4 +211,4 @@ class ChiefClient:
             except ValueError:  # the channel was closed under the call: there is another one, or the session is over
                 self._session.raise_if_stopped()
                 if self._session.channel is self._channel:
-                    raise PeerUnavailableError(f"{self._session.task} has left the cluster") from None
+                    raise PeerUnavailableError(f"{self._session.task} has left the cluster: {IN_TIME}") from None

@@ -30,7 +30,7 @@ from stratagem.rpc.observer import OBSERVER, observed
 from stratagem.rpc.security import security_of
 from stratagem.rpc.server import RunningServer, serve
 from stratagem.rpc.session import SessionClient
-from stratagem.worker.chief_client import ChiefClient
+from stratagem.worker.chief_client import IN_TIME, ChiefClient
 from stratagem.worker.interrupts import preemption
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.push.ps_client import PsClient, Rerouted
@@ -41,6 +41,7 @@ from stratagem.worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
 
+_ENDED = f"this worker has ended: {IN_TIME}"
 _newest: WorkerRuntime | None = None
 
 
@@ -255,8 +256,8 @@ class WorkerRuntime:
         if exit_code == 0:
             self.ring.leave()
         for client in self.clients:
-            client.close("this worker has ended")
-        self.ring.close("this worker has ended")
+            client.close(_ENDED)
+        self.ring.close(_ENDED)
         self.session.goodbye(exit_code, message, follows)
         self.close(exit_code)
 
@@ -264,8 +265,8 @@ class WorkerRuntime:
         global _newest
         self._ended = True
         for client in self.clients:
-            client.close("this worker has ended")
-        self.ring.close("this worker has ended")
+            client.close(_ENDED)
+        self.ring.close(_ENDED)
         self.session.close()
         self._server.stop(0.2)
         if self._chief_process is not None:

@@ -23,7 +23,14 @@ import pytest
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.task import Incarnation
-from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, JobStoppedError, StratagemError
+from stratagem.errors import (
+    ConfigurationError,
+    ForbiddenError,
+    IdentityError,
+    JobStoppedError,
+    PeerUnavailableError,
+    StratagemError,
+)
 from stratagem.launch.status import StatusPoller, fetch_stack, fetch_status
 from stratagem.rpc import channels
 from stratagem.rpc import session as rpc_session
@@ -177,6 +184,18 @@ def test_a_folder_of_odd_bytes_is_refused() -> None:
         for verb in (client.save_checkpoint, client.check_folder):
             with pytest.raises(ConfigurationError, match="no UTF-8"):
                 verb("/a\udce4")
+
+
+def test_who_saves_when_the_script_has_ended_hears_the_way_out() -> None:
+    """A checkpoint by an atexit handler was not written: "worker:1 has left the cluster", and no more."""
+    with chief(OPEN) as (_, address):
+        session = SessionClient(address, "worker:1", "")
+        session.start(30.0)
+        client = ChiefClient(session, 30.0)
+        session.goodbye(0)
+        session.close()
+        with pytest.raises(PeerUnavailableError, match="before the script ends, not in an atexit handler"):
+            client.save_checkpoint("")
 
 
 def test_an_error_that_names_a_file_by_odd_bytes_is_told() -> None:
