@@ -170,7 +170,8 @@ def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> di
     models = [other for other, entry in saved.objects.items() if entry.kind == MODEL]
     if name is None and not saved.objects:
         variables = dict(ServerState(found).variables)
-        if layers := [name.rpartition(".")[0] for name in variables if name.endswith("num_batches_tracked")]:
+        layers = [name.rpartition(".")[0] for name in variables if name.endswith("num_batches_tracked")]
+        if layers and saved.step:  # before the first update they are right
             warn_once(
                 logger,
                 "checkpoints that the chief takes by itself hold the running statistics of %s as they were at "
