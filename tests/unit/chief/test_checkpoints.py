@@ -140,8 +140,8 @@ def test_a_number_that_a_script_has_given_other_weights_is_told_from_it(tmp_path
 def test_what_a_script_saved_last_stays_the_newest(tmp_path: Path) -> None:
     """The chief's last checkpoint, of the same weights and of buffers as they began, hid it from an evaluator."""
     of_script = saved_by_script(tmp_path, manifest_of(48, automatic=False), 6)
-    reported = {"accepted": {(1, 0): UnitBitmap.of([0, 2]), (1, 1): UnitBitmap.of([9]), (2, 0): UnitBitmap.of([1])}}
-    now = dataclasses.replace(manifest_of(48), **reported, applied={})
+    reported = {(1, 0): UnitBitmap.of([0, 2]), (1, 1): UnitBitmap.of([9]), (2, 0): UnitBitmap.of([1])}
+    now = dataclasses.replace(manifest_of(48), accepted=reported, applied={})
     assert commit(tmp_path, now) == of_script
     assert not list(tmp_path.glob(".draft-*"))
     assert commit(tmp_path, dataclasses.replace(now, logs={})) == tmp_path / "step-00000048", "an epoch is over since"
