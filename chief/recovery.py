@@ -204,6 +204,8 @@ class Recovery(ChiefPart):
                 or not all(each.ordinals(unit) for each in described)
                 or self._lease_book.holder(unit) not in (None, incarnation)  # whose updates these are
             ]
+            for unit in missing:  # the report may come again, with its reply lost, once all went back
+                self._lease_book.epoch(unit.dataset, unit.epoch).undone.add(unit.index)
             own = [unit for unit in missing if unit in self._lease_book.held(incarnation)]
             # The checkpoint has it, and it is in another step by now, which nobody has told its worker of.
             early = [

@@ -265,6 +265,41 @@ async def test_a_report_of_before_all_went_back_says_nothing_of_what_another_wor
             assert 1 in accepted
 
 
+async def test_a_report_that_was_not_believed_says_nothing_when_it_comes_again_after_all_went_back(
+    tmp_path: Path,
+) -> None:
+    """Its reply was lost, and the slice leased anew meanwhile: the other worker waited for it for ever."""
+    folders: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "state_dir": str(tmp_path / "state")}
+    servers = [FakePs(0), FakePs(1)]
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(num_workers=1, **folders) as first:
+            port = first.address
+            for server in servers:
+                await stack.enter_async_context(ps(port, server))
+            worker = await Task(port, "worker:0").ready()
+            await until(lambda: first.job.journal.history.checkpoint)
+            await worker.open(num_slices=1, staleness=0.0)
+            assert indices(await worker.next(steps_per_unit=2)) == [0]
+            place = first.job.sessions.tasks["ps:1"].address
+            await first.kill()
+        servers[1].open[Update((Unit(1, 0, 0),), 1)] = 1  # and what ps:0 had of it is gone
+        async with chief(bind=port, num_workers=1, **folders) as second:
+            resumed = Task(port, "worker:0", resume=worker.incarnation)
+            survivor = Task(port, "ps:1", place, servers[1].session.incarnation, store_epoch=1)
+            async with ps(port, FakePs(0)):
+                for task in (resumed, survivor):
+                    await task.welcomed()
+                await until(lambda: len(second.job.sessions.live("ps")) == 2)
+                book = second.job.lease_book
+                await resumed.next([0], want=0, wait=False, steps_per_unit=2)
+                assert 0 not in book.epoch(1, 0).accepted
+                assert indices(await resumed.next(steps_per_unit=2)) == [0]
+                await resumed.next([0], want=0, wait=False, steps_per_unit=2)
+                assert 0 not in book.epoch(1, 0).accepted
+            for task in (resumed, survivor, worker):
+                await task.die()
+
+
 async def test_a_slice_that_stays_in_its_step_is_accepted_once_every_ps_has_heard_it() -> None:
     """Workers were told that the epoch was over, and a chief that followed, which did not know of it, waited for it."""
     asked, heard = asyncio.Event(), asyncio.Event()
