@@ -149,11 +149,10 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             untold.extend((epoch, step) for step in steps)
             if not self.is_lead or plan is None:  # a newcomer may be rank 0
                 return
-            for each in sorted({epoch for epoch, _ in untold}):
-                planned = [
-                    step for at, step in untold if at == each and step < plan.num_batches
-                ]  # not what comes again
-                chief.report_units(ordinal, each, [unit for step in planned for unit in plan.units_of(step)])
+            planned = [told for told in untold if told[1] < plan.num_batches]  # not what comes again after a loss
+            for at in sorted({epoch for epoch, _ in untold}):
+                units = [unit for epoch, step in planned if epoch == at for unit in plan.units_of(step)]
+                chief.report_units(ordinal, at, units)
             untold.clear()
 
         return report

@@ -73,6 +73,21 @@ def ask(worker: Task, num_ps: int) -> Any:
     return worker.stub.Scale(chief_pb2.ScaleRequest(num_ps=num_ps))
 
 
+async def served(worker: Task, num_ps: int) -> None:
+    """Waits until so many ps serve, and all tasks are there."""
+    await until(lambda: worker.membership.num_ps == num_ps and all(task.live for task in worker.membership.tasks))
+
+
+async def beside_newcomer(stack: contextlib.AsyncExitStack, tmp_path: Path, steps_per_unit: int) -> tuple[Task, FakePs]:
+    """A worker that has a unit, of so many updates, and its ps; another one waits to be admitted."""
+    running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+    await stack.enter_async_context(ps(running.address, FakePs(1)))
+    await until(lambda: running.job.journal.history.checkpoint)
+    await worker.open()
+    await worker.next(steps_per_unit=steps_per_unit)
+    return worker, first
+
+
 async def test_there_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with contextlib.AsyncExitStack() as stack:
@@ -89,7 +104,7 @@ async def test_there_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         assert {task.task for task in tasks} == {"worker:0", "ps:0"}
         first.calls.clear()
         third = await stack.enter_async_context(ps(running.address, FakePs(2)))
-        await until(lambda: worker.membership.num_ps == 3 and all(task.live for task in worker.membership.tasks))
+        await served(worker, 3)
         await until(lambda: first.token == 0)
         restored = first.calls.index("restore")
         assert first.calls.index("hold") < first.calls.index("save") < restored < first.calls.index("release")
@@ -98,7 +113,7 @@ async def test_there_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
             (running.job.journal.history.checkpoint, 3)
         }
         await ask(worker, 1)
-        await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
+        await served(worker, 1)
         assert (first.num_ps, second.num_ps) == (1, 3) and worker.membership.routing_epoch == 2
         assert running.job.get_status().scaling == ""
         newcomer.goodbye(0)
@@ -109,18 +124,14 @@ async def test_there_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 async def test_half_a_batch_is_in_what_another_number_of_ps_begins_from(tmp_path: Path) -> None:
     """The checkpoint of the change before was taken for it, for it has no batch less; what the ps had was gone."""
     async with contextlib.AsyncExitStack() as stack:
-        running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
-        await stack.enter_async_context(ps(running.address, FakePs(1)))
-        await until(lambda: running.job.journal.history.checkpoint)
-        await worker.open()
-        await worker.next(steps_per_unit=2)
+        worker, first = await beside_newcomer(stack, tmp_path, steps_per_unit=2)
         await ask(worker, 2)
-        await until(lambda: worker.membership.num_ps == 2 and all(task.live for task in worker.membership.tasks))
+        await served(worker, 2)
         await until(lambda: first.token == 0)
         first.apply(Unit(1, 0, 0), 0, num_servers=1)
         first.calls.clear()
         await ask(worker, 1)
-        await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
+        await served(worker, 1)
         assert "save" in first.calls
 
 
@@ -128,20 +139,16 @@ async def test_the_other_half_of_a_batch_is_in_what_another_number_of_ps_begins_
     """Workers had made one update of each batch so far, so its first one counted as the batch: the checkpoint of the
     change before was taken for this one, and the second optimizer's update was gone."""
     async with contextlib.AsyncExitStack() as stack:
-        running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
-        await stack.enter_async_context(ps(running.address, FakePs(1)))
-        await until(lambda: running.job.journal.history.checkpoint)
-        await worker.open()
-        await worker.next(steps_per_unit=1)
+        worker, first = await beside_newcomer(stack, tmp_path, steps_per_unit=1)
         first.apply(Unit(1, 0, 0), 0, num_servers=1)
         await ask(worker, 2)
-        await until(lambda: worker.membership.num_ps == 2 and all(task.live for task in worker.membership.tasks))
+        await served(worker, 2)
         await until(lambda: first.token == 0)
         first.open[Update((Unit(1, 0, 0),), 1)] = 1
         first.num_of_second = 1
         first.calls.clear()
         await ask(worker, 1)
-        await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
+        await served(worker, 1)
         assert "save" in first.calls
 
 
@@ -298,7 +305,7 @@ async def test_what_one_ps_lacked_all_of_another_number_lack_for_the_next_chief_
         assert again.restored_from
         await ask(worker, 2)
         await stack.enter_async_context(ps(running.address, second))
-        await until(lambda: worker.membership.num_ps == 2 and all(task.live for task in worker.membership.tasks))
+        await served(worker, 2)
         lacking = {"ps:0": again.session.incarnation, "ps:1": second.session.incarnation}
         assert running.job.journal.history.put_back == lacking
 
