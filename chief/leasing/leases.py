@@ -49,8 +49,8 @@ class EpochLeases:
         self._returned: list[int] = []
         self._next = 0
         self.undone: set[int] = set()
-        """Units that were leased or accepted when all ps went back, or reported and not believed: who reports one may not
-        have heard of that."""
+        """Units that were leased or accepted when all ps went back, or reported and not believed: who reports one
+        may not have heard of that."""
 
     @property
     def closed(self) -> bool:
