@@ -62,7 +62,7 @@ class UnsupportedOptimizerError(ConfigurationError):
 
 
 class NonFiniteGradientError(StratagemError):
-    """A gradient holds NaN or Inf and the policy is ``"error"``."""
+    """A gradient, or an Estimator's loss, holds NaN or Inf and the policy is ``"error"``."""
 
 
 class ProtocolError(StratagemError):

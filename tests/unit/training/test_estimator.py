@@ -77,6 +77,31 @@ def test_the_loader_is_gone_through_once_without_a_number_of_steps(tmp_path: Pat
     assert steps_in(tmp_path) == [5]
 
 
+@pytest.mark.parametrize("strategy", [one, mirrored])
+@pytest.mark.parametrize("nan", ["error", "skip"])
+def test_a_loss_that_is_not_finite_ends_training_though_its_gradients_are(
+    tmp_path: Path, strategy: Callable[[], sg.Strategy], nan: str
+) -> None:
+    steps = 0
+
+    def lost_in_the_third(features: torch.Tensor, labels: torch.Tensor, mode: ModeKeys) -> EstimatorSpec:
+        nonlocal steps
+        steps = get_global_step() + 1
+        net = get_or_create("net", make_net)
+        optimizer = get_or_create("optimizer", lambda: torch.optim.SGD(net.parameters(), 0.1))
+        loss = nn.functional.cross_entropy(net(features), labels) + (float("nan") if steps == 3 else 0.0)
+        return EstimatorSpec(mode, loss=loss, optimizer=optimizer, prepare={"nan": nan})
+
+    estimator = Estimator(lost_in_the_third, tmp_path, RunConfig(train_distribute=strategy))
+    if nan == "skip":
+        estimator.train(loader, max_steps=4)
+        assert steps_in(tmp_path) == [4]
+        return
+    with pytest.raises(sg.NonFiniteGradientError, match="finite loss, got nan in step 3; nothing was applied"):
+        estimator.train(loader, max_steps=4)
+    assert steps == 3
+
+
 def test_a_number_of_steps_counts_from_here_and_max_steps_from_the_first(tmp_path: Path) -> None:
     estimator = make(tmp_path)
     estimator.train(loader, steps=4)
