@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Generic, NoReturn, TypeVar
 
 from stratagem.cluster.communication import ReduceOp
@@ -20,7 +21,11 @@ __all__ = ["OnReplicas", "PerReplica", "ReduceOp", "ValueContext", "local_values
 
 @dataclasses.dataclass(frozen=True)
 class PerReplica(Generic[T]):
-    """One value for each local replica, in replica order."""
+    """One value for each local replica, in replica order.
+
+    Where each is a tuple or a list, it unpacks (``for images, labels in dataset``), and where each is one of them or a
+    dict, it indexes (``outputs["loss"]``), to the ``PerReplica`` of that part, which is what TensorFlow has there.
+    """
 
     values: tuple[T, ...]
     shares: tuple[float, ...] = ()
@@ -33,7 +38,19 @@ class PerReplica(Generic[T]):
     def _refuse(self, *others: object) -> NoReturn:
         raise ConfigurationError(_WAYS_OUT)
 
-    __iter__ = __len__ = __getitem__ = __bool__ = __int__ = __float__ = __format__ = _refuse
+    def __iter__(self) -> Iterator[PerReplica[Any]]:
+        lengths = {len(value) if isinstance(value, list | tuple) else -1 for value in self.values}
+        if len(lengths) != 1 or -1 in lengths:
+            self._refuse()
+        return iter([self[place] for place in range(lengths.pop())])
+
+    def __getitem__(self, place: Any) -> PerReplica[Any]:
+        parts: list[Any] = [value for value in self.values if isinstance(value, list | tuple | dict)]
+        if len(parts) != len(self.values):
+            self._refuse()
+        return PerReplica(tuple(part[place] for part in parts), self.shares)
+
+    __len__ = __bool__ = __int__ = __float__ = __format__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.data.nested import map_values, outline, refilled, values_in
@@ -87,6 +88,58 @@ def test_values_of_replicas_are_no_number(use: Callable[[Any], object]) -> None:
         ConfigurationError, match=r"one value for each replica: strategy.reduce_mean combines them into one"
     ):
         use(PerReplica((torch.ones(()),)))
+
+
+def test_structures_of_replicas_unpack_and_index_into_their_parts() -> None:
+    loss, named = PerReplica(((1.0, {"hits": 2, "all": [3]}), (5.0, {"hits": 6, "all": [7]})), (4.0, 2.0))
+    assert loss == PerReplica((1.0, 5.0), (4.0, 2.0))
+    assert named["hits"] == PerReplica((2, 6), (4.0, 2.0))
+    (one,) = named["all"]
+    assert one == named["all"][0] == PerReplica((3, 7), (4.0, 2.0))
+    with pytest.raises(KeyError):
+        named["misses"]
+
+
+@pytest.mark.parametrize("values", [((1, 2), (1,)), ((1,), 1), ("ab", "cd"), ({"a": 1}, {"a": 1})])
+def test_what_is_no_tuple_or_another_on_each_replica_does_not_unpack(values: Any) -> None:
+    with pytest.raises(ConfigurationError, match="one value for each replica"):
+        list(PerReplica(values))
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+def test_a_loop_that_takes_batches_apart_trains_and_means_as_one_that_does_not(devices: list[str]) -> None:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(10, 3), torch.randn(10, 1))
+
+    def train(apart: bool) -> tuple[torch.Tensor, list[float]]:
+        strategy = sg.MirroredStrategy(devices)
+        with strategy.scope():
+            torch.manual_seed(1)
+            module = torch.nn.Linear(3, 1)
+        model, optimizer = strategy.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            return loss.detach(), {"most": inputs.max()}
+
+        losses = []
+        loader: Any = strategy.distribute_dataset(DataLoader(data, batch_size=4))  # the last batch is 2
+        if apart:
+            for inputs, targets in loader:
+                loss, named = strategy.run(step, args=(inputs, targets))
+                losses += [float(strategy.reduce_mean(loss)), float(strategy.reduce("SUM", named["most"]))]
+        else:
+            for batch in loader:
+                means = strategy.run(lambda pair: step(*pair), args=(batch,))
+                losses += [float(strategy.reduce_mean(means)[0]), float(strategy.reduce("SUM", means)[1]["most"])]
+        strategy.close()
+        return module.weight.detach().clone(), losses
+
+    whole, apart = train(False), train(True)
+    assert apart[1] == whole[1] and torch.equal(apart[0], whole[0])
 
 
 def test_values_of_replicas_have_no_methods_of_tensors() -> None:
