@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, MAX_STATE_BYTES, SCHEDULES, Topic, Unit, UnitBitmap
+from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, IN_CHECKPOINTS, MAX_STATE_BYTES, Topic, Unit, UnitBitmap
 from stratagem.errors import LimitError
 
 MAX_TOPIC_BYTES = 256 << 20
@@ -213,4 +213,4 @@ def _lasting(name: Topic) -> Topic | None:
     for end in (EPOCH_LOGS, EARLIER_LOGS):
         if name.group.endswith(end):
             return Topic(name.group.removesuffix(end) + EARLIER_LOGS, name.ordinal)
-    return name if name.group.startswith(SCHEDULES) else None
+    return name if name.group.startswith(IN_CHECKPOINTS) else None

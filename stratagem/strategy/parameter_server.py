@@ -35,6 +35,7 @@ from stratagem.strategy.prepared import Preparation, Prepared
 from stratagem.strategy.ps.checks import check_asked, check_contents, check_prepared
 from stratagem.strategy.ps.schedules import follow, keep_up, push_of, warn_of_unprepared
 from stratagem.strategy.ps.servers import Servers
+from stratagem.strategy.ps.statistics import warn_of_lost_statistics
 from stratagem.strategy.ps.steps import step_by
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
@@ -118,7 +119,8 @@ class ParameterServerStrategy(Strategy):
         self._newest = 0, 0
         """Staleness 0: dataset and number of the newest step that this worker has a slice of."""
         self._missed: list[Callable[[int], None]] = []
-        """Of schedulers: told before a batch, and at the end of all, of steps that were made without this worker."""
+        """Of schedulers and models: told before a batch, and at the end of all, of steps that were made without this
+        worker."""
         self._batches: dict[int, tuple[Any, Unit]] = {}
         self._is_undone = self._runs_undone = False
         """The ps went back to a checkpoint, and the batch that the script works on, or runs a function with, was taken
@@ -183,6 +185,8 @@ class ParameterServerStrategy(Strategy):
             self._attach(push)
         for model in models:
             self.prepared.add_model(model)
+            chief, ordinal = self.servers.chief, len(self._missed)
+            self._missed.append(warn_of_lost_statistics(model, chief, f"{self.task}", ordinal))
         for item in fresh.values():
             if isinstance(item, LRScheduler):
                 self._pace(item)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
-from stratagem.cluster.units import SCHEDULES
+from stratagem.cluster.units import IN_CHECKPOINTS
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.one_cycle import watch_one_cycles
 from stratagem.worker.chief_client import ChiefClient
@@ -38,7 +38,7 @@ class _JobPlace:
 
     def __init__(self, scheduler: LRScheduler, push: GradientPush, chief: ChiefClient, ordinal: int) -> None:
         self._scheduler, self._push, self._chief = scheduler, push, chief
-        self._topic = SCHEDULES + type(scheduler).__name__, ordinal
+        self._topic = f"{IN_CHECKPOINTS}place of {type(scheduler).__name__}", ordinal
         self._is_told = False
         self.num_before = 0
         """Updates of the job before this worker's first, when it lacked steps."""
@@ -206,7 +206,7 @@ def _warn_of_lost_metrics(scheduler: LRScheduler, chief: ChiefClient, ordinal: i
     if not isinstance(scheduler, ReduceLROnPlateau):
         return
     kind: Any = type(scheduler)
-    topic = f"{SCHEDULES}{kind.__name__}, metrics", ordinal
+    topic = f"{IN_CHECKPOINTS}{kind.__name__}, metrics", ordinal
     is_known, is_told = chief.logs(*topic) is None, False
 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:

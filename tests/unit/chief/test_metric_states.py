@@ -6,7 +6,7 @@ import pytest
 
 from stratagem.chief.counting import metric_states
 from stratagem.chief.counting.metric_states import MetricState, MetricStates
-from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, MAX_STATE_BYTES, SCHEDULES, Topic, Unit
+from stratagem.cluster.units import EARLIER_LOGS, EPOCH_LOGS, IN_CHECKPOINTS, MAX_STATE_BYTES, Topic, Unit
 from stratagem.errors import LimitError
 
 FIT = Topic("fit 1", 0)
@@ -59,7 +59,7 @@ def test_what_was_settled_first_stands_and_what_comes_late_counts_in_the_next() 
 
 def test_what_came_of_epochs_is_that_of_earlier_epochs_in_every_job_that_resumes() -> None:
     book = MetricStates()
-    place = Topic(SCHEDULES + "OneCycleLR", 0)
+    place = Topic(IN_CHECKPOINTS + "OneCycleLR", 0)
     book.record(place, (("more", 2.0),))
     for ordinal, group in enumerate(("fit 1", "fit 1" + EPOCH_LOGS, "fit 1" + EARLIER_LOGS, "fit 1, evaluation 1")):
         book.record(Topic(group, ordinal), (("loss", float(ordinal)),))
