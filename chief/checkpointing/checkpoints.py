@@ -128,7 +128,9 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
     """
 
     def lacks_some(before: ServersManifest) -> bool:
-        return before.lacks(manifest.num_groups, manifest.num_updates, manifest.num_ps)
+        # A ps that was asked what it has may hear of a further model before it writes.
+        is_smaller = before.num_ps == manifest.num_ps and _num_bytes(before) < _num_bytes(manifest)
+        return is_smaller or before.lacks(manifest.num_groups, manifest.num_updates, manifest.num_ps)
 
     def is_same(there: pathlib.Path) -> bool:
         existing = ServersManifest.read(there)  # what has no values yet is written as zeros
@@ -225,6 +227,11 @@ def prune(directory: str, keep: int) -> list[pathlib.Path]:
     for path in removed:
         catalog.remove(path)
     return removed
+
+
+def _num_bytes(manifest: ServersManifest) -> int:
+    """Of weights and optimizer state."""
+    return sum(file.num_bytes for file in manifest.files if file.name.endswith(".safetensors"))
 
 
 def _digests(manifest: ServersManifest) -> dict[str, str]:

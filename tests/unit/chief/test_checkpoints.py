@@ -92,6 +92,20 @@ def test_values_of_zero_are_not_taken_for_none(tmp_path: Path) -> None:
     assert found is not None and found.num_groups == 2
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_model_that_is_prepared_between_the_question_and_the_writing_is_no_conflict(
+    tmp_path: Path, automatic: bool
+) -> None:
+    """The number of groups was asked for before the ps heard of another model, whose values it wrote as zeros."""
+    before = commit(tmp_path, dataclasses.replace(manifest_of(5, automatic=automatic), num_groups=1, num_updates=5))
+    now = dataclasses.replace(manifest_of(5, b"weights, zeros", epoch=2), num_groups=1, num_updates=5)
+    path = commit(tmp_path, now, b"weights, zeros")
+    assert [each for each, _ in checkpoints.scan(str(tmp_path))] == ([path] if automatic else [before, path])
+    found = checkpoints.newest(str(tmp_path))
+    assert found is not None and (path / "ps-0.safetensors").read_bytes() == b"weights, zeros"
+    assert found[0] == path
+
+
 @pytest.mark.parametrize("is_full", [False, True])
 def test_there_is_a_checkpoint_of_the_step_while_one_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
