@@ -154,6 +154,20 @@ def test_a_newcomer_with_a_schedule_of_its_own_ends_alone(cluster: Start, tmp_pa
     assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4], [4, 3]]
 
 
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
+def test_a_newcomer_in_another_collective_ends_alone(cluster: Start, tmp_path: Path, transport: str) -> None:
+    """It counts its batches from 0, and the others have begun with the job: all ended with 1."""
+    arguments = ["--barrier-every", 4, "--meet", 9]
+    faults = [kill("worker:1", 4)]
+    done = train(cluster, tmp_path / "news", *faults, transport=transport, restarts=1, arguments=arguments)
+    assert done.code == 0, done.stderr
+    assert done.summary["workers_lost"] == ["worker:1"] and done.summary["restarts"] == 1
+    assert "has to be an sg.Variable" in done.stderr, done.stderr
+    old = news_of(tmp_path / "news", [0, 2, 3])
+    check_same_and_exact(old)
+    assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4], [4, 3]]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_fit_takes_a_worker_in_again_in_the_middle_of_an_epoch(cluster: Start, tmp_path: Path, transport: str) -> None:

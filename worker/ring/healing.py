@@ -34,6 +34,11 @@ KEPT_BYTES = 64 << 10
 """The largest result that every rank keeps, in case another did not get it."""
 MOST_AGAIN = 5
 """How often in a row the same ranks make the same collectives again, after a connection broke."""
+COUNTS = (
+    "what decides which collectives a step makes has to be an sg.Variable made in strategy.scope(), or follow from "
+    "data.epoch; a count of the script's own, or enumerate, starts anew in a worker that joins"
+)
+"""The way out for a newcomer that is out of step."""
 NUM_COUNTED = 1024
 """Steps of which a rank knows whether they have counted: a batch is asked about before so many more are given out."""
 
@@ -131,6 +136,8 @@ class Healing:
         """Of this rank; None: the script goes round itself."""
         self.newcomers: frozenset[str] = frozenset()
         """Members of the group who have."""
+        self.joined: frozenset[str] = frozenset()
+        """Members who joined when the group formed."""
         self.sees_newcomer = False
         """Whether somebody waits to be taken in, as far as this rank has heard."""
         self.is_due = False
@@ -168,6 +175,16 @@ class Healing:
                 "continue without it. fit can be joined, and a loop over "
                 "strategy.distribute_dataset that begins with data.epoch"
             )
+
+    def refuse_parted(self, reason: str, rank: int | None) -> None:
+        """Of a group whose ranks are in different collectives, those that joined when it formed end, because the others
+        were in step before. Raises CollectiveError: this is one of them, or nobody joined."""
+        names = ", ".join(sorted(self.joined))
+        if self.me in self.joined:
+            reason += f"; {names} joined when the others had been in step, and they continue without it: {COUNTS}"
+        if self.me in self.joined or not self.joined:
+            raise CollectiveError(reason, rank)
+        logger.warning("the ring continues without %s, which has just joined and is out of step: %s", names, reason)
 
     @property
     def donor(self) -> int:
@@ -313,6 +330,7 @@ class Healing:
         self.members = members
         self._has_met = any(each.takes_in and each.num_done == newest for each in told)  # who is behind had met before
         self.newcomers = frozenset(name for name, each in zip(members, every, strict=True) if each.is_new)
+        self.joined = self.newcomers
         return own_step, is_behind, kept if is_behind else None
 
     def _take_over(self, ranks: Ranks, donor: int) -> Kept | None:

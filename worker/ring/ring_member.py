@@ -126,12 +126,13 @@ class RingMember:
 
     def _heal(self, error: CollectiveError | None) -> tuple[Group, tuple[str, ...]]:
         """Forms the next generation, of those who are left; the same one again, if it was only a connection that broke;
-        without an error, between two steps, of all and newcomers. Raises CollectiveError: nobody was lost, and a rank
-        is out of step: then ``error``; somebody has finished; or too few are left."""
+        without an error, between two steps, of all and newcomers. Raises CollectiveError: a rank is out of step, and
+        not one that has just joined and ends; somebody has finished; or too few are left."""
         if error is None:
             return self._grow()
-        diagnosis, peers = self.ring_service.diagnosis, self._peers
+        diagnosis, peers, communicator = self.ring_service.diagnosis, self._peers, self.ring_service.communicator
         assert peers is not None and diagnosis is not None
+        assert communicator is not None and communicator.healing is not None
         began, before = time.monotonic(), peers.members
         while True:
             self._session.raise_if_stopped()
@@ -145,7 +146,9 @@ class RingMember:
                 if (formed := self._next_generation(members)) is not None:
                     return self._told(f"without {gone or 'nobody'}", members, formed, began), members.names
             elif not gone and diagnosis.is_out_of_step:
-                raise CollectiveError(diagnosis.reason(), error.rank)
+                communicator.healing.refuse_parted(diagnosis.reason(), error.rank)
+                if not self._session.wait_membership(lambda now: bool(before.lost(now)), self._timeout_s):
+                    raise CollectiveError(diagnosis.reason(), error.rank)
             elif not gone:
                 tell_again = functools.partial(peers.abort, diagnosis.reason(), False, GIVE_UP_S)
                 try:

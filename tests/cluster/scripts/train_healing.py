@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--scales", action="store_true", help="Batches of BATCH / 4 for each replica.")
     parser.add_argument("--schedule", action="store_true", help="By a scheduler that is not prepared.")
+    parser.add_argument("--barrier-every", type=int, default=0, help="Batches, as this worker counts them.")
     parser.add_argument("--meet", type=int, nargs="*", default=[], help="Steps before which a newcomer is waited for.")
     options = parser.parse_args()
     torch.manual_seed(5)
@@ -113,6 +114,8 @@ def main() -> None:
             losses.append(float(strategy.reduce_mean(strategy.run(step, args=(batch,)))))
             sizes.append(strategy.num_replicas_in_sync)
             times.append(time.time())
+            if options.barrier_every and len(times) % options.barrier_every == 0:
+                strategy.barrier()
     news = {
         "first": first,
         "seen": seen,
