@@ -124,7 +124,7 @@ class SplitDataset(WithWaysOut):
                 )
             self._epoch, self._step = self._epoch + 1, 0
         self._pass, self._is_left = this_pass, False
-        epoch, number = self._epoch, self._step
+        epoch, number = self._epoch, (first := self._step)
         if not self._joins_pass:
             num_examples = self._plan.num_examples if self._plan else 0
             self._agreement.start(epoch, number, self._seed, num_examples, self._contents)
@@ -153,6 +153,12 @@ class SplitDataset(WithWaysOut):
                 number += 1
                 is_last = number > 1 and self._healing_reader is not None and self._healing_reader.is_over(number)
                 self._listener.between_steps(is_last)
+            if 0 < first == number:  # else nobody knows why the script fails at each of its starts
+                logger.warning(
+                    "The position that was loaded is behind the last batch of its epoch, as where a job was told to "
+                    "end there, so this pass has no batch. In a loop of your own, give what its body sets (a loss that "
+                    "is printed after it) a value before the loop"
+                )
             complete = True
             if self._pass is this_pass:
                 self._pass, self._epoch, self._step = None, epoch + 1, 0

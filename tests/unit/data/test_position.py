@@ -206,3 +206,20 @@ def test_workers_at_different_places_are_told() -> None:
 
     with pytest.raises(ConfigurationError, match=r"\(0, 0, 0, 20\) on worker 0 and \(0, 2, 0, 20\) on worker 1"):
         on_workers(2, work)
+
+
+@pytest.mark.parametrize("seen", [4, 5])
+def test_a_pass_that_resumes_behind_its_last_batch_says_why_it_has_none(
+    seen: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scripts print the loss of their last batch after the loop, and failed with a NameError at each start."""
+    saved = distribute(shuffled(), placement=ALONE)
+    iterator = iter(saved)
+    for _ in range(seen):
+        next(iterator)
+    resumed = distribute(shuffled(), placement=ALONE)
+    resumed.load_state_dict(saved.state_dict())
+    assert len(steps_of(resumed)) == 5 - seen
+    assert ("this pass has no batch" in caplog.text) == (seen == 5)
+    caplog.clear()
+    assert len(steps_of(resumed)) == 5 and caplog.text == ""
