@@ -335,9 +335,11 @@ class Sessions(Roster):
         told to end, by the ``exit_code`` of its last rank, has not failed."""
         if not (self.ready and self.min_workers) or self._goes_on:
             return []
-        too_few = f"fewer than --min-workers {self.min_workers} are left; start the job again"
-        code = EXIT_PREEMPTED if exit_code == EXIT_PREEMPTED else EXIT_FAILED
-        return self._end_of_work() or self.stop(code, too_few + self.first_failure_words)
+        if exit_code == EXIT_PREEMPTED:
+            code, why = EXIT_PREEMPTED, "its workers were told to end"
+        else:
+            code, why = EXIT_FAILED, f"fewer than --min-workers {self.min_workers} are left; start the job again"
+        return self._end_of_work() or self.stop(code, why + self.first_failure_words)
 
     def _fence(self, session: Session) -> list[Action]:
         """Only workers change what a ps holds, so only workers are fenced."""

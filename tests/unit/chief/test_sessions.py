@@ -522,6 +522,7 @@ def test_a_ring_whose_workers_were_told_to_end_has_not_failed() -> None:
     sessions.goodbye("worker:1", 2, 143, "preempted: saved a/step-7; restart the job", 1.0)
     stop = sessions.goodbye("worker:0", 1, 143, "preempted: saved a/step-7; restart the job", 1.0)[-1]
     assert isinstance(stop, StopJob) and stop.exit_code == 143
+    assert stop.reason.startswith("its workers were told to end; first failure: worker:1: preempted: saved a/step-7")
 
 
 def test_a_chief_that_is_started_again_when_the_last_rank_is_lost_gives_the_ring_up() -> None:
