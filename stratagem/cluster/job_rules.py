@@ -12,6 +12,9 @@ from stratagem.errors import ConfigurationError
 OF_RING = ("wire_dtype", "bucket_bytes", "chunk_bytes", "stripes", "collective_timeout_s", "compression")
 """Fields of a worker's configuration: how workers talk that reduce together."""
 
+_OWN_ELEMENTS = ("bf16", "fp16", "int8", "topk")
+"""Compressions that have no float32 to send; the factors of powersgd are."""
+
 
 def check_staleness(staleness: float, num_ps: int) -> None:
     """Refuses (ConfigurationError) a bound that there cannot be, or without parameter servers whose it is."""
@@ -41,6 +44,12 @@ def check_communication(given: Mapping[str, str], strategy: StrategyName) -> Non
     """Refuses (ConfigurationError) options ``given``, with their values, that mean nothing under a strategy."""
     for name in without_effect(given, strategy):
         raise ConfigurationError(no_effect(flag_of(name), strategy))
+    compression = given.get("compression")
+    if given.get("wire_dtype", "float32") != "float32" and compression in _OWN_ELEMENTS:
+        raise ConfigurationError(
+            f"--wire-dtype {given['wire_dtype']} has no effect on gradients that --compression {compression} makes "
+            "smaller: leave one of them out"
+        )
     if strategy == "ps" and given.get("transport") == "nccl":
         raise ConfigurationError("--transport nccl is for a ring of workers; a ps is reached by shm, tcp or grpc")
     if strategy in ("one", "ps") and "," in given.get("devices", ""):

@@ -160,6 +160,10 @@ def test_checkpoints_by_the_chief_are_refused_where_it_takes_none(case: Case) ->
         ({"communication": {"transport": "nccl"}}, "--transport nccl is for a ring of workers"),
         ({"communication": {"devices": "cpu:0,cpu:1"}}, "has one replica per process"),
         ({"communication": {"collective_timeout_s": "9"}}, "--collective-timeout-s is for a ring of workers"),
+        (
+            {"num_ps": 0, "communication": {"wire_dtype": "bfloat16", "compression": "int8"}},
+            "--wire-dtype bfloat16 has no effect on gradients that --compression int8 makes smaller",
+        ),
     ],
 )
 def test_what_would_do_nothing_is_refused(case: Case, options: dict[str, Any], message: str) -> None:
