@@ -35,7 +35,7 @@ from stratagem.strategy.replicas.mirrored import drop_checks, foreign, original
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.synchronous_input import SynchronousInput
 from stratagem.worker.gradient_guard import guard, parameters_of, skipped
-from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch, follow
+from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch, check_own, follow
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
 from stratagem.worker.reduction.compression import GradientCompression
 from stratagem.worker.reduction.gradient_layout import BUCKET_BYTES
@@ -127,6 +127,7 @@ class SynchronousStrategy(SynchronousInput):
         fresh = [item for item in map(original, objects) if id(item) not in self._known]
         models = [item for item in fresh if isinstance(item, nn.Module)]
         optimizers = [item for item in fresh if isinstance(item, torch.optim.Optimizer)]
+        check_own(optimizers, self._reducers[0])
         self._before_placing(models)
         if self._local.communicators:
             check_layers(models)

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from stratagem.arguments import warn_once
 from stratagem.errors import ConfigurationError
 from stratagem.measuring.measures import BACKWARD, FORWARD
+from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.reduction.gradient_slot import ParameterGradient, WeakHook
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.step_meter import StepMeter
@@ -36,9 +37,10 @@ class BackwardWatch:
     _newest: int = -1
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Those that it does not watch yet."""
+        """Those that it does not watch yet, and no reducer, whose hook is the last."""
         for parameter in parameters:
-            is_watched = self in (parameter._post_accumulate_grad_hooks or {}).values()
+            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            is_watched = any(hook is self or isinstance(hook, WeakHook) for hook in hooks)
             if parameter.requires_grad and not is_watched and not is_lazy(parameter):
                 parameter.register_post_accumulate_grad_hook(self)
 
@@ -241,6 +243,17 @@ class BackwardReducer(Generic[B]):
     def _tell_failure(self, backward: B) -> None:
         """Tells the other ranks that the backward has failed here."""
         raise NotImplementedError
+
+
+def check_own(optimizers: Iterable[torch.optim.Optimizer], own: Sequence[BackwardReducer[Any]]) -> None:
+    """Refuses (ConfigurationError) optimizers of parameters whose gradients go to other reducers than its ``own``."""
+    for optimizer in optimizers:
+        hooks = [h for p in parameters_of(optimizer) for h in (p._post_accumulate_grad_hooks or {}).values()]
+        if {hook.reducer for hook in hooks if isinstance(hook, WeakHook)} - {None, *own}:
+            raise ConfigurationError(
+                f"another strategy trains the model of this {type(optimizer).__name__}: the gradients go to that one. "
+                "Train it there alone, or prepare a copy here: copy.deepcopy of the model, and an optimizer of its own"
+            )
 
 
 def follow(

@@ -280,6 +280,11 @@ class WeakHook:
         self._method = weakref.WeakMethod(method)
         self._slot = weakref.ref(slot)
 
+    @property
+    def reducer(self) -> Any:
+        """Whose method it is; None: it is gone."""
+        return getattr(self._method(), "__self__", None)
+
     def __call__(self, parameter: torch.Tensor) -> None:
         method, slot = self._method(), self._slot()
         if method is not None and slot is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Callable
@@ -270,3 +271,32 @@ def test_weight_norm_works_in_both_kinds(replicas: Replicas) -> None:
     after = replicas.run(step)
     assert torch.equal(before[0], before[1]) and torch.equal(after[0], after[1])
     assert not torch.equal(before[1], after[1]) and equal(*replicas.copies(model))
+
+
+@pytest.mark.parametrize("other", ["cpu:0", "cpu:0,cpu:1"])
+def test_a_model_that_another_strategy_trains(other: str) -> None:
+    first, second = (sg.MirroredStrategy(devices.split(",")) for devices in ("cpu:0,cpu:1", other))
+    plain = net()
+
+    def trained(strategy: sg.Strategy, net: nn.Module) -> torch.Tensor:
+        model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(INPUTS).square().mean().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+    once = trained(first, plain)
+    twin = copy.deepcopy(plain)
+    with pytest.raises(ConfigurationError, match=r"another strategy trains the model of this SGD.*copy\.deepcopy"):
+        trained(second, plain)
+    if len(second.local_devices) == 1:
+        second.prepare(plain)  # to evaluate it
+    twice = trained(first, plain)
+    assert not twice.equal(once)
+    torch.testing.assert_close(trained(second, twin), twice)
+    for strategy in (first, second):
+        strategy.close()
