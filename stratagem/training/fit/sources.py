@@ -87,7 +87,13 @@ class Arrays(Dataset[Any]):
 
 
 def source_of(
-    x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int | None = None, shuffle: bool = False
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    option: str = "batch_size",
 ) -> Any:
     """A DataLoader, an iterable of global batches or a distributed dataset that gives what ``x`` holds.
 
@@ -100,6 +106,7 @@ def source_of(
         sample_weight: weights of the examples, only with arrays.
         batch_size: examples in a GLOBAL batch, only with arrays and a Dataset; None: 32.
         shuffle: arrays and map-style Datasets are gone through in another order each epoch.
+        option: what the script calls ``batch_size``.
 
     Raises:
         ConfigurationError: arguments that do not go together.
@@ -121,7 +128,7 @@ def source_of(
         shuffle = shuffle and not isinstance(x, IterableDataset)
         return DataLoader(x if isinstance(x, IterableDataset) else _some(x), num_in_batch, shuffle=shuffle)
     if batch_size is not None:
-        raise ConfigurationError(f"batch_size= is for arrays and Datasets; a {type(x).__name__} has batches of its own")
+        raise ConfigurationError(f"{option}= is for arrays and Datasets; a {type(x).__name__} has batches of its own")
     if isinstance(x, str | bytes) or not hasattr(x, "__iter__"):
         raise ConfigurationError(
             "expected arrays, a Dataset, a DataLoader, an iterable of batches or a distributed dataset, got "
@@ -143,7 +150,8 @@ def validation_source(data: Any, batch_size: int | None, default: int | None) ->
     is_pair = isinstance(data, tuple | list) and len(data) in (2, 3) and not are_batches
     if is_pair and (is_rows(data[0]) or any(map(is_rows, leaves(data[1])[:1]))):
         return source_of(*data, batch_size=batch_size or default)
-    return source_of(data, batch_size=batch_size or default if is_dataset(data) else batch_size)
+    size = batch_size or default if is_dataset(data) else batch_size
+    return source_of(data, batch_size=size, option="validation_batch_size")
 
 
 def for_training(strategy: Strategy, source: Any, module: nn.Module, device: torch.device, ordinal: int = 1) -> Any:

@@ -118,7 +118,10 @@ def test_forms_of_validation_data(data: Any) -> None:
         ({"x": [], "y": None}, "expected batches to train on, but there were none in epoch 1"),
         ({"x": [(X, Y)], "y": None, "validation_data": []}, "expected batches to evaluate, but there were none"),
         ({"y": Y[:9]}, "the same number of examples, got 16 and 9"),
-        ({"x": LOADER, "y": None, "validation_data": LOADER, "validation_batch_size": 4}, "batches of its own"),
+        (
+            {"x": LOADER, "y": None, "validation_data": LOADER, "validation_batch_size": 4},
+            "^validation_batch_size= is for arrays and Datasets; a DataLoader has batches of its own",
+        ),
         ({"validation_data": arrays(), "epochs": 2}, "can be iterated over only once, but there are 2 validations"),
         ({"validation_data": (X, Y), "validation_freq": torch.tensor(0)}, "expected validation_freq of at least 1"),
         ({"validation_data": arrays(), "epochs": 4, "validation_freq": 2}, "once, but there are 2 validations"),
