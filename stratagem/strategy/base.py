@@ -155,6 +155,7 @@ class Strategy(WithWaysOut):
                 )
         preparation = Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile, memory_format)
         others = [item for item in objects if not is_metric(item)]
+        preparation.warn_of_idle(others)
         for item in others:
             if isinstance(item, torch.nn.Module):
                 preparation.lay_out(item)

@@ -48,6 +48,13 @@ class Preparation(GradientPolicy):
             f"sync_batchnorm={self.sync_batchnorm})"
         )
 
+    def warn_of_idle(self, objects: Iterable[Any]) -> None:
+        """Says which options are about updates, where no optimizer comes that makes any."""
+        asked = {"clip_norm": (self.clip_norm, None), "nan": (self.nan, "error")}
+        idle = [f"{name}={given!r}" for name, (given, default) in asked.items() if given != default]
+        if idle and not any(isinstance(item, torch.optim.Optimizer) for item in objects):
+            logger.warning("prepare(%s): no effect without an optimizer; give it with the optimizer", ", ".join(idle))
+
     def lay_out(self, model: torch.nn.Module) -> None:
         """Gives what convolutions compute with the memory format that was asked for, in place."""
         if self.memory_format is None:

@@ -143,3 +143,12 @@ def test_an_average_in_a_step_is_refused(strategy: sg.Strategy) -> None:
     alone = sg.OneDeviceStrategy("cpu")
     alone.run(lambda: average.update_parameters(net))
     assert int(average.n_averaged) == 2
+
+
+def test_options_of_updates_without_an_optimizer_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, net = sg.OneDeviceStrategy("cpu"), torch.nn.Linear(2, 3)
+    strategy.prepare(net, clip_norm=1.0, nan="skip")
+    assert "prepare(clip_norm=1.0, nan='skip'): no effect without an optimizer" in caplog.text
+    caplog.clear()
+    strategy.prepare(torch.optim.SGD(net.parameters(), 0.1), clip_norm=1.0, nan="skip")
+    assert "no effect" not in caplog.text
