@@ -155,14 +155,14 @@ class Strategy(WithWaysOut):
                 )
         preparation = Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile, memory_format)
         others = [item for item in objects if not is_metric(item)]
-        preparation.warn_of_idle(others)
+        preparation.check_place([original(item) for item in others], self._prepared_models)
         for item in others:
             if isinstance(item, torch.nn.Module):
                 preparation.lay_out(item)
             elif isinstance(item, torch.optim.Optimizer):
                 check_made(item)
         rest = iter(self._prepare(others, preparation) if others else ())
-        self._check_parameters([original(item) for item in others])
+        self._check_parameters([original(item) for item in others], gradients)
         for metric in filter(is_metric, objects):
             self._prepare_metric(metric)
         prepared = [item if is_metric(item) else next(rest) for item in objects]
@@ -172,9 +172,11 @@ class Strategy(WithWaysOut):
         """Connects a metric or a collection of torchmetrics to the strategy, in place."""
         raise NotImplementedError
 
-    def _check_parameters(self, objects: Sequence[Any]) -> None:
+    def _check_parameters(self, objects: Sequence[Any], gradients: str) -> None:
         """Makes sure, once all is in its place, that optimizers change what prepared models compute with."""
-        self._prepared_models.update(item for item in objects if isinstance(item, torch.nn.Module))
+        for item in objects:
+            if isinstance(item, torch.nn.Module):
+                self._prepared_models.setdefault(item, gradients)
         known = {id(parameter) for model in self._prepared_models for parameter in model.parameters()}
         known.update(id(tensor) for variable in self.variables() for tensor in variable.tensors)
         for item in objects:
@@ -182,8 +184,9 @@ class Strategy(WithWaysOut):
                 check_parameters(item, lambda parameter: id(parameter) in known)
 
     @functools.cached_property
-    def _prepared_models(self) -> weakref.WeakSet[torch.nn.Module]:
-        return weakref.WeakSet()
+    def _prepared_models(self) -> weakref.WeakKeyDictionary[torch.nn.Module, str]:
+        """With the ``gradients`` that each was prepared with."""
+        return weakref.WeakKeyDictionary()
 
     @functools.cached_property
     def _variables(self) -> weakref.WeakKeyDictionary[Any, None]:

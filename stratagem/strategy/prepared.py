@@ -48,12 +48,34 @@ class Preparation(GradientPolicy):
             f"sync_batchnorm={self.sync_batchnorm})"
         )
 
-    def warn_of_idle(self, objects: Iterable[Any]) -> None:
-        """Says which options are about updates, where no optimizer comes that makes any."""
-        asked = {"clip_norm": (self.clip_norm, None), "nan": (self.nan, "error")}
-        idle = [f"{name}={given!r}" for name, (given, default) in asked.items() if given != default]
-        if idle and not any(isinstance(item, torch.optim.Optimizer) for item in objects):
-            logger.warning("prepare(%s): no effect without an optimizer; give it with the optimizer", ", ".join(idle))
+    def check_place(self, objects: Iterable[Any], models: Mapping[nn.Module, str]) -> None:
+        """Says which options have nothing that they are about among the ``objects`` that come with them. Raises
+        ConfigurationError: ``models``, which were prepared before, were given other ``gradients`` than an optimizer of
+        their parameters now."""
+        of_updates = {"clip_norm": (self.clip_norm, None), "nan": (self.nan, "error")}
+        of_models = {
+            "sync_batchnorm": (self.sync_batchnorm, False),
+            "torch_compile": (self.torch_compile or None, None),
+            "memory_format": (self.memory_format, None),
+        }
+        kinds: list[tuple[str, Any, dict[str, Any]]] = [
+            ("an optimizer", torch.optim.Optimizer, of_updates),
+            ("a model", nn.Module, of_models),
+        ]
+        for owner, kind, asked in kinds:
+            idle = [f"{name}={given!r}" for name, (given, default) in asked.items() if given != default]
+            if idle and not any(isinstance(item, kind) for item in objects):
+                logger.warning(
+                    "prepare(%s): no effect without %s; give it together with %s", ", ".join(idle), owner, owner
+                )
+        for optimizer in (item for item in objects if isinstance(item, torch.optim.Optimizer)):
+            own = {*map(id, parameters_of(optimizer))}
+            for model, gradients in models.items():
+                if gradients != self.gradients and not own.isdisjoint(map(id, model.parameters())):
+                    raise ConfigurationError(
+                        f"prepare(gradients={self.gradients!r}) of {type(optimizer).__name__}, whose model was "
+                        f"prepared with gradients={gradients!r}: give both the same, or prepare them in one call"
+                    )
 
     def lay_out(self, model: torch.nn.Module) -> None:
         """Gives what convolutions compute with the memory format that was asked for, in place."""

@@ -152,3 +152,23 @@ def test_options_of_updates_without_an_optimizer_are_told(caplog: pytest.LogCapt
     caplog.clear()
     strategy.prepare(torch.optim.SGD(net.parameters(), 0.1), clip_norm=1.0, nan="skip")
     assert "no effect" not in caplog.text
+
+
+def test_options_of_models_without_one_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, net = sg.OneDeviceStrategy("cpu"), torch.nn.Linear(2, 3)
+    strategy.prepare(net)
+    strategy.prepare(torch.optim.SGD(net.parameters(), 0.1), sync_batchnorm=True, memory_format=torch.channels_last)
+    words = "prepare(sync_batchnorm=True, memory_format=torch.channels_last): no effect without a model"
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize("first", ["mean", "sum"])
+def test_an_optimizer_and_its_model_are_prepared_with_the_same_gradients(first: Any) -> None:
+    """On several replicas the model's word counted, on parameter servers the optimizer's."""
+    strategy, net, other = sg.OneDeviceStrategy("cpu"), torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    strategy.prepare(net, gradients=first)
+    strategy.prepare(other, gradients="mean")
+    now: Any = "sum" if first == "mean" else "mean"
+    with pytest.raises(ConfigurationError, match=f"of SGD, whose model was prepared with gradients='{first}'"):
+        strategy.prepare(torch.optim.SGD(net.parameters(), 0.1), gradients=now)
+    strategy.prepare(torch.optim.SGD(net.parameters(), 0.1), gradients=first)
