@@ -50,6 +50,8 @@ class PsReturn(ChiefPart):
         """To which checkpoint each ps was put back while it joined."""
         self._saving = saving
         self._restoring = Restoring(self._ps_pool, self._config.checkpoint_dir)
+        self.undone = ""
+        """At staleness 0: what became of work that was done."""
         self._num_copied = self._config.num_ps if self._config.ps_replicas > 1 else 0
         """ps whose memory is kept by another ps too; 0: none's is."""
         self._all_went_back = all_went_back
@@ -351,10 +353,15 @@ class PsReturn(ChiefPart):
             self.restarted.clear()
             saved = manifest.done
             accumulates = any(each.accumulates for each in described)
-            ended = self._journal.history.ended
-            if self._sessions.work_is_done:  # no worker asks for anything
+            ended, is_done = self._journal.history.ended, self._sessions.work_is_done
+            if is_done:  # no worker asks for anything
                 ended = {key: leases.plan.num_units for key, leases in self._lease_book.epochs.items()}
             back = self._lease_book.roll_back(saved, ended, accumulates=accumulates)
+            if back.lost and is_done:
+                self.undone = (
+                    f"{cause} lost its memory when every worker had finished, and all ps went back to step "
+                    f"{manifest.step}; updates lost: {sum(map(len, back.lost.values()))}"
+                )
             if back.lost:
                 self._journal.write("lost", task="", units=encode_positions(back.lost))
             self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()))

@@ -452,6 +452,38 @@ async def test_a_worker_that_was_started_again_after_its_goodbye_does_not_begin_
         assert await second.exit_code() == 0
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+async def test_work_in_step_that_is_lost_when_it_is_done_is_not_done_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_saved: bool
+) -> None:
+    """A ps died when all workers had finished: all ps went back, nobody makes it again, and the exit code was 0."""
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(checkpoint_dir=str(tmp_path), num_workers=1))
+        servers = [await stack.enter_async_context(ps(running.address, FakePs(index))) for index in range(2)]
+        worker = await Task(running.address, "worker:0").ready()
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open(batch_size=4, num_slices=2, staleness=0.0)
+        await worker.next()
+        for server in servers:
+            server.apply(Unit(1, 0, 0))
+        await worker.next([0], wait=False)
+        if is_saved:
+            await running.job._maintenance.save_last()
+        await servers[0].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        worker.goodbye()
+        await until(lambda: running.job.sessions.stopping)
+        reborn = FakePs(0)
+        reborn.initialized = False
+        await stack.enter_async_context(ps(running.address, reborn))
+        for session in (servers[1].session, reborn.session):
+            assert (await session.stopped()).exit_code == 0
+        assert await running.exit_code() == (0 if is_saved else 1)
+        assert reborn.restored_from and servers[1].restored_from
+    words = "The work is done but not saved: no last checkpoint (ps:0 lost its memory when every worker had finished"
+    assert (words in caplog.text) is not is_saved
+
+
 async def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path: Path) -> None:
     """At staleness 0 a ps that was started again took the memory of the others with it, after the last checkpoint."""
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
