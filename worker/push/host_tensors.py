@@ -92,7 +92,7 @@ class WeightTargets:
         key = group, ps, offset, num_elements
         found = self._spans.get(key)
         if found is None:
-            spans = [span for span, _ in self._layout.spans_between(*key)]
+            spans = list(self._layout.spans_between(*key))
             found = self._spans[key] = spans, [span.num_elements for span in spans]
         return found
 

@@ -117,9 +117,9 @@ class Layout:
                 yield Chunk(index, group, ps, offset, size, tuple(spans))
                 index += 1
 
-    def spans_between(self, group: int, ps: int, offset: int, num_elements: int) -> Iterator[tuple[Span, int]]:
-        """The parts of variables that elements ``[offset, offset + num_elements)`` of a flat tensor hold: spans, each
-        with its first element's position counted from ``offset``."""
+    def spans_between(self, group: int, ps: int, offset: int, num_elements: int) -> Iterator[Span]:
+        """The parts of variables that elements ``[offset, offset + num_elements)`` of a flat tensor hold, in their
+        order."""
         stop = offset + num_elements
         shards = self.shards[group, ps]
         for shard in shards[max(0, bisect.bisect_right(shards, offset, key=lambda shard: shard.offset) - 1) :]:
@@ -127,7 +127,7 @@ class Layout:
                 return
             first, last = max(offset, shard.offset), min(stop, shard.offset + shard.num_elements)
             if first < last:
-                yield Span(shard.variable, shard.start + first - shard.offset, last - first), first - offset
+                yield Span(shard.variable, shard.start + first - shard.offset, last - first)
 
 
 Numbers = npt.NDArray[np.int64]

@@ -44,11 +44,9 @@ def test_spans_between_agrees_with_the_flat_tensor(lengths: list[int], data: st.
     flat = [(i, e) for i in reversed(range(len(lengths))) for e in range(lengths[i])]
     start = data.draw(st.integers(0, len(flat)))
     count = data.draw(st.integers(0, len(flat) - start))
-    found: dict[int, tuple[int, int]] = {}
-    for span, position in layout.spans_between(0, 0, start, count):
-        for step in range(span.num_elements):
-            found[position + step] = (span.variable, span.start + step)
-    assert [found[i] for i in range(count)] == flat[start : start + count]
+    spans = layout.spans_between(0, 0, start, count)
+    found = [(span.variable, span.start + step) for span in spans for step in range(span.num_elements)]
+    assert found == flat[start : start + count]
 
 
 def test_reverse_registration_order() -> None:
