@@ -193,10 +193,8 @@ class Mirrors:
         if isinstance(item, torch.amp.GradScaler):
             self._scalers.append(copies)
             return mirrored(MirroredScaler, copies, self, largest=self._largest, optimizer_of=self._own)
-        if isinstance(item, LRScheduler):
-            optimizer = {**self._all, **others}[id(original(item.optimizer))]
-            return mirrored(MirroredScheduler, [item] * len(self.devices), self, optimizer=optimizer)
-        raise ConfigurationError(f"expected models, optimizers, schedulers and GradScalers, got {type(item).__name__}")
+        optimizer = {**self._all, **others}[id(original(item.optimizer))]
+        return mirrored(MirroredScheduler, [item] * len(self.devices), self, optimizer=optimizer)
 
     def _copy_optimizer(self, copies: Copies, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return copies.of_optimizer(optimizer)

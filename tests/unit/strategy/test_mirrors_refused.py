@@ -112,11 +112,6 @@ def test_a_scheduler_of_another_optimizer(replicas: Replicas) -> None:
         replicas.prepare(net(), scheduler)
 
 
-def test_what_is_neither(replicas: Replicas) -> None:
-    with pytest.raises(ConfigurationError, match="expected models, optimizers, schedulers and GradScalers, got int"):
-        replicas.prepare(3)
-
-
 def test_compiling_a_prepared_model(replicas: Replicas) -> None:
     with pytest.raises(ConfigurationError, match="a prepared model cannot be compiled"):
         replicas.prepare(net()).compile()
