@@ -105,8 +105,6 @@ class ReplicaThreads:
     """
 
     def __init__(self, devices: Sequence[torch.device], first_replica: int = 0) -> None:
-        if not devices:
-            raise ConfigurationError("expected a device for each replica, got none")
         self.devices = tuple(devices)
         self.changed = threading.Condition()
         """Guards what replicas do. Notified when that changes; who waits for a replica waits here."""
@@ -146,8 +144,6 @@ class ReplicaThreads:
         :func:`~stratagem.strategy.replicas.local_replicas.reopen`. Raises ConfigurationError: inside a run, or after
         :meth:`close`; CollectiveError: the replicas do not meet: one has ended or is somewhere else; both are named.
         """
-        if len(work) != self.size:
-            raise ConfigurationError(f"expected {self.size} callables, one for each replica, got {len(work)}")
         running = self._run
         if self._own_thread_replica() is not None or (running is not None and running.caller == threading.get_ident()):
             raise ConfigurationError(RUN_INSIDE_RUN)
