@@ -139,15 +139,15 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         return self._runtime.chief.open_dataset(ordinal, plan)
 
     def _report(self, ordinal: int, dataset: SplitDataset) -> Callable[[int, Sequence[int]], None] | None:
-        if dataset.plan is None or self._runtime is None:
+        plan = dataset.plan
+        if plan is None or self._runtime is None:
             return None
         chief = self._runtime.chief
         untold: collections.deque[tuple[int, int]] = collections.deque(maxlen=NUM_UNTOLD)
 
         def report(epoch: int, steps: Sequence[int]) -> None:
-            plan = dataset.plan
             untold.extend((epoch, step) for step in steps)
-            if not self.is_lead or plan is None:  # a newcomer may be rank 0
+            if not self.is_lead:  # a newcomer may be rank 0
                 return
             planned = [told for told in untold if told[1] < plan.num_batches]  # not what comes again after a loss
             for at in sorted({epoch for epoch, _ in untold}):
