@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import newest, read_step, was_removed
@@ -20,6 +19,7 @@ from stratagem.training.estimator.estimator import Estimator, check_folder_name
 from stratagem.training.estimator.exporters import Exporter
 from stratagem.training.estimator.inputs import InputFunction
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME
+from stratagem.training.estimator.schedules import EvaluatorSchedule
 from stratagem.training.estimator.training import SavedStep, SavingListener, listening
 from stratagem.training.saving.new_checkpoints import JobWatch
 
@@ -158,39 +158,6 @@ class _Evaluation:
             written = exporter.export(self.estimator, folder, path, results, is_last)
             exports += [] if written is None else [written]
         self.newest = Evaluated(results, exports)
-
-
-class EvaluatorSchedule:
-    """Decides when an evaluator evaluates, by the newest checkpoint and the clock. Pure, no I/O.
-
-    Once the job is over, or its last step is reached, nothing is gained by waiting: the newest checkpoint is evaluated
-    at once. ``max_steps``: the step after which there is no other checkpoint; None: the job's end says so.
-    ``start_delay_s``: seconds before the first evaluation. ``throttle_s``: seconds from the start of one evaluation to
-    that of the next.
-    """
-
-    def __init__(self, max_steps: int | None, start_delay_s: float, throttle_s: float, now: float) -> None:
-        self._max_steps = max_steps
-        self._throttle_s = throttle_s
-        self._not_before = now + start_delay_s
-        self._done = -1
-
-    def decide(self, now: float, newest: int | None, is_over: bool) -> Literal["evaluate", "wait", "stop"]:
-        """What to do. ``newest``: step of the newest checkpoint, if there is one; whether the job has ended
-        (``is_over``) is told before that was looked for."""
-        if newest is not None and newest > self._done:
-            is_due = self.is_last(newest, is_over) or now >= self._not_before
-            return "evaluate" if is_due else "wait"
-        return "stop" if self.is_last(self._done, is_over) else "wait"
-
-    def evaluated(self, step: int, started: float) -> None:
-        """The checkpoint of ``step`` is done with, since ``started``."""
-        self._done = step
-        self._not_before = started + self._throttle_s
-
-    def is_last(self, step: int, is_over: bool) -> bool:
-        """Whether no other checkpoint comes after that of ``step``."""
-        return is_over or (self._max_steps is not None and step >= self._max_steps)
 
 
 def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:

@@ -27,6 +27,7 @@ from stratagem.training.estimator.feeds import Feed, NumberedBatch, open_feed
 from stratagem.training.estimator.inputs import Input, split
 from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, ModelFunction, ModelObjects, giving
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig
+from stratagem.training.estimator.schedules import SaveSchedule
 from stratagem.training.fit.agreement import check_alike, check_alike_on_servers
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
@@ -35,12 +36,8 @@ from stratagem.training.saving.members import CheckpointMembers
 from stratagem.training.saving.object_states import put_back, tables_of
 from stratagem.worker import interrupts
 from stratagem.worker.interrupts import preemption
-from stratagem.worker.ring.communicator import Communicator
 
 logger = logging.getLogger(__name__)
-
-LOOK_S = 1.0
-"""Workers that run in step ask rank 0's clock about this often: a collective each time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,53 +311,6 @@ def _read_newest(model_dir: Path, made: dict[str, Any]) -> tuple[Path | None, in
             if path.exists():
                 raise  # else the job that runs has newer ones, and removed it
     return None, 0, {}
-
-
-class SaveSchedule:
-    """Says after which steps to save. ``every_steps``: steps between two checkpoints; None: go by the clock.
-    ``every_s``: seconds between two. ``workers``: that run in step, and all ask after each step; None: this process
-    decides for itself."""
-
-    def __init__(
-        self,
-        every_steps: int | None,
-        every_s: float | None,
-        workers: Communicator | None,
-        step: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._every_steps = every_steps
-        self._every_s = math.inf if every_s is None else every_s
-        self._workers = workers if workers is not None and workers.size > 1 else None
-        self._clock = clock
-        self._saved_step = step
-        self._saved_at = self._looked_at = clock()
-        self._looked_step = self._next_look = step
-
-    def saved(self, step: int) -> None:
-        self._saved_step, self._saved_at = step, self._clock()
-
-    def is_due(self, step: int) -> bool:
-        if self._every_steps is not None:
-            return step // self._every_steps > self._saved_step // self._every_steps
-        if math.isinf(self._every_s):
-            return False
-        if self._workers is None:
-            return self._clock() - self._saved_at >= self._every_s
-        if step < self._next_look:
-            return False
-        due, ahead = self._workers.broadcast(torch.tensor(self._look(step))).tolist()
-        self._next_look = step + int(ahead)
-        return bool(due)
-
-    def _look(self, step: int) -> list[int]:
-        """Whether the time is up, and steps until the next look: those that fit into the time until then."""
-        now = self._clock()
-        left_s = self._every_s - (now - self._saved_at)
-        pace = (step - self._looked_step) / max(now - self._looked_at, 1e-9)
-        self._looked_step, self._looked_at = step, now
-        wait_s = min(LOOK_S, left_s if left_s > 0 else self._every_s)
-        return [int(left_s <= 0), max(1, int(min(pace * wait_s, 1e6)))]
 
 
 class _Pace:

@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import DefaultStrategy
-from stratagem.training.estimator.cluster_run import EvaluatorSchedule
 from stratagem.training.estimator.feeds import LeasedFeed, NumberedBatch, repeated
 from stratagem.training.estimator.inputs import sample, split
-from stratagem.training.estimator.training import SaveSchedule
+from stratagem.training.estimator.schedules import EvaluatorSchedule, SaveSchedule
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks
 
