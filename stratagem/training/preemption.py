@@ -94,8 +94,12 @@ class PreemptionCheckpointHandler:
         self._is_open = True
         interrupts.watch(grace_s)
         try:
-            self.restored = self._restore()
+            if self._strategy.servers is None:
+                say_it_resumes()
+            self.restored = self._manager.restore_or_initialize()
             """Path of the checkpoint that was restored; None: there was none."""
+            if self.restored is not None:
+                logger.info("Resuming after %d calls of run, from %s", self.total_run_calls, self.restored)
         except BaseException:
             self.close()
             raise
@@ -133,14 +137,6 @@ class PreemptionCheckpointHandler:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _restore(self) -> str | None:
-        if self._strategy.servers is None:
-            say_it_resumes()
-        path = self._manager.restore_or_initialize()
-        if path is not None:
-            logger.info("Resuming after %d calls of run, from %s", self.total_run_calls, path)
-        return path
 
 
 def leave(strategy: Strategy, save: Callable[[], str]) -> NoReturn:
