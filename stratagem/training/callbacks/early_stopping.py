@@ -128,7 +128,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._monitor.best, self.best_epoch, self.wait = state["best"], state["best_epoch"], state["wait"]
-        self.stopped_epoch, self._weights = state.get("stopped_epoch", -1), state.get("weights")
+        self.stopped_epoch, self._weights = state["stopped_epoch"], state["weights"]
 
 
 class TerminateOnNaN(Callback):

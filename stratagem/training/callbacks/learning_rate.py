@@ -58,7 +58,7 @@ class LearningRateScheduler(Callback):
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._epoch = state.get("epoch", -1)
+        self._epoch = state["epoch"]
 
 
 @checked

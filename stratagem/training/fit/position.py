@@ -14,6 +14,10 @@ from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.saving.object_states import Stateful
 
 
+_OWN = ("epoch", "step", "num_steps", "is_trained", "is_over", "example")
+"""Attributes of a position that are its state."""
+
+
 class FitPosition:
     """The epoch and the step that come next, the place in the data, what was counted, and the callbacks' own state.
 
@@ -68,7 +72,7 @@ class FitPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where ``state`` was saved. The first callback of a class gets the state of the first, and so on.
         ConfigurationError: it is of a later ``fit`` of the script."""
-        if (number := state.get("num_before", 0)) > self._num_before:
+        if (number := state["num_before"]) > self._num_before:
             raise ConfigurationError(
                 f"this backup was saved in fit call {number + 1} of this model, but this is call "
                 f"{self._num_before + 1}: give each fit call a BackupAndRestore with its own folder, and all but the "
@@ -91,20 +95,17 @@ class FitPosition:
             self.validation.take_over(state["validation"])
 
     def _place(self) -> dict[str, Any]:
-        own = ("epoch", "step", "num_steps", "is_trained", "is_over", "example")
         return {
             "num_before": self._num_before,
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in _OWN},
             "callbacks": [
                 {"kind": type(callback).__name__, "state": callback.state_dict()} for callback in self._callbacks
             ],
         }
 
     def _put(self, state: Mapping[str, Any]) -> None:
-        self.epoch, self.step, self.num_steps = int(state["epoch"]), int(state["step"]), int(state["num_steps"])
-        self.is_trained = bool(state.get("is_trained"))
-        self.is_over = bool(state.get("is_over"))
-        self.example = state.get("example")
+        for name in _OWN:
+            setattr(self, name, state[name])
         self.is_resumed = True
         self._running.reset()
         self._running.num_steps = self.step
