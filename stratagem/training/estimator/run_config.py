@@ -53,10 +53,3 @@ class RunConfig(WithWaysOut):
         whole_numbers(0, keep_checkpoint_max=self.keep_checkpoint_max)
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
             raise ConfigurationError(f"expected a seed that torch takes, from -2**63 to 2**64 - 1, got {self.seed}")
-
-    @property
-    def save_every_s(self) -> float | None:
-        """Seconds between two checkpoints; None if steps count."""
-        if self.save_checkpoints_steps is not None:
-            return None
-        return DEFAULT_SAVE_S if self.save_checkpoints_secs is None else self.save_checkpoints_secs

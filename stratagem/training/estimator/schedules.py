@@ -23,13 +23,13 @@ class SaveSchedule:
     def __init__(
         self,
         every_steps: int | None,
-        every_s: float | None,
+        every_s: float,
         workers: Communicator | None,
         step: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every_steps = every_steps
-        self._every_s = math.inf if every_s is None else every_s
+        self._every_s = every_s
         self._workers = workers if workers is not None and workers.size > 1 else None
         self._clock = clock
         self._saved_step = step

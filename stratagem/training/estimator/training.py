@@ -26,7 +26,7 @@ from stratagem.training.callbacks.tensorboard import Summaries
 from stratagem.training.estimator.feeds import Feed, NumberedBatch, open_feed
 from stratagem.training.estimator.inputs import Input, split
 from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, ModelFunction, ModelObjects, giving
-from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig
+from stratagem.training.estimator.run_config import CHECKPOINT_NAME, DEFAULT_SAVE_S, RunConfig
 from stratagem.training.estimator.schedules import SaveSchedule
 from stratagem.training.fit.agreement import check_alike, check_alike_on_servers
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
@@ -171,7 +171,8 @@ class EstimatorTraining:
         clocks: tuple[SaveSchedule, _Pace] | None = None
         for before, batch in feed.batches():
             if clocks is None:  # of a worker that joins a running job: not its first step
-                schedule = SaveSchedule(config.save_checkpoints_steps, config.save_every_s, workers, before)
+                every_s = config.save_checkpoints_secs or DEFAULT_SAVE_S
+                schedule = SaveSchedule(config.save_checkpoints_steps, every_s, workers, before)
                 clocks = schedule, _Pace(before)
             schedule, pace = clocks
             self._objects.global_step = before

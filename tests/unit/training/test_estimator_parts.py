@@ -34,7 +34,7 @@ class Clock:
 
 
 def test_by_steps() -> None:
-    schedule = SaveSchedule(10, None, None, step=13)
+    schedule = SaveSchedule(10, 600.0, None, step=13)
     due = []
     for step in (14, 19, 20, 21, 29, 33, 34, 40):  # under parameter servers numbers are left out
         if schedule.is_due(step):
