@@ -13,7 +13,6 @@ from stratagem.strategy.metric_states import pack, unpack
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.saving.object_states import Stateful
 
-
 _OWN = ("epoch", "step", "num_steps", "is_trained", "is_over", "example")
 """Attributes of a position that are its state."""
 
