@@ -8,14 +8,12 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.durable import replace_text
+from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.export.inputs import as_arguments
-
-if TYPE_CHECKING:
-    from stratagem.training.estimator.estimator import Estimator
 
 Results = Mapping[str, float]
 
