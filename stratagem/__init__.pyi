@@ -2,7 +2,7 @@
 
 from . import nn
 from .checkpoint.reading import latest_checkpoint, load_checkpoint
-from .cluster.communication import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
+from .cluster.communication import CollectiveCommunication, CommunicationImplementation, CommunicationOptions, ReduceOp
 from .cluster.resolvers import (
     KubernetesClusterResolver,
     SimpleClusterResolver,
@@ -12,7 +12,7 @@ from .cluster.resolvers import (
 from .cluster.spec import ClusterSpec
 from .data.files import FileDataset
 from .data.options import AutoShardPolicy, DistributeOptions, InputContext
-from .data.values import PerReplica, ReduceOp, ValueContext
+from .data.values import PerReplica, ValueContext
 from .errors import (
     CheckpointError,
     ClusterSpecError,

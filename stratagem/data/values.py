@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Generic, NoReturn, TypeVar
 
-from stratagem.cluster.communication import ReduceOp
 from stratagem.data.nested import map_values, values_in
 from stratagem.errors import ConfigurationError
 
@@ -16,7 +15,6 @@ _WAYS_OUT = (
     "a PerReplica holds one value for each replica: strategy.reduce_mean combines them into one, "
     "strategy.local_results gives those of this process, and strategy.run takes it whole"
 )
-__all__ = ["OnReplicas", "PerReplica", "ReduceOp", "ValueContext", "local_values", "part_of_replica"]
 
 
 @dataclasses.dataclass(frozen=True)

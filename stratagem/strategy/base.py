@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.arguments import check_call, checked, is_metric, known_arguments, uncompiled
+from stratagem.cluster.communication import ReduceOp
 from stratagem.data.options import DistributeOptions, InputContext
-from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
+from stratagem.data.values import PerReplica, ValueContext, local_values
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.prepared import Preparation, Prepared

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from stratagem.arguments import checked, known_arguments
+from stratagem.cluster.communication import ReduceOp
 from stratagem.cluster.named_enum import NamedEnum
-from stratagem.data.values import OnReplicas, PerReplica, ReduceOp
+from stratagem.data.values import OnReplicas, PerReplica
 from stratagem.errors import ConfigurationError, VariableError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy

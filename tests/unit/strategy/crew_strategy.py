@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from stratagem.data.values import PerReplica, ReduceOp, local_values
+from stratagem.cluster.communication import ReduceOp
+from stratagem.data.values import PerReplica, local_values
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
