@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import torch
 
 from stratagem.arguments import checked
@@ -44,19 +43,6 @@ class TensorSpec:
         return self.shape[:1] == (None,)
 
 
-def spec_of(inputs: Any) -> Any:
-    """``inputs`` with a :class:`TensorSpec` in the place of every tensor; what a model keeps of its last batch."""
-
-    def spec(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            leaf = torch.as_tensor(leaf[:0] if leaf.ndim else leaf)
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return TensorSpec((None, *leaf.shape[1:]) if leaf.dim() else (), leaf.dtype)
-
-    return map_leaves(inputs, spec)
-
-
 def as_arguments(inputs: Any) -> tuple[Any, ...]:
     """The positional arguments that ``inputs`` stand for: a tuple is all of them, anything else the only one.
     ConfigurationError: no tensor has rows, or tensors have different numbers of them."""
@@ -79,8 +65,8 @@ def as_arguments(inputs: Any) -> tuple[Any, ...]:
 def batch_of(arguments: tuple[Any, ...], num_rows: int) -> tuple[Any, ...]:
     """Arguments of ``num_rows`` rows, on the CPU.
 
-    Rows of example tensors are repeated in turn. Those of specs are made up: floats are normal random numbers (the same
-    each time), integers 0, which is a valid index of any table, booleans False.
+    Rows of example tensors are repeated in turn. Those of specs, and of tensors without any, are made up: floats are
+    normal random numbers (the same each time), integers 0, which is a valid index of any table, booleans False.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -89,7 +75,7 @@ def batch_of(arguments: tuple[Any, ...], num_rows: int) -> tuple[Any, ...]:
             rows = torch.as_tensor(leaf).detach().cpu()
             return rows[torch.arange(num_rows) % len(rows)].clone()
         if is_rows(leaf):
-            leaf = spec_of(leaf)
+            leaf = TensorSpec((None, *leaf.shape[1:]), torch.as_tensor(leaf).dtype)
         if isinstance(leaf, TensorSpec):
             return _made_up(leaf, num_rows, generator)
         return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,4 +1,4 @@
-"""What a model is called with: kept as specs, made into batches again."""
+"""What a model is called with: examples and specs, made into batches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ import pytest
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.training.export.inputs import TensorSpec, as_arguments, batch_of, growing, spec_of
+from stratagem.training.export.inputs import TensorSpec, as_arguments, batch_of, growing
 
 
 def nested() -> Any:
     return ({"x": torch.ones(4, 3), "more": [np.zeros((4, 2), np.int16), torch.tensor(2.5)]}, (3, 4), None, "sum")
-
-
-def test_specs_keep_everything_but_the_elements() -> None:
-    expected = {"x": TensorSpec((None, 3)), "more": [TensorSpec((None, 2), torch.int16), TensorSpec(())]}
-    assert spec_of(nested()) == (expected, (3, 4), None, "sum")
-    assert spec_of(torch.ones(4, 3)) != TensorSpec((None, 3), torch.float64)
 
 
 def test_a_tuple_is_all_arguments_and_anything_else_the_only_one() -> None:
