@@ -29,12 +29,6 @@ class InputPlacement:
     """Called once for each dataset: seed of its order, the same on every worker. It is told the plan of a DataLoader
     whose order follows from a plan, else None."""
 
-    def __post_init__(self) -> None:
-        if not self.devices or not 0 <= self.worker < self.num_workers:
-            raise ValueError(f"not a placement: {self}")
-        if self.num_workers > 1 and (self.communicator is None or self.communicator.size != self.num_workers):
-            raise ValueError(f"{self.num_workers} workers need a communicator of that size")
-
     @property
     def num_local_replicas(self) -> int:
         return len(self.devices)
