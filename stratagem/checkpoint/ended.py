@@ -52,7 +52,7 @@ def take_end(directory: str, task: str) -> JobStoppedError | None:
 def note_leaving(directory: str, task: str, reason: str) -> None:
     """Before a task that ends well says goodbye: no chief may be left by its exit. Without a folder nothing happens."""
     if directory:
-        with contextlib.suppress(OSError):  # as before there were such files: it waits for a chief
+        with contextlib.suppress(OSError):  # without it the task waits for a chief
             _path(directory, task, "leaves").write_text(reason)
 
 
@@ -82,7 +82,7 @@ def forget_ends(directory: str) -> None:
 def note_run(directory: str, task: str, run_id: str) -> None:
     """Writes that a task has ended well in a run of its supervisor; without a folder or an id nothing is written."""
     if directory and run_id:
-        with contextlib.suppress(OSError):  # as before there were such files: the task runs again
+        with contextlib.suppress(OSError):  # without it the task runs again
             _path(directory, task, "ran").write_text(run_id)
 
 
