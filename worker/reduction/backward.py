@@ -175,6 +175,8 @@ class BackwardReducer(Generic[B]):
         """The first gradient has come: this is a backward, not a ``torch.autograd.grad``."""
         for slot in self._slots:
             if slot.handles and next(reversed(slot.parameter._post_accumulate_grad_hooks)) != slot.handles[-1].id:
+                if not _reducers_of(slot.parameter) <= {self}:
+                    raise ConfigurationError(f"another strategy has prepared this model since. {_COPY}")
                 raise ConfigurationError(
                     "a hook registered with register_post_accumulate_grad_hook after strategy.prepare would find no "
                     ".grad: the gradients of all replicas are there when backward() has returned. Do its work then, or "
@@ -245,14 +247,24 @@ class BackwardReducer(Generic[B]):
         raise NotImplementedError
 
 
-def check_own(optimizers: Iterable[torch.optim.Optimizer], own: Sequence[BackwardReducer[Any]]) -> None:
+_COPY = (
+    "A model is trained by one strategy: prepare a copy in the other (copy.deepcopy of the model, with an optimizer of "
+    "its own to train it there)"
+)
+
+
+def _reducers_of(parameter: torch.Tensor) -> set[Any]:
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return {hook.reducer for hook in hooks if isinstance(hook, WeakHook)} - {None}
+
+
+def check_own(optimizers: Iterable[torch.optim.Optimizer], own: Iterable[BackwardReducer[Any]]) -> None:
     """Refuses (ConfigurationError) optimizers of parameters whose gradients go to other reducers than its ``own``."""
     for optimizer in optimizers:
-        hooks = [h for p in parameters_of(optimizer) for h in (p._post_accumulate_grad_hooks or {}).values()]
-        if {hook.reducer for hook in hooks if isinstance(hook, WeakHook)} - {None, *own}:
+        if set[Any]().union(*map(_reducers_of, parameters_of(optimizer))) - {*own}:
             raise ConfigurationError(
                 f"another strategy trains the model of this {type(optimizer).__name__}: the gradients go to that one. "
-                "Train it there alone, or prepare a copy here: copy.deepcopy of the model, and an optimizer of its own"
+                f"{_COPY}"
             )
 
 

@@ -268,6 +268,17 @@ def test_weight_norm_works_in_both_kinds(replicas: Replicas) -> None:
     assert not torch.equal(before[1], after[1]) and equal(*replicas.copies(model))
 
 
+def test_a_model_that_another_strategy_prepares_meanwhile(strategy: sg.MirroredStrategy) -> None:
+    """It was told of a hook that nobody had registered."""
+    model = strategy.prepare(plain := net())
+    other = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy.run(lambda: model(INPUTS).sum().backward())
+    other.prepare(plain)
+    with pytest.raises(ConfigurationError, match=r"another strategy has prepared this model since.*copy\.deepcopy"):
+        strategy.run(lambda: model(INPUTS).sum().backward())
+    other.close()
+
+
 @pytest.mark.parametrize("other", ["cpu:0", "cpu:0,cpu:1"])
 def test_a_model_that_another_strategy_trains(other: str) -> None:
     first, second = (sg.MirroredStrategy(devices.split(",")) for devices in ("cpu:0,cpu:1", other))
