@@ -36,11 +36,14 @@ class PerReplica(Generic[T]):
     def _refuse(self, *others: object) -> NoReturn:
         raise ConfigurationError(_WAYS_OUT)
 
-    def __iter__(self) -> Iterator[PerReplica[Any]]:
+    def __len__(self) -> int:
         lengths = {len(value) if isinstance(value, list | tuple) else -1 for value in self.values}
         if len(lengths) != 1 or -1 in lengths:
             self._refuse()
-        return iter([self[place] for place in range(lengths.pop())])
+        return lengths.pop()
+
+    def __iter__(self) -> Iterator[PerReplica[Any]]:
+        return iter([self[place] for place in range(len(self))])
 
     def __getitem__(self, place: Any) -> PerReplica[Any]:
         parts: list[Any] = [value for value in self.values if isinstance(value, list | tuple | dict)]
@@ -48,7 +51,7 @@ class PerReplica(Generic[T]):
             self._refuse()
         return PerReplica(tuple(part[place] for part in parts), self.shares)
 
-    __len__ = __bool__ = __int__ = __float__ = __format__ = _refuse
+    __bool__ = __int__ = __float__ = __format__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
 

@@ -36,7 +36,6 @@ class Strategy(WithWaysOut):
     """Whether models compute on :attr:`local_devices`; else wherever the script has put them."""
     servers: Servers | None = None
     """The parameter servers that hold the variables; None: each process holds them itself."""
-
     communicator: Communicator | None = None
     """Collectives among the workers; each must make the same calls in the same order. None: they do not run in step."""
     holds_tables = False
@@ -252,7 +251,8 @@ class Strategy(WithWaysOut):
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Calls ``fn`` once for each local replica, in replica context.
 
-        Each :class:`PerReplica` among the arguments (a distributed batch, say) is replaced by the value of the replica.
+        Each :class:`PerReplica` among the arguments (a distributed batch, say), or among the parts of one that stands
+        in place of ``args``, is replaced by the value of the replica.
 
         Returns:
             a :class:`PerReplica` of what ``fn`` returned.
@@ -261,6 +261,7 @@ class Strategy(WithWaysOut):
             ConfigurationError: an unprepared optimizer steps, or an unprepared model built in the scope gets gradients.
             CollectiveError: the replicas do not make the same calls.
         """
+        args = tuple(args) if isinstance(args, PerReplica) else args
         check_call(fn, args, kwargs)
         is_alone = self.servers is None and self.num_replicas_in_sync == 1
         if self.prepared is not None:
@@ -368,10 +369,8 @@ class Strategy(WithWaysOut):
         yield
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """States of the replicas' own random streams, by name, without the process's generators.
-
-        For checkpoints. Call it outside :meth:`run`.
-        """
+        """States of the replicas' own random streams, by name, without the process's generators, for checkpoints. Call
+        it outside :meth:`run`."""
         return {}
 
     @checked
@@ -390,8 +389,7 @@ class Strategy(WithWaysOut):
 
     @checked
     def report(self, **metrics: float) -> None:
-        """Sets named numbers for the progress display and ``--summary``. A status holds the first 32 KiB of them; the
-        summary holds all."""
+        """Sets named numbers for the progress display and ``--summary``; a status holds the first 32 KiB of them."""
         if self._meter is not None:
             self._meter.metrics.update({name: float(value) for name, value in metrics.items()})
 

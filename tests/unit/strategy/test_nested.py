@@ -95,6 +95,7 @@ def test_structures_of_replicas_unpack_and_index_into_their_parts() -> None:
     assert loss == PerReplica((1.0, 5.0), (4.0, 2.0))
     assert named["hits"] == PerReplica((2, 6), (4.0, 2.0))
     (one,) = named["all"]
+    assert len(named["all"]) == len([*named["all"]]) == 1
     assert one == named["all"][0] == PerReplica((3, 7), (4.0, 2.0))
     with pytest.raises(KeyError):
         named["misses"]
@@ -125,11 +126,12 @@ def test_a_loop_that_takes_batches_apart_trains_and_means_as_one_that_does_not(d
             optimizer.step()
             return loss.detach(), {"most": inputs.max()}
 
-        losses = []
+        losses: list[float] = []
         loader: Any = strategy.distribute_dataset(DataLoader(data, batch_size=4))  # the last batch is 2
         if apart:
-            for inputs, targets in loader:
-                loss, named = strategy.run(step, args=(inputs, targets))
+            for batch in loader:
+                inputs, targets = batch
+                loss, named = strategy.run(step, args=batch if losses else (inputs, targets))
                 losses += [float(strategy.reduce_mean(loss)), float(strategy.reduce("SUM", named["most"]))]
         else:
             for batch in loader:
