@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Generic, NoReturn, TypeVar
 
-from stratagem.data.nested import map_values, values_in
+from stratagem.data.nested import is_named_tuple, is_record, map_values, values_in
 from stratagem.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -21,8 +21,9 @@ _WAYS_OUT = (
 class PerReplica(Generic[T]):
     """One value for each local replica, in replica order.
 
-    Where each is a tuple or a list, it unpacks (``for images, labels in dataset``), and where each is one of them or a
-    dict, it indexes (``outputs["loss"]``), to the ``PerReplica`` of that part, which is what TensorFlow has there.
+    Where each is a tuple or a list, it unpacks (``for images, labels in dataset``); where each is one of them or a
+    mapping, it indexes (``outputs["loss"]``); where each is a named tuple or a dataclass object, it has its fields.
+    What comes of it is the ``PerReplica`` of that part, which is what TensorFlow has there.
     """
 
     values: tuple[T, ...]
@@ -30,7 +31,10 @@ class PerReplica(Generic[T]):
     """Weight of each replica: the number of its examples in its batch, or the value of ``set_weight``; empty when they
     are equal."""
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> PerReplica[Any]:
+        values = vars(self).get("values", ())  # none yet in a copy that is being made
+        if values and all(name in _fields_of(value) for value in values):
+            return PerReplica(tuple(getattr(value, name) for value in values), self.shares)
         raise AttributeError(f"{_WAYS_OUT}; it has no {name!r} itself")
 
     def _refuse(self, *others: object) -> NoReturn:
@@ -46,7 +50,7 @@ class PerReplica(Generic[T]):
         return iter([self[place] for place in range(len(self))])
 
     def __getitem__(self, place: Any) -> PerReplica[Any]:
-        parts: list[Any] = [value for value in self.values if isinstance(value, list | tuple | dict)]
+        parts: list[Any] = [value for value in self.values if isinstance(value, list | tuple | Mapping)]
         if len(parts) != len(self.values):
             self._refuse()
         return PerReplica(tuple(part[place] for part in parts), self.shares)
@@ -64,6 +68,12 @@ class PerReplica(Generic[T]):
     def __torch_function__(cls, *_: object) -> NoReturn:
         """Torch calls it for a function that is given one, also in a model that is called outside of ``run``."""
         raise ConfigurationError(_WAYS_OUT)
+
+
+def _fields_of(value: Any) -> Collection[str]:
+    if is_named_tuple(value):
+        return tuple(value._fields)
+    return [field.name for field in dataclasses.fields(value)] if is_record(value) else ()
 
 
 @dataclasses.dataclass(frozen=True)

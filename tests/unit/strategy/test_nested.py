@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import copy
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +17,11 @@ import stratagem as sg
 from stratagem.data.nested import map_values, outline, refilled, values_in
 from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
+
+
+@dataclasses.dataclass
+class Record:
+    inputs: Any
 
 
 class Pair(NamedTuple):
@@ -99,6 +106,14 @@ def test_structures_of_replicas_unpack_and_index_into_their_parts() -> None:
     assert one == named["all"][0] == PerReplica((3, 7), (4.0, 2.0))
     with pytest.raises(KeyError):
         named["misses"]
+    pair: Any = PerReplica((Pair(1, [2]), Pair(3, [4])))
+    assert pair.second == pair[1] == PerReplica(([2], [4]))
+    whole = PerReplica((named, named))
+    assert copy.copy(whole) == whole and whole.shares == ()
+    record: Any = PerReplica((Record(1), Record(2)))
+    assert record.inputs == PerReplica((1, 2)) and copy.deepcopy(record).inputs == record.inputs
+    with pytest.raises(AttributeError, match="it has no 'targets' itself"):
+        str(record.targets)
 
 
 @pytest.mark.parametrize("values", [((1, 2), (1,)), ((1,), 1), ("ab", "cd"), ({"a": 1}, {"a": 1})])
