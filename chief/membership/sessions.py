@@ -64,7 +64,8 @@ class Sessions(Roster):
         for task, session in self.tasks.items():
             session.pid = history.pids.get(task, 0)  # whose process may run, out of reach, until its launcher ends it
             if self.ready and session.state is SessionState.WAITING and task in self.required:
-                session.state, session.lost_at, session.number = SessionState.LOST, now, self.fenced.get(task, 0)
+                session.state, session.number = SessionState.LOST, self.fenced.get(task, 0)
+                session.heard_at = session.lost_at = now
 
     # What happens
 

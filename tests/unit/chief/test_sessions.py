@@ -352,6 +352,12 @@ def test_a_restarted_chief_remembers_who_was_done_or_lost() -> None:
         sessions.join("worker:1", "", 1, 2, 1, 0.0)
 
 
+def test_a_restarted_chief_does_not_take_the_age_of_the_machine_for_the_silence_of_a_lost_task() -> None:
+    sessions = make(fenced={"worker:1": 2}, ready=True, awaited={"ps:0": 3}, now=46_000.0)
+    assert sessions.tasks["worker:1"].state is SessionState.LOST
+    assert {session.heard_at for session in sessions.known if session.number} == {46_000.0}
+
+
 def end_of(sessions: Sessions) -> int | None:
     return sessions.stopping.exit_code if sessions.stopping is not None else None
 
