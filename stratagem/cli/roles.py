@@ -143,10 +143,10 @@ def ps_command(cluster_file: Path | None, **flags: Any) -> int:
 def _run_script(
     role: str, cluster_file: Path | None, module: bool, script: Path, args: tuple[str, ...], flags: dict[str, Any]
 ) -> int:
-    if not (module or script.is_file()):
-        raise ConfigurationError(f"expected a training script, but there is no file {script}")
     resolved, placement = configure(role, cluster_file, flags)
     config = resolved.config
+    if not (module or script.is_file() or config.run_id):  # under a supervisor the chief is told, as of any other end
+        raise ConfigurationError(f"expected a training script, but there is no file {script}")
     if isinstance(config, WorkerConfig):
         check_devices(config)
     if placement is None and isinstance(config, WorkerConfig | EvaluatorConfig) and config.chief:

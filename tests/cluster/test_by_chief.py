@@ -231,3 +231,11 @@ def test_ps_come_and_go_by_themselves(start: Start, tmp_path: Path) -> None:
     epochs = -int(next(iter(torch.load(out).values())).flatten()[0])
     check_counts(out, epochs)
     assert ": 0 updates lost" in logs[0].texts[0], "of ps:0"
+
+
+def test_under_a_supervisor_the_chief_is_told_that_an_image_has_no_such_script(start: Start) -> None:
+    chief = start("chief", "--num-workers", 2)
+    address = line_with(chief, "listening on").split()[-1]
+    logs = Logs(chief, start("worker", "--task", "worker:0", "--chief", address, "--run-id", "uid", "nowhere.py"))
+    assert logs.finish() == [2, 2], logs
+    assert all("there is no script 'nowhere.py'" in text for text in logs.texts)
