@@ -85,7 +85,7 @@ def main() -> int:
         optimizer.step()
         return loss.detach()
 
-    for epoch in range(arguments.epochs):
+    for epoch in range(dataset.epoch, arguments.epochs):  # a worker that joins a ring begins where the others are
         for group in optimizer.param_groups:  # cosine decay, right also for a worker that starts again in mid-job
             group["lr"] = arguments.lr * (1 + math.cos(math.pi * epoch / arguments.epochs)) / 2
         losses, start = [], time.perf_counter()

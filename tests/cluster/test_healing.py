@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 Start = Callable[..., Any]
 
 NUM_EXAMPLES, NUM_EPOCHS = 100, 3
@@ -152,6 +153,15 @@ def test_a_newcomer_with_a_schedule_of_its_own_ends_alone(cluster: Start, tmp_pa
     old = news_of(tmp_path / "news", [0, 2, 3])
     check_same_and_exact(old)
     assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4], [4, 3]]
+
+
+@pytest.mark.thorough
+def test_a_worker_comes_back_into_the_ring_of_an_example(cluster: Start) -> None:
+    """It began at epoch 0, with the learning rate of that, and ended alone each time it came."""
+    flags = ["--strategy", "ring", "--min-workers", "1", "--max-restarts", "1", "--chaos", "kill worker:1@step=50"]
+    done = cluster(2, 0, EXAMPLES / "digits.py", "--epochs", 40, flags=flags).succeed()
+    assert done.summary["restarts"] == 1 and done.summary["workers_lost"] == []
+    assert "the ring has 2 ranks after" in done.stderr
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
