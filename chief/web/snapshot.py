@@ -81,10 +81,19 @@ def _server(ps: TaskReading) -> dict[str, Any]:
         "updates_per_s": per_s(measures.COMMITS),
         "received_bytes_per_s": round(sum(labels(ps.values, measures.RECEIVED).values()) / ps.window_s),
         "shares": {name: per_s(name) for name in _SHARES},
-        "staleness": labels(ps.values, measures.STALENESS),
+        "staleness": _by_range(labels(ps.values, measures.STALENESS)),
         "rows": sorted(((share, row) for row, share in rows.items()), reverse=True)[:MAX_HOT],
         "hot": sorted(((share / ps.window_s, group) for group, share in groups.items()), reverse=True)[:MAX_HOT],
     }
+
+
+def _by_range(counts: dict[str, float]) -> dict[str, float]:
+    """Each commit is counted once, under the smallest bound that holds it: beside the others that reads as a range."""
+    found, first = {}, 0
+    for bound in measures.STALENESS_BOUNDS:
+        found[str(bound) if bound == first else f"{first}–{bound}"] = counts.get(str(bound), 0.0)
+        first = bound + 1
+    return found | {f"{first} or more": counts.get("more", 0.0)}
 
 
 def _lanes(reading: Reading) -> list[dict[str, Any]]:

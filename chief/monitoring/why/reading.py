@@ -83,6 +83,8 @@ class Reading:
     tasks: tuple[TaskReading, ...] = ()
     is_over: bool = False
     """The job has ended; the numbers are those of all of it."""
+    is_ending: bool = False
+    """Tasks that have gone are missed by nobody."""
     problem: str = ""
     """Why nothing, or not more, is known."""
 
@@ -101,7 +103,7 @@ class Reading:
 
 
 def reading_of(status: StatusView) -> Reading:
-    return Reading(tuple(_task(task) for task in status.tasks))
+    return Reading(tuple(_task(task) for task in status.tasks), is_ending=bool(status.stop_reason))
 
 
 def _task(task: TaskState) -> TaskReading:

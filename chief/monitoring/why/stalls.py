@@ -21,6 +21,8 @@ def silent(reading: Reading) -> Iterator[Finding]:
     for task in sorted(tasks, key=lambda one: -one.silent_s):  # what was lost first made the others go
         evidence: tuple[str, ...] = ()
         if task.state == "lost":
+            if reading.is_ending:
+                continue
             waits = ", and the job waits until it is restarted" if task.task.startswith("ps:") else ""
             sentence = f"{task.task} is lost{waits}"
             advice = "see its log; `stratagem run` and Kubernetes restart it by themselves"
@@ -37,20 +39,24 @@ def silent(reading: Reading) -> Iterator[Finding]:
 
 
 def stuck(reading: Reading) -> Iterator[Finding]:
-    """Nobody has finished a step for long: whom do all wait for in the end?"""
+    """Nobody has finished a step for long: whom do all wait for in the end? Or one has not, and the others go on."""
     workers = [worker for worker in reading.of("worker") if worker.state == "live"]
-    if reading.is_over or not workers or any(worker.steps for worker in workers):
+    others_go_on = any(worker.steps for worker in workers)
+    if reading.is_over or not workers or (others_go_on and reading.in_step):
         return
-    busy = [worker for worker in workers if not worker.waiting_on and worker.window_s >= STUCK_S]
+    idle = [worker for worker in workers if not worker.steps]
+    busy = [worker for worker in idle if not worker.waiting_on and worker.window_s >= STUCK_S]
     waiting = [worker for worker in workers if worker.waiting_on and worker.waiting_s >= STUCK_S]
     others = tuple(f"{one.task} has waited {one.waiting_s:.0f} s for {one.waiting_on}" for one in waiting)
     for worker in busy:
-        if worker.total_s > 0 and (waiting or len(workers) == 1):
+        # Between its loops, where it evaluates for example, it keeps nothing from the others.
+        is_inside = worker.total_s >= STUCK_S if others_go_on else waiting or len(workers) == 1
+        if worker.total_s > 0 and is_inside:
             how_long = f"{worker.task} has not finished a step for {worker.window_s:.0f} s"
             sentence = f"{how_long}, and waits for no other task: its script is stalled or computing"
             advice = "see what its threads are doing: stratagem status --stacks"
             yield Finding(Cause.STUCK, worker.task, sentence, advice, 1.0, others)
-    if waiting and not busy:
+    if waiting and not busy and not others_go_on:
         first = max(waiting, key=lambda one: one.waiting_s)
         sentence = f"no step has ended for {first.window_s:.0f} s: {first.task} waits for {first.waiting_on}"
         advice = "see what the threads are doing: stratagem status --stacks"

@@ -108,10 +108,13 @@ def _nothing(reading: Reading) -> JobVerdict:
 
 def _without_core(reading: Reading) -> tuple[str, ...]:
     """What is outside the job, or more of it than the machine has cores for."""
-    starved = max((worker.get(measures.STARVED_MAIN) / worker.total_s for worker in reading.working), default=0.0)
+    starved, task = max(
+        ((worker.get(measures.STARVED_MAIN) / worker.total_s, worker.task) for worker in reading.working),
+        default=(0.0, ""),
+    )
     if starved < 0.2:
         return ()
-    return (f"its training threads are ready but get no core {percent(starved)} of the time: the machine is busy",)
+    return (f"{task}'s training thread is ready but gets no core {percent(starved)} of the time: its machine is busy",)
 
 
 def _how_sure(reading: Reading, first: Finding | None, found: list[Finding]) -> str:

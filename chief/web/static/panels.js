@@ -78,9 +78,9 @@ export function showServers(servers, tasks) {
   ], servers, (ps) => ps.task);
 }
 
-function staleness(buckets) {
-  const all = Object.values(buckets).reduce((sum, value) => sum + value, 0);
-  const parts = Object.entries(buckets).filter(([, value]) => value).map(([bound, value]) => `${bound === "more" ? "more" : `≤ ${bound}`}: ${percent(value / all)}`);
+function staleness(ranges) {
+  const all = Object.values(ranges).reduce((sum, value) => sum + value, 0);
+  const parts = Object.entries(ranges).filter(([, value]) => value).map(([range, value]) => `${range}: ${percent(value / all)}`);
   return parts.join(", ") || "–";
 }
 

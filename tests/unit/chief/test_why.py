@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from stratagem.chief.monitoring.why.finding import Cause
-from stratagem.chief.monitoring.why.reading import Reading, TaskReading
+from stratagem.chief.monitoring.why.reading import Reading, TaskReading, reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.cluster.job_rules import OF_RING
+from stratagem.rpc.status_view import StatusView, TaskState
 
 WINDOW_S = 10.0
 COMPUTING = {"forward_s": 0.3, "backward_s": 0.6, "optimizer_s": 0.08, "script_s": 0.02}
@@ -366,7 +368,7 @@ def test_the_cause_is_named(name: str) -> None:
 
 def test_starving_is_told_beside_a_job_that_does_what_it_can() -> None:
     verdict = judge(Reading(tuple(TABLE["all starve alike"][0])))
-    assert "no core 60 % of the time" in verdict.also[0]
+    assert re.match(r"worker:\d's training thread is ready but gets no core 60 % of the time", verdict.also[0])
 
 
 def test_starving_is_told_beside_what_it_makes_long() -> None:
@@ -410,6 +412,26 @@ def test_a_job_waits_for_a_lost_ps_alone() -> None:
     assert ends[:2] == [" is lost, and the job waits until it is restarted", " is lost"]
     silent = TaskReading("evaluator:0", state="live", silent_s=60.0)
     assert all(judge(Reading((worker(0), task))).cause is Cause.NOTHING for task in (lost[2], silent))
+
+
+def test_one_whose_script_stands_still_is_named_though_the_others_go_on() -> None:
+    """It made no step, so it was left out: "nothing to gain", while what it had leased was not trained for ever."""
+    stands_still = worker(1, 0)
+    verdict = judge(Reading((worker(0), stands_still, ps(0))))
+    assert (verdict.cause, verdict.task) == (Cause.STUCK, "worker:1") and "--stacks" in verdict.advice
+    evaluates = with_values(stands_still, **{name: 0.0 for name in COMPUTING}, outside_s=WINDOW_S)
+    waits = dataclasses.replace(stands_still, waiting_on="ps:0 to apply its update", waiting_s=1.0)
+    for other in (evaluates, waits):
+        assert judge(Reading((worker(0), other, ps(0)))).cause is Cause.NOTHING
+
+
+def test_who_leaves_an_ending_job_is_not_lost() -> None:
+    """The page of a job that Ctrl-C had ended said for good that a worker was lost, and would be restarted."""
+    gone = dataclasses.replace(worker(1), state="lost")
+    assert judge(Reading((worker(0), gone), is_ending=True)).cause is Cause.NOTHING
+    states = tuple(TaskState(f"worker:{index}", state) for index, state in enumerate(("live", "lost")))
+    assert not reading_of(StatusView(states)).is_ending
+    assert reading_of(StatusView(states, stop_reason="the chief got SIGINT")).is_ending
 
 
 def test_workers_that_all_are_in_a_long_step_have_finished_some_before() -> None:
