@@ -57,12 +57,17 @@ def exposed(reading: Reading) -> Iterator[Finding]:
 
 
 def _storm(task: str, share: float, count: float, window_s: float, each_s: float) -> Finding:
+    less = (
+        "save less often in the script, or with blocking=False"
+        if task
+        else "take them less often (--checkpoint-every-s)"
+    )
     how = f"{count:.0f} in {window_s:.0f} s, {each_s:.2f} s each" if count else f"in {window_s:.0f} s"
     return Finding(
         Cause.CHECKPOINTS,
         task,
         f"checkpoints take {percent(share)} of the time" + (f" of {task}" if task else ": commits are held meanwhile"),
-        "take them less often (--checkpoint-every-s), or on a faster disk",
+        f"{less}, or on a faster disk",
         share,
         (how,),
     )

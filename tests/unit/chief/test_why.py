@@ -414,6 +414,12 @@ def test_a_job_waits_for_a_lost_ps_alone() -> None:
     assert all(judge(Reading((worker(0), task))).cause is Cause.NOTHING for task in (lost[2], silent))
 
 
+def test_a_script_that_saves_is_not_told_an_option_of_the_chiefs_clock() -> None:
+    """--checkpoint-every-s is refused without ps, and changes nothing of what a script saves by itself."""
+    own, clock = (judge(Reading(tuple(TABLE[name][0]))).advice for name in ("a worker that saves", "checkpoints"))
+    assert "blocking=False" in own and "--checkpoint-every-s" not in own and "--checkpoint-every-s" in clock
+
+
 def test_one_whose_script_stands_still_is_named_though_the_others_go_on() -> None:
     """It made no step, so it was left out: "nothing to gain", while what it had leased was not trained for ever."""
     stands_still = worker(1, 0)
