@@ -45,12 +45,13 @@ def exposed(reading: Reading) -> Iterator[Finding]:
         yield found
     elif share >= 2 * WORTH:
         step_ms = 1e3 * worker.total_s / worker.steps
+        is_between_hosts = not reading.of("ps") and len({one.host for one in workers}) > 1
         yield Finding(
             Cause.COMMUNICATION,
             "",
             f"{worker.task} spends {percent(share)} of its time waiting for communication: steps of {step_ms:.1f} ms "
             "are short",
-            "larger batches, or several backward() per step" + ("" if reading.of("ps") else ", --wire-dtype bfloat16"),
+            "larger batches, or several backward() per step" + (", --wire-dtype bfloat16" if is_between_hosts else ""),
             share,
             (f"{1e3 * worker.own_s:.1f} ms of a step are its own computing",),
         )

@@ -420,6 +420,15 @@ def test_a_script_that_saves_is_not_told_an_option_of_the_chiefs_clock() -> None
     assert "blocking=False" in own and "--checkpoint-every-s" not in own and "--checkpoint-every-s" in clock
 
 
+def test_what_has_an_effect_between_hosts_alone_is_advised_to_a_ring_of_several() -> None:
+    """A ring of one host was told to set --wire-dtype, and when it did, that this had no effect."""
+    ring = [worker(index, wait_s=6.0) for index in range(2)]
+    apart = [noted(one, {"host": one.task}) for one in ring]
+    verdicts = [judge(Reading(tuple(in_step(*workers)))) for workers in (ring, apart)]
+    assert {one.cause for one in verdicts} == {Cause.COMMUNICATION}
+    assert ["--wire-dtype" in one.advice for one in verdicts] == [False, True]
+
+
 def test_one_whose_script_stands_still_is_named_though_the_others_go_on() -> None:
     """It made no step, so it was left out: "nothing to gain", while what it had leased was not trained for ever."""
     stands_still = worker(1, 0)
