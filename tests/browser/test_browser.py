@@ -25,6 +25,7 @@ pytestmark = [
 ]
 ROWS = "[...document.querySelectorAll('#tasks tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
 STATE = "document.querySelector('#state').textContent"
+SIZES = "[...document.querySelectorAll('#waits .graph text')].map((text) => text.getBoundingClientRect().height)"
 LOOKS = "Number(document.body.dataset.looks ?? 0)"
 SECONDS = re.compile(r"[\d.]+ s")
 
@@ -154,6 +155,8 @@ def test_a_hundred_tasks_are_shown_without_lag_and_nothing_grows(
                 await asyncio.sleep(0.5)
             async with browser_page(desk.url, viewport={"width": 1280, "height": 900}) as page:
                 await until(page, f"{LOOKS} > 5 && {ROWS}.length === 101")
+                heights = await until(page, SIZES)
+                assert min(heights) >= 10, "words of the drawing that nobody can read"
                 for goal in (20, 60, 100):
                     while await page.evaluate(LOOKS) < goal:
                         for number, task in enumerate(tasks):

@@ -5,7 +5,7 @@ import { percent } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_NODES = 20;
-const WIDTH = 460;
+const WIDTH = 460, MAX_HEIGHT = 390;
 
 function shape(tag, attributes, ...children) {
   const element = document.createElementNS(SVG, tag);
@@ -53,7 +53,7 @@ function draw(edges, names, lost) {
 function inColumns(names) {
   const places = new Map();
   const columns = [names.filter((name) => name.startsWith("worker:")), names.filter((name) => !name.startsWith("worker:"))];
-  const height = 46 * Math.max(columns[0].length, columns[1].length);
+  const height = Math.min(MAX_HEIGHT, 46 * Math.max(columns[0].length, columns[1].length)); // higher, the words of all would shrink
   columns.forEach((column, side) => column.forEach((name, index) => {
     places.set(name, [side ? WIDTH - 90 : 90, 10 + (height * (index + 0.5)) / column.length]);
   }));

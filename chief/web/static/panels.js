@@ -78,9 +78,11 @@ export function showServers(servers, tasks) {
   ], servers, (ps) => ps.task);
 }
 
+const unbroken = (text) => text.replaceAll(" ", "\u00a0").replace("–", "–\u2060");
+
 function staleness(ranges) {
   const all = Object.values(ranges).reduce((sum, value) => sum + value, 0);
-  const parts = Object.entries(ranges).filter(([, value]) => value).map(([range, value]) => `${range}: ${percent(value / all)}`);
+  const parts = Object.entries(ranges).filter(([, value]) => value).map(([range, value]) => unbroken(`${range}: ${percent(value / all)}`));
   return parts.join(", ") || "–";
 }
 
