@@ -29,7 +29,7 @@ def snapshot(status: StatusView, reading: Reading, verdict: JobVerdict) -> dict[
         "tasks": [_task(task) for task in status.tasks],
         "workers": [_steps(task) for task in reading.working],
         "waits": _waits(reading),
-        "ps": [_server(task) for task in reading.of("ps") if task.window_s > 0],
+        "ps": [_server(task, reading) for task in reading.of("ps") if task.window_s > 0],
         "lanes": _lanes(reading),
         "checkpoints": _checkpoints(reading),
     }
@@ -71,7 +71,7 @@ def _waits(reading: Reading) -> list[dict[str, Any]]:
     return sorted(found, key=lambda wait: -wait["share"])[:MAX_WAITS]
 
 
-def _server(ps: TaskReading) -> dict[str, Any]:
+def _server(ps: TaskReading, reading: Reading) -> dict[str, Any]:
     def per_s(name: str) -> float:
         return round(ps.get(name) / ps.window_s, 4)
 
@@ -79,7 +79,7 @@ def _server(ps: TaskReading) -> dict[str, Any]:
     return {
         "task": ps.task,
         "updates_per_s": per_s(measures.COMMITS),
-        "received_bytes_per_s": round(sum(labels(ps.values, measures.RECEIVED).values()) / ps.window_s),
+        "received_bytes_per_s": round(reading.received_bytes(ps) / ps.window_s),
         "shares": {name: per_s(name) for name in _SHARES},
         "staleness": _by_range(labels(ps.values, measures.STALENESS)),
         "rows": sorted(((share, row) for row, share in rows.items()), reverse=True)[:MAX_HOT],

@@ -140,10 +140,7 @@ def _hot_shard(reading: Reading, worker: TaskReading, share: float) -> Iterator[
     servers = reading.of("ps")
     if len(servers) < 2:
         return
-    took = {
-        server.task: sum(server.lanes(measures.RECEIVED).values()) or _sent_to(reading, server.task)
-        for server in servers
-    }
+    took = {server.task: reading.received_bytes(server) for server in servers}
     hot = max(took, key=lambda task: took[task])
     part = took[hot] / max(1.0, sum(took.values()))
     others = [task for task in took if task != hot]
@@ -283,8 +280,3 @@ def _seconds_without_a_core(task: TaskReading) -> float:
 def _waits_for(reading: Reading, server: str) -> float:
     """Seconds that all workers waited for it."""
     return sum(one.get(f"{measures.PEER_WAIT}|{server}") for one in reading.working)
-
-
-def _sent_to(reading: Reading, server: str) -> float:
-    sent = (lane for one in reading.working for lane in one.lanes(measures.SENT).items())
-    return sum(num_bytes for (peer, _), num_bytes in sent if peer == server)

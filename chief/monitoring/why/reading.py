@@ -91,6 +91,13 @@ class Reading:
     def of(self, kind: str) -> list[TaskReading]:
         return [task for task in self.tasks if task.task.partition(":")[0] == kind]
 
+    def received_bytes(self, server: TaskReading) -> float:
+        """By a ps; what comes over gRPC it does not count, but its workers do."""
+        if counted := sum(server.lanes(measures.RECEIVED).values()):
+            return counted
+        sent = (lane for one in self.working for lane in one.lanes(measures.SENT).items())
+        return sum(num_bytes for (peer, _), num_bytes in sent if peer == server.task)
+
     @functools.cached_property
     def working(self) -> list[TaskReading]:
         """Workers that measured something inside their loops."""

@@ -56,6 +56,13 @@ def stuck(reading: Reading) -> Iterator[Finding]:
             sentence = f"{how_long}, and waits for no other task: its script is stalled or computing"
             advice = "see what its threads are doing: stratagem status --stacks"
             yield Finding(Cause.STUCK, worker.task, sentence, advice, 1.0, others)
+    for worker in waiting:
+        if others_go_on and not worker.steps and worker.waiting_on.startswith("ps:"):  # only it lacks that ps
+            sentence = (
+                f"{worker.task} has not finished a step for {worker.window_s:.0f} s: it waits for {worker.waiting_on}"
+            )
+            advice = f"check the network between {worker.task} and what it waits for: the others are served"
+            yield Finding(Cause.STUCK, worker.task, sentence, advice, 1.0, others)
     if waiting and not busy and not others_go_on:
         first = max(waiting, key=lambda one: one.waiting_s)
         sentence = f"no step has ended for {first.window_s:.0f} s: {first.task} waits for {first.waiting_on}"

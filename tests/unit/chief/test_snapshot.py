@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.chief.web.snapshot import snapshot
-from stratagem.measuring.measures import STALENESS, labelled, staleness_bucket
+from stratagem.measuring.measures import FORWARD, RECEIVED, SENT, STALENESS, STEPS, labelled, staleness_bucket
 from stratagem.rpc.status_view import StatusView, TaskState
 
 
@@ -24,3 +24,16 @@ def test_staleness_is_told_by_ranges_as_each_commit_is_counted_once() -> None:
         "16–31": 32.0,
         "32 or more": 100.0,
     }
+
+
+def test_a_ps_over_grpc_receives_what_its_workers_sent() -> None:
+    """It counts nothing that comes over gRPC: the page showed that it received nothing."""
+    sent = {labelled(SENT, "ps:0/grpc"): 3000.0, labelled(SENT, "ps:1/shm"): 90.0, FORWARD: 1.0, STEPS: 5.0}
+    tasks = (
+        TaskState("worker:0", "live", measures=sent, window_s=10.0),
+        TaskState("ps:0", "live", window_s=10.0),
+        TaskState("ps:1", "live", measures={labelled(RECEIVED, "worker:0/shm"): 100.0}, window_s=10.0),
+    )
+    status = StatusView(tasks, ready=True)
+    reading = reading_of(status)
+    assert [ps["received_bytes_per_s"] for ps in snapshot(status, reading, judge(reading))["ps"]] == [300, 10]

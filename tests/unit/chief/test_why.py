@@ -440,6 +440,18 @@ def test_one_whose_script_stands_still_is_named_though_the_others_go_on() -> Non
         assert judge(Reading((worker(0), other, ps(0)))).cause is Cause.NOTHING
 
 
+def test_one_that_is_cut_off_from_a_ps_is_named_though_the_others_go_on() -> None:
+    """It waited 29 s for its ps, and `why` spoke of the lane of another worker."""
+    cut_off, at_end = (
+        dataclasses.replace(worker(1, 0), waiting_on=words, waiting_s=20.0)
+        for words in ("ps:1 to apply its update", "worker:0 to finish")
+    )
+    verdict = judge(Reading((worker(0), cut_off, ps(0), ps(1))))
+    assert (verdict.cause, verdict.task) == (Cause.STUCK, "worker:1")
+    assert verdict.sentence == "worker:1 has not finished a step for 10 s: it waits for ps:1 to apply its update"
+    assert judge(Reading((worker(0), at_end, ps(0), ps(1)))).cause is Cause.NOTHING
+
+
 def test_who_leaves_an_ending_job_is_not_lost() -> None:
     """The page of a job that Ctrl-C had ended said for good that a worker was lost, and would be restarted."""
     gone = dataclasses.replace(worker(1), state="lost")
