@@ -62,6 +62,7 @@ class StepMeter:
         self._noted: collections.deque[_Noted] = collections.deque()
         self._note = self._noted.append
         self.steps = 0
+        self._steps_of_others = 0
         self.examples = 0
         self.skipped = 0
         self._total_s = 0.0
@@ -170,6 +171,10 @@ class StepMeter:
         if len(self._noted) > MAX_NOTED:
             self._count_soon()
 
+    def take_over(self, steps: int) -> None:
+        """A newcomer counts on from the others' steps; its phases have taken no time for those."""
+        self.steps = self._steps_of_others = steps
+
     def _count_soon(self) -> None:
         """Unless another thread does so, or this one, which a destructor has interrupted."""
         if self._lock.acquire(blocking=False):
@@ -268,7 +273,7 @@ class StepMeter:
             found = {phase: spent / 1e9 for phase, spent in self._spent.items() if spent}
             found |= {labelled(measures.PEER_WAIT, peer): spent / 1e9 for peer, spent in by_peer.items()}
             found |= {name: spent / 1e9 for name, spent in self._cpu.items()}
-            found[measures.STEPS] = float(self.steps)
+            found[measures.STEPS] = float(self.steps - self._steps_of_others)
             found[measures.STARVED_MAIN] = self._without_core.waited_ns / 1e9
         found[measures.IN_STEP] = float(self.in_step)
         found[measures.THREADS] = float(torch.get_num_threads())

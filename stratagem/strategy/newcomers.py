@@ -137,7 +137,8 @@ class Newcomers:
         if loop is not None:
             loop.take_over(given["loop"])
         set_random_states(random_states() | given["streams"])
-        self._shares.num_told, self._meter.steps = given["counts"]
+        self._shares.num_told, steps = given["counts"]
+        self._meter.take_over(steps)
 
     def _shared_streams(self) -> list[str]:
         """Streams of random numbers that are the same on all ranks that train: a newcomer takes them over."""
