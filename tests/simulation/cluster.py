@@ -423,11 +423,12 @@ class Cluster:
     def close(self) -> None:
         """Ends everything."""
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # what is thrown away must not tidy up
-        models = [process.globals["model"] for process in self.world.processes if "model" in process.globals]
+        known = [process.globals.get(name) for process in self.world.processes for name in ("model", "apart")]
         self.world.close()
-        for parameter in (parameter for model in models for parameter in model.parameters()):
-            if parameter._post_accumulate_grad_hooks:  # a circle through torch, which no collector sees
-                parameter._post_accumulate_grad_hooks.clear()
+        for parameter in (parameter for model in known if model is not None for parameter in model.parameters()):
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                if hooks:  # a circle through torch, which no collector sees
+                    hooks.clear()
         for loop in self._loops.values():
             loop.close()
         self.tasks.clear()

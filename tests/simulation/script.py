@@ -108,7 +108,8 @@ def train(cluster: Cluster, process: Process) -> None:
     process.globals["model"] = torch.nn.ModuleList(models)
     model = models[0]
     if job.prepares_apart:
-        strategy.prepare(torch.nn.ParameterList(torch.zeros(2) for _ in range(job.num_ps)))
+        process.globals["apart"] = apart = torch.nn.ParameterList(torch.zeros(2) for _ in range(job.num_ps))
+        strategy.prepare(apart)
         world.block(job.step_s * world.random.random())
     parameters = list(model.counts)
 
