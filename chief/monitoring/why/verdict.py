@@ -79,6 +79,9 @@ class WatchedVerdict:
 
 def _nothing(reading: Reading) -> JobVerdict:
     working = reading.working
+    if not working and reading.is_over:
+        advice = "the run's summary says which task failed first, and why"
+        return JobVerdict(Cause.UNKNOWN, "", "no worker finished a step", advice, 0.0)
     if not working:
         waiting = [f"{task.task} waits for {task.waiting_on}" for task in reading.tasks if task.waiting_on]
         missing = [task.task for task in reading.tasks if task.state == "waiting"]

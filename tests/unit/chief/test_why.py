@@ -467,6 +467,12 @@ def test_workers_that_all_are_in_a_long_step_have_finished_some_before() -> None
     assert verdict.sentence == "no worker has finished a step in the last 10 s" and "--stacks" in verdict.advice
 
 
+def test_of_a_run_that_is_over_nobody_asks_again() -> None:
+    """A job whose script failed at once had "not finished a step yet", long after its end."""
+    verdict = judge(Reading((TaskReading("chief:0", state="done"), worker(0, 0)), is_over=True))
+    assert verdict.sentence == "no worker finished a step" and "summary" in verdict.advice
+
+
 def test_workers_that_all_wait_for_data_are_named_once() -> None:
     """Each was a cause of its own: "every worker spends 80 % of its time", beside it "every worker spends 60 %"."""
     starved = with_values(worker(1, data_wait_s=8.0), starved_main_s=2.5)
