@@ -43,6 +43,9 @@ class SplitDataset(WithWaysOut):
         contents: as ``contents_of`` has it, where all workers must hold the same.
     """
 
+    is_own_loop = True
+    """Whether the script goes through it itself, and may count on a batch in each pass."""
+
     def __init__(
         self,
         reader: Reader,
@@ -153,7 +156,7 @@ class SplitDataset(WithWaysOut):
                 number += 1
                 is_last = number > 1 and self._healing_reader is not None and self._healing_reader.is_over(number)
                 self._listener.between_steps(is_last)
-            if 0 < first == number:  # else nobody knows why the script fails at each of its starts
+            if self.is_own_loop and 0 < first == number:  # else nobody knows why the script fails at each of its starts
                 logger.warning(
                     "The position that was loaded is behind the last batch of its epoch, as where a job was told to "
                     "end there, so this pass has no batch. In a loop of your own, give what its body sets (a loss that "

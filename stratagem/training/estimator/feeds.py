@@ -35,6 +35,7 @@ class InStepFeed:
 
     def __init__(self, dataset: SplitDataset, is_once: bool) -> None:
         self._dataset = dataset
+        dataset.is_own_loop = False
         self._is_once = is_once
         self._step = 0
         self._left: int | None = None

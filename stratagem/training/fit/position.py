@@ -28,6 +28,8 @@ class FitPosition:
         self, dataset: Any, running: RunningMetrics, callbacks: Sequence[Stateful], epoch: int, num_before: int = 0
     ) -> None:
         self._dataset = dataset
+        if self._is_placed:
+            dataset.is_own_loop = False
         self._running = running
         self._callbacks = callbacks
         self.validation: SplitDataset | None = None

@@ -363,6 +363,20 @@ def test_csv_has_a_line_an_epoch(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
+def test_a_fit_that_resumes_behind_the_last_batch_of_an_epoch_is_told_of_no_loop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class CrashAtEnd(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), [CrashAtEnd(), BackupAndRestore(tmp_path, save_freq=3)])
+    with caplog.at_level("INFO"):
+        fit(make_model(), [BackupAndRestore(tmp_path, save_freq=3)])
+    assert "Resuming at epoch 1, step 3" in caplog.text and "In a loop of your own" not in caplog.text
+
+
 @pytest.mark.parametrize("append", [False, True])
 def test_csv_has_one_line_of_an_epoch_that_comes_again(tmp_path: Path, append: bool) -> None:
     """Killed once its line was written, before the backup was."""
