@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 def warn_of_lost_statistics(model: nn.Module, chief: ChiefClient, task: str, ordinal: int) -> Callable[[int], None]:
     """Returns what to call before each batch: before the first it says where running statistics begin anew, in a worker
     that starts again or in a job that resumes. ``ordinal``: the model's among what is prepared."""
-    norms = {
+    norms: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, _NormBase) and module.num_batches_tracked is not None
