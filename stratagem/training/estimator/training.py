@@ -19,7 +19,7 @@ from stratagem.checkpoint.catalog import find_damage, newest, newest_undamaged, 
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.checkpoint.reading import SavedCheckpoint, describe, kind_and_state, read_states
-from stratagem.data.nested import num_examples
+from stratagem.data.nested import is_rows, leaves
 from stratagem.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
 from stratagem.strategy.base import Strategy
 from stratagem.training.callbacks.tensorboard import Summaries
@@ -197,11 +197,12 @@ class EstimatorTraining:
         """One update, on one replica."""
         for name in self._objects.optimizers:
             self._objects.in_use[name].zero_grad()
-        features, labels = split(item.batch if isinstance(item, NumberedBatch) else item)
-        spec = self._call(features, labels)
+        batch = item.batch if isinstance(item, NumberedBatch) else item
+        spec = self._call(*split(batch))
         assert spec.loss is not None and spec.optimizer is not None
         # The mean over a share without examples is NaN, too, and counts nothing.
-        if self._arguments.get("nan") != "skip" and not math.isfinite(spec.loss.item()) and num_examples(features):
+        is_empty = {len(leaf) for leaf in leaves(batch) if is_rows(leaf)} == {0}
+        if self._arguments.get("nan") != "skip" and not math.isfinite(spec.loss.item()) and not is_empty:
             raise NonFiniteGradientError(  # tf.estimator's NaN hook does so; gradients of such a loss may be finite
                 f"expected a finite loss, got {spec.loss.item()} in step {self._objects.global_step + 1}; nothing was "
                 'applied. Lower the learning rate, look at the input, or give the EstimatorSpec prepare={"nan": '

@@ -6,6 +6,7 @@ Tolerance: 1e-6 where sums of slices associate differently; runs that were inter
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 import stratagem as sg
 from stratagem import Estimator, EstimatorSpec, ModeKeys, RunConfig, get_global_step, get_or_create
@@ -100,6 +101,23 @@ def test_a_loss_that_is_not_finite_ends_training_though_its_gradients_are(
     with pytest.raises(sg.NonFiniteGradientError, match="finite loss, got nan in step 3; nothing was applied"):
         estimator.train(loader, max_steps=4)
     assert steps == 3
+
+
+def test_a_loss_that_is_not_finite_is_named_where_nobody_can_count_examples(tmp_path: Path) -> None:
+    """The form of the batch was refused, which trains."""
+
+    def lost(features: Any, labels: torch.Tensor, mode: ModeKeys) -> EstimatorSpec:
+        net = get_or_create("net", make_net)
+        optimizer = get_or_create("optimizer", lambda: torch.optim.SGD(net.parameters(), 0.1))
+        loss = nn.functional.cross_entropy(net(features["x"]), labels) + features["edges"].mean()
+        return EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+
+    def collated(examples: list[Any]) -> Any:
+        x, y = default_collate(examples)
+        return {"x": x, "edges": torch.full((2, 7), math.nan)}, y
+
+    with pytest.raises(sg.NonFiniteGradientError, match="finite loss, got nan in step 1"):
+        Estimator(lost, tmp_path, RunConfig(train_distribute=one)).train(lambda: loader(collate_fn=collated))
 
 
 def test_a_number_of_steps_counts_from_here_and_max_steps_from_the_first(tmp_path: Path) -> None:
