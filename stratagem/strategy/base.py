@@ -162,7 +162,7 @@ class Strategy(WithWaysOut):
             elif isinstance(item, torch.optim.Optimizer):
                 check_made(item)
         rest = iter(self._prepare(others, preparation) if others else ())
-        self._check_parameters([original(item) for item in others], gradients)
+        self._check_parameters([original(item) for item in others], preparation)
         for metric in filter(is_metric, objects):
             self._prepare_metric(metric)
         prepared = [item if is_metric(item) else next(rest) for item in objects]
@@ -172,11 +172,11 @@ class Strategy(WithWaysOut):
         """Connects a metric or a collection of torchmetrics to the strategy, in place."""
         raise NotImplementedError
 
-    def _check_parameters(self, objects: Sequence[Any], gradients: str) -> None:
+    def _check_parameters(self, objects: Sequence[Any], preparation: Preparation) -> None:
         """Makes sure, once all is in its place, that optimizers change what prepared models compute with."""
         for item in objects:
             if isinstance(item, torch.nn.Module):
-                self._prepared_models.setdefault(item, gradients)
+                self._prepared_models.setdefault(item, preparation)
         known = {id(parameter) for model in self._prepared_models for parameter in model.parameters()}
         known.update(id(tensor) for variable in self.variables() for tensor in variable.tensors)
         for item in objects:
@@ -184,8 +184,8 @@ class Strategy(WithWaysOut):
                 check_parameters(item, lambda parameter: id(parameter) in known)
 
     @functools.cached_property
-    def _prepared_models(self) -> weakref.WeakKeyDictionary[torch.nn.Module, str]:
-        """With the ``gradients`` that each was prepared with."""
+    def _prepared_models(self) -> weakref.WeakKeyDictionary[torch.nn.Module, Preparation]:
+        """With what the first ``prepare`` of each was asked for."""
         return weakref.WeakKeyDictionary()
 
     @functools.cached_property

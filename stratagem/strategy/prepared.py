@@ -48,10 +48,16 @@ class Preparation(GradientPolicy):
             f"sync_batchnorm={self.sync_batchnorm})"
         )
 
-    def check_place(self, objects: Iterable[Any], models: Mapping[nn.Module, str]) -> None:
+    def check_place(self, objects: Iterable[Any], models: Mapping[nn.Module, Preparation]) -> None:
         """Says which options have nothing that they are about among the ``objects`` that come with them. Raises
         ConfigurationError: ``models``, which were prepared before, were given other ``gradients`` than an optimizer of
         their parameters now."""
+
+        def takes(item: Any, option: str) -> bool:
+            # A model is laid out again each time; the others are of its first prepare.
+            before = self if option == "memory_format" else models.get(item, self)
+            return bool(getattr(before, option) == getattr(self, option))
+
         of_updates = {"clip_norm": (self.clip_norm, None), "nan": (self.nan, "error")}
         of_models = {
             "sync_batchnorm": (self.sync_batchnorm, False),
@@ -60,21 +66,21 @@ class Preparation(GradientPolicy):
         }
         kinds: list[tuple[str, Any, dict[str, Any]]] = [
             ("an optimizer", torch.optim.Optimizer, of_updates),
-            ("a model", nn.Module, of_models),
+            ("a model that was not prepared before", nn.Module, of_models),
         ]
         for owner, kind, asked in kinds:
-            idle = [f"{name}={given!r}" for name, (given, default) in asked.items() if given != default]
-            if idle and not any(isinstance(item, kind) for item in objects):
-                logger.warning(
-                    "prepare(%s): no effect without %s; give it together with %s", ", ".join(idle), owner, owner
-                )
+            own = [item for item in objects if isinstance(item, kind)]
+            given = [name for name, (value, default) in asked.items() if value != default]
+            idle = [f"{name}={getattr(self, name)!r}" for name in given if not any(takes(item, name) for item in own)]
+            if idle:
+                logger.warning("prepare(%s): no effect without %s; give it together with one", ", ".join(idle), owner)
         for optimizer in (item for item in objects if isinstance(item, torch.optim.Optimizer)):
-            own = {*map(id, parameters_of(optimizer))}
-            for model, gradients in models.items():
-                if gradients != self.gradients and not own.isdisjoint(map(id, model.parameters())):
+            parts = {*map(id, parameters_of(optimizer))}
+            for model, before in models.items():
+                if before.gradients != self.gradients and not parts.isdisjoint(map(id, model.parameters())):
                     raise ConfigurationError(
                         f"prepare(gradients={self.gradients!r}) of {type(optimizer).__name__}, whose model was "
-                        f"prepared with gradients={gradients!r}: give both the same, or prepare them in one call"
+                        f"prepared with gradients={before.gradients!r}: give both the same, or prepare them in one call"
                     )
 
     def lay_out(self, model: torch.nn.Module) -> None:

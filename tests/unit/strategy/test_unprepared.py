@@ -162,6 +162,20 @@ def test_options_of_models_without_one_are_told(caplog: pytest.LogCaptureFixture
     assert words in caplog.text
 
 
+def test_options_of_a_model_that_was_prepared_without_them_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that predicts before it is compiled is prepared then."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    for predicts_first in (False, True):
+        with strategy.scope():
+            model = sg.Model(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)))
+        if predicts_first:
+            model.predict(torch.ones(4, 1), verbose=0)
+        for _ in range(2):
+            model.compile("sgd", "mse", sync_batchnorm=True)
+        assert ("prepare(sync_batchnorm=True): no effect without a model that was not" in caplog.text) is predicts_first
+    strategy.close()
+
+
 @pytest.mark.parametrize("first", ["mean", "sum"])
 def test_an_optimizer_and_its_model_are_prepared_with_the_same_gradients(first: Any) -> None:
     """On several replicas the model's word counted, on parameter servers the optimizer's."""
