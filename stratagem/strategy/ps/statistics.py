@@ -38,8 +38,8 @@ def warn_of_lost_statistics(model: nn.Module, chief: ChiefClient, task: str, ord
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             logger.warning(
                 "the running statistics of %s%s begin anew: the parameter servers keep the weights, each worker its "
-                "buffers. Save them by sg.Checkpoint with the model, and restore it before the loop, or put the loop "
-                "into sg.PreemptionCheckpointHandler",
+                "buffers. Save the model now and then by sg.CheckpointManager, and restore it before the loop; nothing "
+                "else saves buffers here",
                 *(", ".join(names[:3]), more),
             )
 

@@ -45,7 +45,7 @@ def test_a_worker_that_starts_again_says_that_its_statistics_are_those_of_before
     again.train()
     for _ in range(2):
         begin(0)
-    assert caplog.text.count(SAID) == 1 and "sg.PreemptionCheckpointHandler" in caplog.text
+    assert caplog.text.count(SAID) == 1 and "sg.CheckpointManager" in caplog.text
 
 
 def test_layers_that_do_not_count_have_nothing_to_lose(caplog: pytest.LogCaptureFixture) -> None:
