@@ -184,7 +184,7 @@ class Healing:
             reason += f"; {names} joined when the others had been in step, and they continue without it: {COUNTS}"
         if self.me in self.joined or not self.joined:
             raise CollectiveError(reason, rank)
-        logger.warning("the ring continues without %s, which has just joined and is out of step: %s", names, reason)
+        logger.warning("the ring continues without %s, which joined last and is out of step: %s", names, reason)
 
     @property
     def donor(self) -> int:

@@ -201,8 +201,11 @@ class EstimatorTraining:
         spec = self._call(*split(batch))
         assert spec.loss is not None and spec.optimizer is not None
         # The mean over a share without examples is NaN, too, and counts nothing.
-        is_empty = {len(leaf) for leaf in leaves(batch) if is_rows(leaf)} == {0}
-        if self._arguments.get("nan") != "skip" and not math.isfinite(spec.loss.item()) and not is_empty:
+        if (
+            self._arguments.get("nan") != "skip"
+            and not math.isfinite(spec.loss.item())
+            and {len(leaf) for leaf in leaves(batch) if is_rows(leaf)} != {0}
+        ):
             raise NonFiniteGradientError(  # tf.estimator's NaN hook does so; gradients of such a loss may be finite
                 f"expected a finite loss, got {spec.loss.item()} in step {self._objects.global_step + 1}; nothing was "
                 'applied. Lower the learning rate, look at the input, or give the EstimatorSpec prepare={"nan": '
