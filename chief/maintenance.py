@@ -158,8 +158,8 @@ class Maintenance(ChiefPart):
                     raise CheckpointError(of_untaken(untaken(described)))
                 # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
                 await self.save(complete=False, leaves_out=leaves_out)
-        if is_done and self._recovery.ps_return.undone:
-            raise CheckpointError(self._recovery.ps_return.undone)
+        if is_done and self._journal.history.undone:
+            raise CheckpointError(self._journal.history.undone)
 
     async def save_loaded(self) -> CommittedCheckpoint | None:
         """What a worker has just loaded: a ps that is lost would come back with what was there before. None: there

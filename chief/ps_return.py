@@ -50,8 +50,6 @@ class PsReturn(ChiefPart):
         """To which checkpoint each ps was put back while it joined."""
         self._saving = saving
         self._restoring = Restoring(self._ps_pool, self._config.checkpoint_dir)
-        self.undone = ""
-        """At staleness 0: what became of work that was done."""
         self._num_copied = self._config.num_ps if self._config.ps_replicas > 1 else 0
         """ps whose memory is kept by another ps too; 0: none's is."""
         self._all_went_back = all_went_back
@@ -357,14 +355,16 @@ class PsReturn(ChiefPart):
             if is_done:  # no worker asks for anything
                 ended = {key: leases.plan.num_units for key, leases in self._lease_book.epochs.items()}
             back = self._lease_book.roll_back(saved, ended, accumulates=accumulates)
-            if back.lost and is_done:
-                self.undone = (
+            num_lost, undone = sum(map(len, back.lost.values())), ""
+            if num_lost and is_done:
+                undone = (
                     f"{cause} lost its memory when every worker had finished, and all ps went back to step "
-                    f"{manifest.step}; updates lost: {sum(map(len, back.lost.values()))}"
+                    f"{manifest.step}; updates lost: {num_lost}"
                 )
-            if back.lost:
+            if num_lost:
                 self._journal.write("lost", task="", units=encode_positions(back.lost))
-            self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()))
+            accepted = encode_positions(self._lease_book.positions())
+            self._journal.write("roll_back", accepted=accepted, undone=undone)
         await self.close_lost()
         logger.warning(
             "%s lost its memory: all ps rolled back to step %d (%s); %d units are recomputed, %d updates lost",
@@ -372,7 +372,7 @@ class PsReturn(ChiefPart):
             manifest.step,
             restored.path.name,
             back.revoked,
-            sum(map(len, back.lost.values())),
+            num_lost,
         )
         self._changed.notify()
         return True

@@ -44,6 +44,8 @@ class ServersManifest(Manifest):
     """Staleness 0: number of the step that is composed next."""
     num_groups: int = 0
     """Shard groups in it, counted on each ps. A model that is prepared at the same step adds some."""
+    num_distinct: int = 0
+    """Of these, those with a number of their own: the same on any number of ps. 0: it is not known."""
     num_updates: int = 0
     """In it, of all groups together: a model may be trained at the same step too, that of another one before it.
     Another number of ps goes on from this number. 0: it is not known."""
@@ -60,14 +62,17 @@ class ServersManifest(Manifest):
         """ps that wrote it."""
         return len({file.ps for file in self.files})
 
-    def lacks(self, num_groups: int, num_updates: int, num_ps: int) -> bool:
-        """Whether a model was trained since, or prepared; of other numbers of ps the latter cannot be said."""
-        return 0 < self.num_updates < num_updates or (self.num_ps == num_ps and self.num_groups < num_groups)
+    def lacks(self, num_groups: int, num_updates: int, num_ps: int, num_distinct: int = 0) -> bool:
+        """Whether a model was trained since, or prepared; on another number of ps ``num_distinct`` says the latter."""
+        if 0 < self.num_updates < num_updates:
+            return True
+        return self.num_groups < num_groups if self.num_ps == num_ps else 0 < self.num_distinct < num_distinct
 
     def content(self) -> dict[str, Any]:
         return super().content() | {
             "next_step": self.next_step,
             "num_groups": self.num_groups,
+            "num_distinct": self.num_distinct,
             "num_updates": self.num_updates,
             "plans": [  # staleness as a string: JSON knows no infinity
                 {"dataset": dataset, **dataclasses.asdict(plan), "staleness": str(plan.staleness)}
@@ -95,6 +100,7 @@ class ServersManifest(Manifest):
             unfinished=decode_positions(content.get("unfinished", [])),
             next_step=content["next_step"],
             num_groups=int(content.get("num_groups", 0)),
+            num_distinct=int(content.get("num_distinct", 0)),
             num_updates=int(content.get("num_updates", 0)),
             logs=decode_logs(content.get("logs", [])),
         )
@@ -130,7 +136,8 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
     def lacks_some(before: ServersManifest) -> bool:
         # A ps that was asked what it has may hear of a further model before it writes.
         is_smaller = before.num_ps == manifest.num_ps and _num_bytes(before) < _num_bytes(manifest)
-        return is_smaller or before.lacks(manifest.num_groups, manifest.num_updates, manifest.num_ps)
+        counts = manifest.num_groups, manifest.num_updates, manifest.num_ps, manifest.num_distinct
+        return is_smaller or before.lacks(*counts)
 
     def is_same(there: pathlib.Path) -> bool:
         existing = ServersManifest.read(there)  # what has no values yet is written as zeros

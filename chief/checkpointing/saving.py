@@ -33,9 +33,10 @@ class CommittedCheckpoint:
 
     def lacks(self, described: Collection[ServerDescription]) -> bool:
         """Whether ps have anything that is not in it."""
-        step, num_groups, num_updates = content_of(described)
+        step, num_groups, num_updates, num_distinct = content_of(described)
         is_half = bool(self.manifest.unfinished)  # the rest of a batch need not be a step more
-        return is_half or self.manifest.step != step or self.manifest.lacks(num_groups, num_updates, len(described))
+        counts = num_groups, num_updates, len(described), num_distinct
+        return is_half or self.manifest.step != step or self.manifest.lacks(*counts)
 
 
 class Saving(ChiefPart):
@@ -131,6 +132,7 @@ class Saving(ChiefPart):
                 unfinished=unfinished,
                 next_step=self._lease_book.steps.next_number,
                 num_groups=content.num_groups,
+                num_distinct=content.num_distinct,
                 num_updates=content.num_updates,
                 automatic=automatic,
                 logs=logs,
@@ -173,14 +175,15 @@ class CheckpointContent(NamedTuple):
     """Shard groups of all ps."""
     num_updates: int
     """Of all of these together."""
+    num_distinct: int
+    """Shard groups with a number of their own."""
 
 
 def content_of(described: Collection[ServerDescription]) -> CheckpointContent:
     """What a checkpoint of these would have."""
-    num_groups = sum([len(each.groups) for each in described])
-    return CheckpointContent(
-        max((each.step for each in described), default=0), num_groups, sum([each.num_updates for each in described])
-    )
+    groups = [group for each in described for group in each.groups]
+    step = max((each.step for each in described), default=0)
+    return CheckpointContent(step, len(groups), sum([each.num_updates for each in described]), len({*groups}))
 
 
 def unfinished_units(described: Collection[ServerDescription], steps_per_unit: int) -> Positions:

@@ -90,6 +90,8 @@ class JobHistory:
     """At staleness 0: steps of a part of a batch, as fewer workers took part than there were."""
     ending: str = ""
     """Why the job ends, once its work is done and its last checkpoint written; tasks may not have heard of it yet."""
+    undone: str = ""
+    """At staleness 0: what took back work that was done, so that it is in no checkpoint."""
     unsaved: str = ""
     """Why that one could not be written."""
     stopped: str | None = None
@@ -195,7 +197,9 @@ class JobHistory:
                 self.accepted = decode_positions(record["accepted"])
                 self.steps.clear()  # their units are leased again, in other steps
                 self.put_back.clear()  # all ps have gone back together
+                self.undone = record.get("undone") or self.undone
                 if record.get("reopen"):  # what was lost after that checkpoint comes again
+                    self.undone = ""
                     self.ended.clear()
                     self.lost = {task: common([units, self.accepted]) for task, units in self.lost.items()}
                 self.metric_states.keep(functools.partial(has, self.accepted))

@@ -140,6 +140,9 @@ def test_another_number_of_ps_has_trained_what_the_checkpoint_lacks() -> None:
     manifest = dataclasses.replace(manifest_of(100), num_groups=4, num_updates=150)
     assert manifest.lacks(2, 151, num_ps=3) and not manifest.lacks(6, 150, num_ps=3)
     assert not manifest_of(100).lacks(4, 151, num_ps=3), "it was written before the number was"
+    known = dataclasses.replace(manifest, num_distinct=2)
+    assert known.lacks(3, 150, num_ps=3, num_distinct=3), "a model was prepared since"
+    assert not known.lacks(6, 150, num_ps=3, num_distinct=2)
 
 
 def test_a_number_that_a_script_has_given_other_weights_is_told_from_it(tmp_path: Path) -> None:

@@ -296,6 +296,19 @@ def test_a_roll_back_replaces_what_was_accepted(tmp_path: Path) -> None:
     assert journal.history.accepted == {(1, 0): UnitBitmap.of([2])}
 
 
+def test_work_that_was_taken_back_stays_so_for_the_next_chief(tmp_path: Path) -> None:
+    """It ended the job with 0: only the chief that had put the ps back knew that what was done is lost."""
+    journal = Journal(str(tmp_path))
+    journal.write("roll_back", accepted=[], undone="ps:0 lost its memory")
+    journal.write("roll_back", accepted=[], undone="")  # another ps, which takes nothing more with it
+    journal.close()
+    again = Journal(str(tmp_path))
+    assert again.history.undone == "ps:0 lost its memory"
+    again.write("roll_back", accepted=[], reopen=True)
+    assert not again.history.undone, "it is made again"
+    again.close()
+
+
 def test_a_unit_is_in_one_step_after_a_roll_back() -> None:
     journal = Journal("")
     journal.write("step", durable=False, step=5, units=[[1, 0, 2], [1, 0, 3]])
