@@ -11,7 +11,7 @@ import operator
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, SupportsFloat, TypeVar
 
@@ -104,6 +104,11 @@ def uncompiled(fn: Any) -> Any:
         "optimizer, torch_compile=True), and give run the plain step",
     )
     return fn._torchdynamo_orig_callable
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

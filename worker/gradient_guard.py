@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from stratagem.arguments import above_zero, warn_once
+from stratagem.arguments import above_zero, some_of, warn_once
 from stratagem.errors import ConfigurationError, NonFiniteGradientError
 from stratagem.measuring import measures
 from stratagem.worker.step_meter import StepMeter
@@ -105,10 +105,9 @@ def skipped(models: Iterable[torch.nn.Module], meter: StepMeter | None) -> None:
         logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", meter.skipped)
     buffers = [pair for model in models for pair in model.named_buffers() if pair[1].is_floating_point()]
     if names := [name for name, buffer in buffers if bool(buffer.isnan().any())]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn_once(
             logger,
-            f"an update was skipped, but the forward pass left NaN in {', '.join(names[:3])}{more}, which no later "
+            f"an update was skipped, but the forward pass left NaN in {some_of(names)}, which no later "
             "batch removes: look at the inputs before the forward pass, and leave out what is not finite; reset the "
             "buffers (reset_running_stats() of a BatchNorm)",
         )

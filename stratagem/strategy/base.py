@@ -389,7 +389,8 @@ class Strategy(WithWaysOut):
 
     @checked
     def report(self, **metrics: float) -> None:
-        """Sets named numbers for the progress display and ``--summary``; a status holds the first 32 KiB of them."""
+        """Sets named numbers for the progress display and ``--summary``. A status holds the first 32 KiB of them; the
+        summary holds all."""
         if self._meter is not None:
             self._meter.metrics.update({name: float(value) for name, value in metrics.items()})
 

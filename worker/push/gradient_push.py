@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stratagem.arguments import some_of
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import NonFiniteGradientError, PeerUnavailableError, StaleStoreError
 from stratagem.measuring import measures
@@ -248,12 +249,11 @@ class GradientPush:
             for table, gradient in zip(self._tables, self._rows, strict=True)
             if gradient is not None and not bool(torch.isfinite(gradient.values).all())
         ]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         if not names:
             return NonFiniteGradientError(
                 "the norm of the gradients overflows although every element is finite: lower the loss scale."
             )
-        return not_finite(f" in {', '.join(names[:3])}{more}")
+        return not_finite(f" in {some_of(names)}")
 
     # -- sending ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from stratagem.arguments import some_of
 from stratagem.cluster.units import IN_CHECKPOINTS
 from stratagem.worker.chief_client import ChiefClient
 
@@ -35,12 +36,11 @@ def warn_of_lost_statistics(model: nn.Module, chief: ChiefClient, task: str, ord
         if told is None:
             chief.record_logs(*topic, {"batches": num_batches})
         elif told["batches"] == num_batches:  # else the script has restored them
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             logger.warning(
-                "the running statistics of %s%s begin anew: the parameter servers keep the weights, each worker its "
+                "the running statistics of %s begin anew: the parameter servers keep the weights, each worker its "
                 "buffers. Save the model now and then by sg.CheckpointManager, and restore it before the loop; nothing "
                 "else saves buffers here",
-                *(", ".join(names[:3]), more),
+                some_of(names),
             )
 
     return begin

@@ -452,6 +452,19 @@ async def test_a_worker_that_was_started_again_after_its_goodbye_does_not_begin_
         assert await second.exit_code() == 0
 
 
+async def in_step(stack: contextlib.AsyncExitStack, running: Chief) -> tuple[Task, list[FakePs]]:
+    """A worker at staleness 0 whose first unit two ps, which ``stack`` ends, have and the chief has accepted."""
+    servers = [await stack.enter_async_context(ps(running.address, FakePs(index))) for index in range(2)]
+    worker = await Task(running.address, "worker:0").ready()
+    await until(lambda: running.job.journal.history.checkpoint)
+    await worker.open(batch_size=4, num_slices=2, staleness=0.0)
+    await worker.next()
+    for server in servers:
+        server.apply(Unit(1, 0, 0))
+    await worker.next([0], wait=False)
+    return worker, servers
+
+
 @pytest.mark.parametrize("is_saved", [False, True])
 async def test_work_in_step_that_is_lost_when_it_is_done_is_not_done_well(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_saved: bool
@@ -459,14 +472,7 @@ async def test_work_in_step_that_is_lost_when_it_is_done_is_not_done_well(
     """A ps died when all workers had finished: all ps went back, nobody makes it again, and the exit code was 0."""
     async with contextlib.AsyncExitStack() as stack:
         running = await stack.enter_async_context(chief(checkpoint_dir=str(tmp_path), num_workers=1))
-        servers = [await stack.enter_async_context(ps(running.address, FakePs(index))) for index in range(2)]
-        worker = await Task(running.address, "worker:0").ready()
-        await until(lambda: running.job.journal.history.checkpoint)
-        await worker.open(batch_size=4, num_slices=2, staleness=0.0)
-        await worker.next()
-        for server in servers:
-            server.apply(Unit(1, 0, 0))
-        await worker.next([0], wait=False)
+        worker, servers = await in_step(stack, running)
         if is_saved:
             await running.job._maintenance.save_last()
         await servers[0].session.die()
@@ -490,14 +496,7 @@ async def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path
 
     async with contextlib.AsyncExitStack() as stack:
         async with chief(**folders, num_workers=1) as first:
-            servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
-            worker = await Task(first.address, "worker:0").ready()
-            await until(lambda: first.job.journal.history.checkpoint)
-            await worker.open(batch_size=4, num_slices=2, staleness=0.0)
-            await worker.next()
-            for server in servers:
-                server.apply(Unit(1, 0, 0))
-            await worker.next([0], wait=False)
+            worker, servers = await in_step(stack, first)
             worker.goodbye()
             await until(lambda: first.job.journal.history.ending)
             place = first.job.sessions.tasks["ps:1"].address
