@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -58,6 +59,12 @@ class CrossReplica:
         shares = value.shares if isinstance(value, PerReplica) else self._newest_shares()
         if len(shares) != num_values:  # a plain value beside several replicas is that of all of them
             shares = (1.0,) * num_values
+        if any(map(math.isnan, shares)):
+            raise ConfigurationError(
+                "reduce_mean of a step that was given batches of several datasets, of which a replica's share differs: "
+                "no one weight is right. Call strategy.set_weight(n) in the step, n the examples of the mean, or "
+                "return values per example and take reduce(sg.ReduceOp.MEAN, …, axis=0)"
+            )
         return self._structured(value, functools.partial(self._weighted_mean, shares))
 
     def gather(self, value: Any, axis: int) -> Any:

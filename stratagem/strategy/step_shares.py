@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -101,10 +102,12 @@ class StepShares:
 
     @property
     def of_result(self) -> tuple[float, ...]:
-        """How much each local replica's result counts in a mean; empty: all the same."""
+        """How much each local replica's result counts in a mean; empty: all the same; NaN: its batches disagree."""
         if self._now is None and not any(weight is not None for weight in self._set):
             return ()
         counts: Sequence[float] = (1.0,) * self._num_local if self._now is None else self._now.num_examples
+        if self._are_unlike:
+            counts = (math.nan,) * self._num_local
         pairs = zip(self._set, counts, strict=True)
         return tuple(float(count if told is None else told) for told, count in pairs)
 

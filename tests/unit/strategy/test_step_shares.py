@@ -58,3 +58,24 @@ def test_a_batch_that_is_a_dataclass_with_slots() -> None:
         mean = strategy.reduce_mean(strategy.run(lambda part: part.x.mean(), args=(batch,)))
         assert mean.item() == 1.0, "not weighted by the shares of 2 and 1"
     strategy.close()
+
+
+def test_the_mean_of_results_of_batches_whose_shares_are_unlike() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def means(first: torch.Tensor, second: torch.Tensor, weighs: bool) -> float:
+        def step(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            if weighs:
+                strategy.set_weight(len(one))
+            return one.mean()
+
+        datasets = [strategy.distribute_dataset([batch]) for batch in (first, second)]
+        (pair,) = zip(*datasets, strict=True)
+        mean: float = strategy.reduce_mean(strategy.run(step, args=pair)).item()
+        return mean
+
+    assert means(torch.arange(4.0), torch.arange(2.0), False) == 1.5
+    assert means(torch.arange(3.0), torch.arange(2.0), True) == 1.0
+    with pytest.raises(sg.ConfigurationError, match=r"of which a replica's share differs.*set_weight\(n\)"):
+        means(torch.arange(3.0), torch.arange(2.0), False)
+    strategy.close()
