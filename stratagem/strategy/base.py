@@ -155,7 +155,7 @@ class Strategy(WithWaysOut):
                 )
         preparation = Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile, memory_format)
         others = [item for item in objects if not is_metric(item)]
-        preparation.check_place([original(item) for item in others], self._prepared_models)
+        preparation.check_place([original(item) for item in others], self._preparations)
         for item in others:
             if isinstance(item, torch.nn.Module):
                 preparation.lay_out(item)
@@ -175,17 +175,17 @@ class Strategy(WithWaysOut):
     def _check_parameters(self, objects: Sequence[Any], preparation: Preparation) -> None:
         """Makes sure, once all is in its place, that optimizers change what prepared models compute with."""
         for item in objects:
-            if isinstance(item, torch.nn.Module):
-                self._prepared_models.setdefault(item, preparation)
-        known = {id(parameter) for model in self._prepared_models for parameter in model.parameters()}
+            self._preparations.setdefault(item, preparation)
+        models = (item for item in self._preparations if isinstance(item, torch.nn.Module))
+        known = {id(parameter) for model in models for parameter in model.parameters()}
         known.update(id(tensor) for variable in self.variables() for tensor in variable.tensors)
         for item in objects:
             if isinstance(item, torch.optim.Optimizer):
                 check_parameters(item, lambda parameter: id(parameter) in known)
 
     @functools.cached_property
-    def _prepared_models(self) -> weakref.WeakKeyDictionary[torch.nn.Module, Preparation]:
-        """With what the first ``prepare`` of each was asked for."""
+    def _preparations(self) -> weakref.WeakKeyDictionary[Any, Preparation]:
+        """What the first ``prepare`` of each was asked for."""
         return weakref.WeakKeyDictionary()
 
     @functools.cached_property

@@ -48,14 +48,14 @@ class Preparation(GradientPolicy):
             f"sync_batchnorm={self.sync_batchnorm})"
         )
 
-    def check_place(self, objects: Iterable[Any], models: Mapping[nn.Module, Preparation]) -> None:
+    def check_place(self, objects: Iterable[Any], known: Mapping[Any, Preparation]) -> None:
         """Says which options have nothing that they are about among the ``objects`` that come with them. Raises
-        ConfigurationError: ``models``, which were prepared before, were given other ``gradients`` than an optimizer of
-        their parameters now."""
+        ConfigurationError: models among ``known``, which were prepared before, were given other ``gradients`` than an
+        optimizer of their parameters now."""
 
         def takes(item: Any, option: str) -> bool:
             # A model is laid out again each time; the others are of its first prepare.
-            before = self if option == "memory_format" else models.get(item, self)
+            before = self if option == "memory_format" else known.get(item, self)
             return bool(getattr(before, option) == getattr(self, option))
 
         of_updates = {"clip_norm": (self.clip_norm, None), "nan": (self.nan, "error")}
@@ -66,17 +66,18 @@ class Preparation(GradientPolicy):
         }
         kinds: list[tuple[str, Any, dict[str, Any]]] = [
             ("an optimizer", torch.optim.Optimizer, of_updates),
-            ("a model that was not prepared before", nn.Module, of_models),
+            ("a model", nn.Module, of_models),
         ]
         for owner, kind, asked in kinds:
             own = [item for item in objects if isinstance(item, kind)]
             given = [name for name, (value, default) in asked.items() if value != default]
             idle = [f"{name}={getattr(self, name)!r}" for name in given if not any(takes(item, name) for item in own)]
             if idle:
-                logger.warning("prepare(%s): no effect without %s; give it together with one", ", ".join(idle), owner)
+                text = "prepare(%s): no effect without %s that was not prepared before; give it together with one"
+                logger.warning(text, ", ".join(idle), owner)
         for optimizer in (item for item in objects if isinstance(item, torch.optim.Optimizer)):
             parts = {*map(id, parameters_of(optimizer))}
-            for model, before in models.items():
+            for model, before in ((item, before) for item, before in known.items() if isinstance(item, nn.Module)):
                 if before.gradients != self.gradients and not parts.isdisjoint(map(id, model.parameters())):
                     raise ConfigurationError(
                         f"prepare(gradients={self.gradients!r}) of {type(optimizer).__name__}, whose model was "

@@ -154,6 +154,16 @@ def test_options_of_updates_without_an_optimizer_are_told(caplog: pytest.LogCapt
     assert "no effect" not in caplog.text
 
 
+def test_options_of_an_optimizer_that_was_prepared_without_them_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, net = sg.OneDeviceStrategy("cpu"), torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        strategy.prepare(net, optimizer, clip_norm=1.0)
+    assert "no effect" not in caplog.text
+    strategy.prepare(net, optimizer, clip_norm=2.0)
+    assert "prepare(clip_norm=2.0): no effect without an optimizer that was not prepared before" in caplog.text
+
+
 def test_options_of_models_without_one_are_told(caplog: pytest.LogCaptureFixture) -> None:
     strategy, net = sg.OneDeviceStrategy("cpu"), torch.nn.Linear(2, 3)
     strategy.prepare(net)
