@@ -95,10 +95,11 @@ def _ring(chance: random.Random, transport: str) -> Form:
 @click.option("--minutes", default=30.0, show_default=True)
 @click.option("--first", type=int, default=lambda: int(time.time()) // 86400, show_default="another one each day")
 def main(minutes: float, first: int) -> None:
-    """Runs jobs until the time is over; exit code 1 after one that is wrong."""
-    end, num_faults, seed = time.monotonic() + 60 * minutes, 0, first
+    """Runs jobs until the time is over, or would be over before half of the next; exit code 1 after one that is
+    wrong."""
+    start, num_faults, seed = time.monotonic(), 0, first
     print(f"seeds from {first} on", flush=True)
-    while time.monotonic() < end:
+    while (elapsed := time.monotonic() - start) + 0.5 * elapsed / max(seed - first, 1) < 60 * minutes:
         form = form_of(seed)
         with tempfile.TemporaryDirectory(prefix="stratagem-soak-") as folder:
             done, wrong = run(Path(folder), seed, form)
