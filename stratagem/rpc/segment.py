@@ -148,26 +148,30 @@ def _free_in_machine() -> Iterator[int]:
 
 
 def _free_in_cgroup() -> Iterator[int]:
-    """Control groups, version 2: this process's own and those above it."""
+    """Control groups of both versions: this process's own and those above it."""
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:
         return
-    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return
-    group = _CGROUPS / own
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(_CGROUPS):
-            return
-        try:
-            limit = (folder / "memory.max").read_text().strip()
-            used = int((folder / "memory.current").read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
+    for line in lines:
+        number, controllers, own = line.split(":", 2)
+        if number == "0":
+            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
             continue
-        if limit != "max":
-            yield max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+        group = root / own.strip("/")  # in a container possibly the host's path, which is not there; the root is
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names[:2])
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                if limit != "max":
+                    yield max(0, int(limit) - int(used) + int(stat.get(names[2], 0)))
+            except (OSError, ValueError):
+                continue
 
 
 def _free_in_process() -> Iterator[int]:

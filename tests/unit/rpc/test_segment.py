@@ -223,3 +223,19 @@ def test_the_tightest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert free_bytes() == expected
     (own / "memory.max").write_text("1000\n")
     assert free_bytes() == 0
+
+
+@pytest.mark.parametrize("sees_all", [True, False], ids=["on the host", "in a container"])
+def test_the_limit_of_a_control_group_of_version_1_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees_all: bool
+) -> None:
+    monkeypatch.setattr(module, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path / "cgroup")
+    group = tmp_path / "cgroup/memory" / ("docker/1f" if sees_all else "")
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("5:cpu,cpuacct:/docker/1f\n4:memory:/docker/1f\n0::/docker/1f\n")
+    (group / "memory.limit_in_bytes").write_text("3000\n")
+    (group / "memory.usage_in_bytes").write_text("1500\n")
+    (group / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 100\n")
+    assert free_bytes() == 3000 - 1500 + 100
