@@ -181,16 +181,23 @@ class PsClient:
 
     def call(self, method: str, request: Any, *, sequenced: bool = False) -> Any:
         """An RPC, from start to reply; for what is not asked once a step. Errors as :meth:`PendingCall.result`."""
+        return self.ask(method, request, sequenced=sequenced)()
+
+    def ask(self, method: str, request: Any, *, sequenced: bool = False) -> Callable[[], Any]:
+        """Starts an RPC. What it returns waits for the reply, with the errors of :meth:`call`."""
         self._sign(request, sequenced)
         if self._control is None:
             raise PeerUnavailableError(f"there is no connection to {self.task}")
         future = getattr(self._stub, method).future(request)
         if sequenced:
             self._abandoned.add(request.sender.sequence)
+        return functools.partial(self._reply, future, request.sender.sequence)
+
+    def _reply(self, future: Any, sequence: int) -> Any:
         while True:
             try:
                 reply = future.result(timeout=POLL_S)
-                self._abandoned.discard(request.sender.sequence)
+                self._abandoned.discard(sequence)
                 return reply
             except grpc.FutureTimeoutError:
                 try:

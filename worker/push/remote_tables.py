@@ -126,15 +126,25 @@ def attach(every: Sequence[Placed], client: PsClient, can_initialize: bool) -> t
     It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of. Gives how
     many variables got their values from this process, and how many groups have none yet: another worker's to give.
     """
+    return start_attach(every, client, can_initialize)()
+
+
+def start_attach(every: Sequence[Placed], client: PsClient, can_initialize: bool) -> Callable[[], tuple[int, int]]:
+    """Tells one ps what it holds; what it returns does the rest of :func:`attach`."""
     specs = {one: one.specs(client.index) for one in every}
     told = [spec for own in specs.values() for spec in own]
-    reply = create_variables(client, told, can_initialize)
-    asked = {*reply.initialize}
-    for one, own in specs.items():
-        if groups := [spec.group for spec in own if spec.group in asked]:
-            one.give(client, groups)
-    num_given = sum([len(spec.shards) for spec in told if spec.group in asked])
-    return num_given, len(told) - len(asked.union(reply.initialized))
+    reply_of = create_variables(client, told, can_initialize)
+
+    def give() -> tuple[int, int]:
+        reply = reply_of()
+        asked = {*reply.initialize}
+        for one, own in specs.items():
+            if groups := [spec.group for spec in own if spec.group in asked]:
+                one.give(client, groups)
+        num_given = sum([len(spec.shards) for spec in told if spec.group in asked])
+        return num_given, len(told) - len(asked.union(reply.initialized))
+
+    return give
 
 
 def create_or_attach(
@@ -147,8 +157,9 @@ def create_or_attach(
     deadline, silent_until = time.monotonic() + timeout_s, time.monotonic() + SILENCE_S
     waiting = [(client, one) for client in clients for one in every]
     while waiting:
-        for client in {client.index: client for client, _ in waiting}.values():
-            attach(every, client, is_lead())
+        asked = {client.index: client for client, _ in waiting}.values()
+        for give in [start_attach(every, client, is_lead()) for client in asked]:  # all make the rows of tables at once
+            give()
         while waiting and waiting[-1][1].has_values(waiting[-1][0]):
             waiting.pop()
         if not waiting:

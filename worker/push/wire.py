@@ -62,10 +62,10 @@ def group_spec(group: int, optimizer: str, dtype: torch.dtype, shards: Sequence[
 
 def create_variables(
     client: PsClient, groups: Sequence[GroupSpec], can_initialize: bool
-) -> ps_pb2.CreateVariablesReply:
+) -> Callable[[], ps_pb2.CreateVariablesReply]:
+    """Tells one ps what it holds. What it returns waits for the reply, while which the ps makes the rows of tables."""
     request = ps_pb2.CreateVariablesRequest(groups=groups, can_initialize=can_initialize, num_ps=client.num_ps())
-    reply: ps_pb2.CreateVariablesReply = client.call("CreateVariables", request)
-    return reply
+    return client.ask("CreateVariables", request)
 
 
 def assign_values(

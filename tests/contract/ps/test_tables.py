@@ -36,6 +36,8 @@ from stratagem.errors import (
     VariableError,
 )
 from stratagem.nn.remote_rows import RemoteRows
+from stratagem.ps import table_group
+from stratagem.ps.row_values import fill_rows
 from stratagem.ps.state import StoreState
 from stratagem.ps.store import Store
 from stratagem.rpc.generated import ps_pb2
@@ -318,6 +320,22 @@ def test_no_ps_holds_or_sends_more_than_its_rows(start: Callable[..., Job]) -> N
     ]
     assert sorted((s.first_row, s.num_rows) for s in shards if s.variable == "table.weight") == [(0, 12), (12, 11)]
     assert sum(s.num_elements for s in shards) == 2 * ROWS * WIDTH + 2 * WIDTH
+
+
+def test_all_ps_make_the_rows_of_a_table_at_the_same_time(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, meet = start("tcp"), threading.Barrier(2)
+
+    def fill(*args: Any) -> None:
+        meet.wait(10.0)  # which nobody but the other ps ends
+        fill_rows(*args)
+
+    monkeypatch.setattr(table_group, "fill_rows", fill)
+    with Remote().scope():
+        table = sg.nn.Embedding(ROWS, WIDTH, seed=1)
+    job.prepare(table, torch.optim.SGD(table.parameters(), 0.1))
+    assert torch.equal(table.whole_weight(), sg.nn.Embedding(ROWS, WIDTH, seed=1).weight)
 
 
 def test_the_layers_give_what_torch_gives(start: Callable[..., Job]) -> None:
