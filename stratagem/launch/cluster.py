@@ -21,7 +21,7 @@ from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
 from stratagem.launch.plan import Launch, RunFolders, most_processes
 from stratagem.launch.preloaded import ForkServer
-from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
+from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess, num_killed_for_memory
 from stratagem.launch.signals import heard
 from stratagem.launch.status import StatusPoller
 from stratagem.launch.streams import LastingStream
@@ -75,6 +75,7 @@ class LocalCluster:
         self._said: set[str] = set()
         self._poller: StatusPoller | None = None
         self._exit_code: int | None = None
+        self._num_killed_for_memory = num_killed_for_memory()
         self._tick_s = TICK_S
         self._fork_server: ForkServer | None = None
         self._waits_for_fork_server: TaskId | None = None
@@ -212,6 +213,14 @@ class LocalCluster:
         elif code == -signal.SIGKILL and task in self._seen_off:
             code = EXIT_DONE
             self.output.say(f"{task} was killed after its goodbye to the chief; its work was done")
+        want_of_memory = []
+        if code == -signal.SIGKILL and num_killed_for_memory() > self._num_killed_for_memory:
+            self._num_killed_for_memory += 1  # several tasks may have been killed before the first is seen
+            want_of_memory = [
+                f"memory was used up when {task} was killed: the kernel killed for it (dmesg says whom). All tasks "
+                "share what this machine or its control group has: give them more, or use several machines"
+            ]
+            self.output.say(want_of_memory[0])
         actions = self.supervisor.exited(task, code, now)
         ended = f"{task} ended ({describe_exit(code)})"
         restarts_left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
@@ -223,7 +232,7 @@ class LocalCluster:
             workers_left = len(self.supervisor.workers) - num_lost - 1
             self.output.say(f"{ended}; the ring continues with {workers_left} workers")
         if self.supervisor.failure is not None and self.supervisor.failure is not failure_before:
-            self.failure_tail = self.output.tail(self.supervisor.failure.task)
+            self.failure_tail = [*self.output.tail(self.supervisor.failure.task), *want_of_memory]
             self.output.say(f"{ended}: {self.supervisor.failure.reason}")
         self._do(actions)
 

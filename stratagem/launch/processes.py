@@ -17,7 +17,16 @@ from stratagem.launch.plan import Launch
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _MAX_LINE_BYTES = 1 << 16
+_VMSTAT = Path("/proc/vmstat")
 Stream = Literal["stdout", "stderr"]
+
+
+def num_killed_for_memory() -> int:
+    """How many processes of this machine the kernel has killed because memory, or a control group's, was used up."""
+    with contextlib.suppress(OSError):
+        counts = dict(line.split() for line in _VMSTAT.read_text().splitlines())
+        return int(counts.get("oom_kill", 0))
+    return 0
 
 
 class Child(Protocol):

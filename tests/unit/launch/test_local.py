@@ -18,7 +18,7 @@ import pytest
 
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.launch import cluster, summary
+from stratagem.launch import cluster, processes, summary
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import Launch, LocalJob
 from stratagem.launch.status import StatusPoller
@@ -205,6 +205,33 @@ def test_a_killed_worker_is_started_again(case: Case) -> None:
     assert case.summary["restarts"] == 1
     assert case.summary["tasks"]["worker:1"]["exit_codes"] == [-9, 0]
     assert "worker:1 ended (killed by SIGKILL); restarting it, 2 restarts left" in case.stderr.getvalue()
+
+
+def test_tasks_that_the_kernel_killed_for_lack_of_memory_are_told(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = tmp_path / "vmstat"
+    counts.write_text("nr_free_pages 9\noom_kill 7\n")
+    monkeypatch.setattr(processes, "_VMSTAT", counts)
+    killed = "import os, signal, sys\n{}os.kill(os.getpid(), signal.SIGKILL)\n"
+    case.programs["worker:1"] = killed.format(
+        f"if os.environ['LIFE'] == '2': open({str(counts)!r}, 'w').write('oom_kill 8\\n')\n"
+    )
+    assert case.run(max_restarts=2) == 1
+    told = [line for line in case.stderr.getvalue().splitlines() if "memory was used up when worker:1" in line]
+    assert len(told) == 1 and case.starts.count("worker:1") == 3  # of the second life, not of the others
+
+
+def test_who_failed_for_lack_of_memory_is_told_at_the_end(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = tmp_path / "vmstat"
+    counts.write_text("oom_kill 7\n")
+    monkeypatch.setattr(processes, "_VMSTAT", counts)
+    kill = f"open({str(counts)!r}, 'w').write('oom_kill 8'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    case.programs["worker:1"] = f"import os, signal\n{kill}"
+    assert case.run(max_restarts=0) == 1
+    assert "memory was used up" in case.summary["first_failure"]["last_lines"][-1]
 
 
 @pytest.mark.parametrize(("code", "lives"), [(42, 1), (2, 1), (3, 3)])
