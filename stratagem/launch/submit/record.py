@@ -104,9 +104,12 @@ class JobStore:
     """The folder of all jobs: ``$XDG_STATE_HOME/stratagem/jobs``, where XDG_STATE_HOME is ``~/.local/state``."""
 
     def __init__(self) -> None:
-        home = os.environ.get("XDG_STATE_HOME", "")
         # By the XDG specification a relative path is none: it would be another in each folder.
-        self.root = Path(home if os.path.isabs(home) else os.path.expanduser("~/.local/state"), "stratagem", "jobs")
+        states = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"))
+        home = next(filter(os.path.isabs, states), None)
+        if home is None:  # as a container's user has none that its image does not name
+            raise ConfigurationError("jobs are kept at home, and this user has none: set HOME or XDG_STATE_HOME")
+        self.root = Path(home, "stratagem", "jobs")
 
     def folder(self, job_id: str) -> Path:
         return self.root / job_id

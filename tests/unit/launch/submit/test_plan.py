@@ -139,6 +139,14 @@ def test_a_relative_state_home_counts_as_none(tmp_path: Path, monkeypatch: pytes
     assert JobStore().root == tmp_path / ".local" / "state" / "stratagem" / "jobs"
 
 
+@pytest.mark.parametrize("home", ["home", "~"])  # "~": what is found of a user whom the system has no entry of
+def test_a_user_without_a_home_is_told_where_jobs_could_be_kept(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    with pytest.raises(ConfigurationError, match="this user has none: set HOME or XDG_STATE_HOME"):
+        JobStore()
+
+
 def test_jobs_that_cannot_be_read_are_not_no_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert JobStore().all() == []
