@@ -125,7 +125,9 @@ class LocalJob:
                 "the script by itself: give the path of a file"
             )
         if not (self.module or self.script.is_file()):
-            raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
+            main = self.script / "__main__.py"  # what Python itself would run
+            what = f"{self.script} is a folder: give {main}" if main.is_file() else f"there is no file {self.script}"
+            raise ConfigurationError(f"expected a training script, but {what}")
         if not self.module and self.script.suffix == ".ipynb":
             raise ConfigurationError(
                 f"{self.script} is a notebook: `stratagem submit {shlex.quote(str(self.script))}` runs one"

@@ -341,6 +341,9 @@ def test_a_script_alone_has_no_cluster(tmp_path: Path) -> None:
 def test_jobs_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no file nowhere\.py"):
         LocalJob(script=Path("nowhere.py"))
+    (tmp_path / "__main__.py").touch()
+    with pytest.raises(ConfigurationError, match=r"is a folder: give .*/__main__\.py"):
+        LocalJob(script=tmp_path)
     with pytest.raises(ConfigurationError, match="--workers 0"):
         _job(tmp_path, num_workers=0)
     with pytest.raises(ClusterSpecError, match="the cluster has 2 ps"):
