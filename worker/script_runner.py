@@ -11,9 +11,11 @@ import dataclasses
 import logging
 import os
 import runpy
+import shlex
 import sys
 import threading
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn
@@ -82,10 +84,19 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -
     except BaseException as error:
         if isinstance(error, ImportError) and "no known parent package" in str(error) and not is_module:
             error.msg += _as_module(script)
+        elif _lacks_keyboard(error):
+            command = f"python {'-m ' * is_module}{shlex.quote(script)}"
+            error.args = (f"nobody types for a task: input() and breakpoint() are for `{command}`, one process",)
         return dataclasses.replace(_of(error), follows=follows(error))
     finally:
         sys.argv, sys.path[:] = argv, path
     return Outcome(EXIT_DONE)
+
+
+def _lacks_keyboard(error: BaseException) -> bool:
+    """Whether it is of the debugger, or of input(), at the end of a standard input that is no terminal."""
+    is_of_input = isinstance(error, EOFError) and _text(error) == "EOF when reading a line"
+    return (is_of_input or isinstance(error, BdbQuit)) and not os.isatty(0)
 
 
 def _as_module(script: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def test_a_file_that_needs_its_package_is_told_how_to_run_it(tmp_path: Path, par
     outcome = run_script(str(script), [])
     name = ".".join((*parts, "train"))
     assert outcome.exit_code == 1 and f"package; in {tmp_path}, `-m {name}` instead of the file" in outcome.message
+    assert outcome.message in outcome.traceback
+
+
+@pytest.mark.parametrize("line", ["input()", "import bdb; raise bdb.BdbQuit"])
+def test_who_waits_for_words_is_told_where_they_are_heard(
+    tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "a train.py"
+    script.write_text(line)
+    with open(os.devnull) as nobody:
+        monkeypatch.setattr(sys, "stdin", nobody)
+        outcome = run_script(str(script), [])
+    assert outcome.exit_code == 1 and f"breakpoint() are for `python '{script}'`, one process" in outcome.message
     assert outcome.message in outcome.traceback
 
 
