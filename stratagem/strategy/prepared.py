@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
+from stratagem.arguments import is_metric
 from stratagem.errors import ConfigurationError
 from stratagem.worker.gradient_guard import GradientPolicy, parameters_of
 
@@ -144,13 +145,16 @@ class Prepared:
         self._created: list[tuple[weakref.ref[nn.Module], str]] = []
         """Parameters created in the scope, neither prepared nor watched so far: by module and name, for torch does not
         move a parameter to XLA that has a weak reference."""
-        self.is_running = self._has_warned = False
+        self._models: list[weakref.ref[nn.Module]] = []
+        """Those that no step has run with since they were added."""
+        self.is_running = self._has_warned = self._has_warned_of_metric = False
         self.is_alone = False
         """Whether there is one replica, with which the gradient of what was not prepared is right too."""
 
     def add_model(self, model: nn.Module) -> None:
         """A model whose gradients the strategy sees to."""
         self._add(model, model.parameters())
+        self._models.append(weakref.ref(model))
 
     def _add(self, owner: nn.Module | torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         added = {id(parameter): parameter for parameter in parameters}
@@ -190,6 +194,8 @@ class Prepared:
             self._watch_created()
         while _outside:
             self._watch_outside(_outside.popitem()[1]())
+        while self._models:
+            self._warn_of_metric(self._models.pop()())
         self.is_running = True
 
     def __exit__(self, *_: object) -> None:
@@ -215,6 +221,17 @@ class Prepared:
             if parameter.requires_grad and not known and not is_lazy(parameter):
                 hook = functools.partial(self._warn_of_gradient, type(module).__name__)
                 parameter.register_post_accumulate_grad_hook(hook)
+
+    def _warn_of_metric(self, model: nn.Module | None) -> None:
+        parts = () if model is None or self.is_alone or self._has_warned_of_metric else model.named_modules()
+        inside = (name for name, part in parts if is_metric(part) and not hasattr(part, "prepared"))
+        if (name := next(inside, None)) is not None:
+            self._has_warned_of_metric = True
+            logger.warning(
+                "the metric %s is a part of a %s: each replica has its own, and compute() covers only the examples of "
+                "one. Keep it outside of the model, and pass it to strategy.prepare too",
+                *(name, type(model).__name__),
+            )
 
     def created(self, module: nn.Module, name: str) -> None:
         """A parameter was given to a module in the scope."""

@@ -26,6 +26,7 @@ from stratagem.strategy.cross_replica import as_tensor, check_axis, concatenated
 from stratagem.strategy.current import current_strategy, has_current_strategy
 from stratagem.strategy.prepared import created_outside
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
+from stratagem.strategy.replicas.mirrored import OnlyReplica
 from stratagem.strategy.replicas.replica_threads import RUN_INSIDE_RUN, ReplicaThreads
 from stratagem.tensorflow_names import WithWaysOut
 from stratagem.worker.ring.communicator import Communicator
@@ -74,6 +75,9 @@ def watch_torch() -> None:
         here = _here.get()
         if isinstance(here, ReplicaContext) and here._replica_threads is not None:  # else nobody shares it
             here.strategy.prepared.check_average(self)  # type: ignore[union-attr]
+            for check in self._forward_pre_hooks.values():
+                if isinstance(check, OnlyReplica):
+                    check(self, ())
         update(self, model)
 
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch.optim.swa_utils import AveragedModel
 
 import stratagem as sg
@@ -143,6 +145,37 @@ def test_an_average_in_a_step_is_refused(strategy: sg.Strategy) -> None:
     alone = sg.OneDeviceStrategy("cpu")
     alone.run(lambda: average.update_parameters(net))
     assert int(average.n_averaged) == 2
+
+
+def test_an_average_that_is_kept_beside_its_prepared_one_is_refused(strategy: sg.Strategy) -> None:
+    """A step with what was given to prepare, or with a method that was looked up before: two updates a step."""
+    model: Any = torch.nn.Linear(2, 3)
+    given: Any = AveragedModel(model)
+    model, average = strategy.prepare(model, given)
+    for update in (given.update_parameters, average.update_parameters):
+        with pytest.raises(ConfigurationError, match="replica 1 called AveragedModel of replica 0"):
+            strategy.run(lambda: update(model))  # noqa: B023
+    strategy.run(lambda: average.update_parameters(model))
+
+
+def test_a_metric_inside_a_model_is_warned_of_once(strategy: sg.Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    """Its value was that of the first replica's examples, and nothing said so."""
+    net: Any = torch.nn.Linear(2, 3)
+    net.count, beside = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+    model: Any = strategy.prepare(net, beside)[0]
+
+    def step() -> None:
+        model.count.update(1.0)
+        beside.update(1.0)
+
+    for _ in range(2):
+        strategy.run(step)
+    assert (float(model.count.compute()), float(beside.compute())) == (2.0, 4.0)
+    assert caplog.text.count("the metric count is a part of a Linear") == 1
+    caplog.clear()
+    alone = sg.OneDeviceStrategy("cpu")
+    alone.run(alone.prepare(copy.deepcopy(net)).count.update, args=(1.0,))
+    assert "the metric" not in caplog.text
 
 
 def test_options_of_updates_without_an_optimizer_are_told(caplog: pytest.LogCaptureFixture) -> None:
