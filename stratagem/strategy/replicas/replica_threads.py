@@ -18,6 +18,7 @@ import torch
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.replicas.thread_modes import ThreadModes
 from stratagem.strategy.replicas.turn_lock import CALLER, TurnLock
+from stratagem.strategy.replicas.wake_ups import SelectiveCondition
 
 T = TypeVar("T")
 
@@ -61,14 +62,14 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        return all(doing is Doing.ENDED for doing in self.doing)
+        return self.doing.count(Doing.ENDED) == len(self.doing)
 
     @property
     def wants_caller(self) -> bool:
         """Whether all have come to a meeting, or will never."""
         if self.reason or Doing.MEETING not in self.doing:
             return False
-        return Doing.ENDED in self.doing or all(doing is Doing.MEETING for doing in self.doing)
+        return Doing.ENDED in self.doing or self.doing.count(Doing.MEETING) == len(self.doing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ class ReplicaThreads:
 
     def __init__(self, devices: Sequence[torch.device], first_replica: int = 0) -> None:
         self.devices = tuple(devices)
-        self.changed = threading.Condition()
+        self.changed = SelectiveCondition()
         """Guards what replicas do. Notified when that changes; who waits for a replica waits here."""
         self.on_abort: list[Callable[[str], None]] = []
         """Called, with ``changed`` held, when a replica has failed and all others have to end."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
 
 import torch
+
+from stratagem.strategy.replicas.wake_ups import SelectiveCondition
 
 CALLER = -1
 """Stands for the thread that lets the replicas run; it has the turn when none of them does."""
@@ -20,7 +21,7 @@ class TurnLock:
     ``changed`` guards the turn, and wakes those who wait for it; for all but the ``takers`` every call does nothing.
     """
 
-    def __init__(self, changed: threading.Condition, takers: Collection[int]) -> None:
+    def __init__(self, changed: SelectiveCondition, takers: Collection[int]) -> None:
         self._changed = changed
         self._takers = frozenset({CALLER, *takers} if takers else ())
         self._holder: int | None = CALLER
