@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
@@ -189,7 +190,8 @@ class DistributedDataset(WithWaysOut):
             self._current = object()
             raise
         finally:
-            if self._current is this:
+            # An iterator that a script holds to its end is closed after the goodbye, when libraries are gone.
+            if self._current is this and not sys.is_finalizing():
                 self._current = None
                 self._source.leave()
 

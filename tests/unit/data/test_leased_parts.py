@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,19 @@ def test_what_is_held_goes_back_when_a_loop_is_left_in_whatever_way() -> None:
             raise RuntimeError
     assert not source.lending.held(WORKER)
     assert torch.equal(dataset.first_example(), torch.tensor([0]))
+
+
+def test_an_iterator_that_a_script_keeps_to_its_end_is_not_left_once_python_ends() -> None:
+    """Of a job with a metric the last line was numpy's ImportError, and a failure was told by it."""
+    program = (
+        "from tests.unit.data.test_leased_parts import leased\n"
+        "dataset, source = leased(8, 2)\n"
+        "source.leave = lambda: print('left')\n"
+        "batches = iter(dataset)\n"
+        "print(next(batches).tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[0, 1]\n", "")
 
 
 def test_a_dataset_hears_of_epochs() -> None:
