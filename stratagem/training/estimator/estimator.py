@@ -214,7 +214,7 @@ class Estimator(WithWaysOut):
         restored = RestoredObjects(self._function, ModeKeys.PREDICT, DefaultStrategy(), torch.device("cpu"))
         restored.build(batch_of(as_arguments((example_inputs,)), 2))
         step = restored.load(self._checkpoint(checkpoint_path))
-        predictor = Predictor(self._function, restored.objects.modules, step)
+        predictor = Predictor(self._function, restored.objects, step)
         return export_model(predictor, path, (example_inputs,), {"global_step": step, **(metadata or {})})
 
     def _restored_in(self, mode: ModeKeys) -> RestoredObjects:

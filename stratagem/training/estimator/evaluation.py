@@ -163,11 +163,12 @@ class Predictor(nn.Module):
     """The answers of a ``model_fn`` in mode PREDICT as a plain module, which can be exported; its parts have the names
     of its modules."""
 
-    def __init__(self, function: ModelFunction, modules: dict[str, nn.Module], global_step: int) -> None:
+    def __init__(self, function: ModelFunction, objects: ModelObjects, global_step: int) -> None:
         super().__init__()
         self.global_step = global_step
         self._function = function
-        for name, module in modules.items():
+        self._optimizers = objects.optimizers  # a model_fn may make them whatever the mode, as TensorFlow's do
+        for name, module in objects.modules.items():
             self.add_module(name, module)
         self.eval()
 
@@ -177,9 +178,10 @@ class Predictor(nn.Module):
             return self._function(features, None, ModeKeys.PREDICT).predictions
 
     def get_or_create(self, name: str, factory: Callable[[], Any]) -> Any:
-        if name not in self._modules:
+        made = {**self._modules, **self._optimizers}
+        if name not in made:
             raise ConfigurationError(f"model_fn did not create {name!r} in its first call in mode PREDICT")
-        return self._modules[name]
+        return made[name]
 
 
 class _Reported:

@@ -439,6 +439,23 @@ def test_an_export_predicts_without_stratagem(tmp_path: Path) -> None:
     assert set(state) == {f"net.{name}" for name in make_net().state_dict()}
 
 
+def test_a_model_function_that_makes_its_optimizer_in_each_mode_is_exported(tmp_path: Path) -> None:
+    """As those of tf.estimator do that have no branches; the export alone refused it."""
+
+    def each_mode(features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
+        net = sg.get_or_create("net", make_net)
+        optimizer = sg.get_or_create("optimizer", lambda: torch.optim.Adam(net.parameters()))
+        logits = net(features)
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
+        return EstimatorSpec(mode, loss=loss, optimizer=optimizer, predictions={"logits": logits})
+
+    estimator = Estimator(each_mode, tmp_path / "model").train(loader, max_steps=2)
+    estimator.export_model(tmp_path / "export", sg.TensorSpec((None, 7)))
+    x = data()[:][0][:5]
+    expected = net_of(weights(estimator)).eval()(x)
+    torch.testing.assert_close(sg.load_model(tmp_path / "export")(x)["logits"], expected, **TOLERANCE)
+
+
 def test_checkpoints_of_another_model_are_refused(tmp_path: Path) -> None:
     make(tmp_path).train(loader, steps=1)
 
