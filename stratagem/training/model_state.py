@@ -29,6 +29,10 @@ from stratagem.training.saving.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+_OF_OPTIMIZERS = {
+    **dict.fromkeys(("lr", "learning_rate"), "set model.learning_rate"),
+    **dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"), "give compile(clip_norm=)"),
+}
 _NEVER_CALLED = frozenset(
     {
         *("train_step", "test_step", "predict_step", "make_train_function", "make_test_function", "call"),
@@ -111,11 +115,10 @@ class ModelState(WithWaysOut):
         ConfigurationError: one of them was set. Warns once of a layer that was put in after ``compile``."""
         for name in _NEVER_CALLED.intersection(vars(self)):
             raise ConfigurationError(f"model.{name} was set, {_NOT_CALLED}")
-        for name in ("lr", "learning_rate"):
-            if name in vars(self.optimizer):
-                raise ConfigurationError(
-                    f"optimizer.{name} was set, which torch's optimizers ignore: set model.learning_rate"
-                )
+        for name in _OF_OPTIMIZERS.keys() & vars(self.optimizer).keys():
+            raise ConfigurationError(
+                f"optimizer.{name} was set, which torch's optimizers ignore: {_OF_OPTIMIZERS[name]}"
+            )
         frozen = (layer for layer in self._original.modules() if vars(layer).get("trainable") is False)
         trained = any(parameter.requires_grad for layer in frozen for parameter in layer.parameters())
         if trained or "trainable" in vars(self) or "trainable" in vars(self._original):

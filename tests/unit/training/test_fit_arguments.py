@@ -277,6 +277,10 @@ def test_an_attribute_that_only_keras_would_look_at_is_refused(strategy: sg.Stra
         with pytest.raises(ConfigurationError, match=r"set model\.learning_rate"):
             model.fit(X, Y, verbose=0, callbacks=[Faster()])
         model = compiled()
+        vars(model.optimizer)["clipnorm"] = 1.0
+        with pytest.raises(ConfigurationError, match=r"clipnorm was set, .* give compile\(clip_norm=\)"):
+            model.fit(X, Y, verbose=0)
+        model = compiled()
         model.trainable = False  # type: ignore[attr-defined]
         with pytest.raises(ConfigurationError, match=r"requires_grad_\(False\) on the module before compile"):
             model.fit(X, Y, verbose=0)
