@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -167,7 +168,8 @@ class SplitDataset(WithWaysOut):
                 self._pass, self._epoch, self._step = None, epoch + 1, 0
         finally:
             self._is_left = not complete
-            self._listener.end_epoch(complete)
+            if not sys.is_finalizing():  # as in DistributedDataset
+                self._listener.end_epoch(complete)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the batches that the script has got so far count as seen. Plain values, fit for JSON.

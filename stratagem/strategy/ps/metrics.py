@@ -47,7 +47,8 @@ class CountedMetric(PreparedMetric):
         if not self._in_unit:
             raise ConfigurationError(
                 f"{self.name}.update() under parameter servers counts for the batch that the script took from "
-                "strategy.distribute_dataset(loader), and there is none now: call it inside the loop over the dataset"
+                "strategy.distribute_dataset(loader), and there is none now: call it inside a loop over that dataset. "
+                "With batches of other datasets leave the metric out of prepare: each worker then counts its own"
             )
         return self._copies[0]
 
