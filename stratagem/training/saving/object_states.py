@@ -87,7 +87,7 @@ def take(
             if kind == OPTIMIZER and servers is not None:
                 kind, state = SERVED_OPTIMIZER, _served_optimizer(name, item, names)
             else:
-                if kind == OPTIMIZER and keep:
+                if kind == OPTIMIZER and keep and strategy.num_replicas_in_sync == 1:
                     _warn_of_accumulation(name, item)
                 state = _state(kind, item, names)
             if kind in (OPTIMIZER, SERVED_OPTIMIZER):
@@ -99,7 +99,8 @@ def take(
 
 def _warn_of_accumulation(name: str, optimizer: torch.optim.Optimizer) -> None:
     """Says so if the next backward adds to the gradients that are there now, which the checkpoint does not have. Where
-    several replicas reduce, the reducer has put them aside by then, and nothing is said."""
+    several replicas reduce, the reducer has put them aside by then, or (central storage) they are not what the next
+    backward adds to: nobody asks."""
     saved = next((each for each in parameters_of(optimizer) if each.requires_grad and each.grad is not None), None)
     if saved is None or saved.grad is None:
         return

@@ -29,7 +29,7 @@ from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.measuring import measures
 from stratagem.rpc.heap import ENVIRONMENT
-from stratagem.strategy.one_process import OneDeviceStrategy
+from stratagem.strategy.one_process import CentralStorageStrategy, OneDeviceStrategy
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
@@ -81,6 +81,25 @@ def test_gradients_that_wait_for_more_are_said_to_be_in_no_checkpoint(
     checkpoint.save(tmp_path / "amid")
     assert backward(begins=False) == 1
     assert backward(begins=False) == 1
+
+
+def test_gradients_of_steps_that_are_over_wait_for_nothing_under_central_storage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = CentralStorageStrategy(["cpu:0", "cpu:1"])
+    made = nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(made, torch.optim.SGD(made.parameters(), 0.1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    with strategy.scope():
+        Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "between")
+    strategy.run(step)
+    assert "between two backward passes" not in caplog.text
 
 
 def test_what_a_metric_has_counted_is_said_to_be_in_no_checkpoint(
