@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.synchronous import SynchronousStrategy
-from stratagem.worker.reduction.same_bits import MAX_PIECES, WINDOW, SameBits
+from stratagem.worker.reduction.same_bits import MAX_PIECES, NUM_WHOLE, WINDOW, SameBits, sum_of_bits
 from stratagem.worker.ring.agreement import agree
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
@@ -169,3 +171,23 @@ def test_one_look_is_at_a_few_tensors_only() -> None:
     looks = SameBits(parameters, [""] * len(parameters), "")
     sums = [looks.look()[1] for _ in range(4)]
     assert sums[:2] == sums[2:] and sums[0] != sums[1]
+
+
+def test_the_bits_of_a_large_tensor_take_no_copy_of_it() -> None:
+    def high_water() -> int:
+        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        assert found
+        return int(found[1]) * 1024
+
+    tensor = torch.arange(16 * NUM_WHOLE + 1, dtype=torch.int32)
+    expected = int(tensor.sum(dtype=torch.int64))
+    Path("/proc/self/clear_refs").write_text("5")  # the high water begins at what is in use
+    before = high_water()
+    assert sum_of_bits(tensor.view(torch.float32)) == expected
+    assert high_water() - before < tensor.nbytes / 4
+
+
+def test_sums_of_bits_wrap_whatever_the_size() -> None:
+    for size in (3, NUM_WHOLE + 1):
+        tensor = torch.full((size,), 2**62, dtype=torch.int64)
+        assert sum_of_bits(tensor.view(torch.float64)) == int(tensor.sum())
