@@ -41,6 +41,8 @@ def way_out(error: BaseException | None, otherwise: str) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise `ulimit -n`"
+    if number == errno.EFBIG:
+        return "raise `ulimit -f`, or write where files may be as large"
     return "free some space there" if number in (errno.ENOSPC, errno.EDQUOT) else otherwise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pathlib
+import resource
 import threading
 import time
 from functools import partial
@@ -174,6 +175,18 @@ def test_a_damaged_part_is_refused_and_the_store_stays_as_it_is(tmp_path: pathli
     assert (restored.state.step, restored.state.store_epoch) == (1, epoch)
     with pytest.raises(CheckpointError, match="was made without ps:5"):
         new_store(5).checkpoints.restore_shards(str(paths[0]))
+
+
+def test_a_part_larger_than_files_may_be_is_refused_with_the_way_out(tmp_path: pathlib.Path) -> None:
+    store = new_store()
+    DirectWorker(store, "worker:0", make_spec([(10_000,)])).create(torch.zeros(10_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        with pytest.raises(CheckpointError, match=r"ps:0 cannot write .*: File too large; raise `ulimit -f`"):
+            checkpoint(tmp_path, [store], 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_the_nonce_proves_the_directory(tmp_path: pathlib.Path) -> None:
