@@ -118,7 +118,8 @@ def begin(directory: str) -> CheckpointDraft:
     except (CheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
         advice = way_out(cause, "give a directory that the chief and every ps can write")
-        raise CheckpointError(f"{error}; {advice}") from None
+        what = f"cannot write into {directory}: {error.strerror}" if isinstance(error, OSError) else error
+        raise CheckpointError(f"{what}; {advice}") from None
     return draft
 
 

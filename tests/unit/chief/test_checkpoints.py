@@ -192,10 +192,10 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_a_draft_that_cannot_be_begun_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        raise OSError(errno.ENOSPC, "No space left on device")  # as of a write, without the path
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(CheckpointError, match=r"No space left.*; free some space there$"):
+    with pytest.raises(CheckpointError, match=rf"into {tmp_path}: No space left.*; free some space there$"):
         checkpoints.begin(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
