@@ -29,6 +29,7 @@ from stratagem.cluster.sources import Resolved, variable_of
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
+from stratagem.launch.script import check_script
 from stratagem.launch.status import ask_for_cluster
 from stratagem.launch.streams import lead_nowhere
 from stratagem.rpc.logs import configure_logging
@@ -145,8 +146,8 @@ def _run_script(
 ) -> int:
     resolved, placement = configure(role, cluster_file, flags)
     config = resolved.config
-    if not (module or script.is_file() or config.run_id):  # under a supervisor the chief is told, as of any other end
-        raise ConfigurationError(f"expected a training script, but there is no file {script}")
+    if not config.run_id:  # under a supervisor the chief is told, as of any other end
+        check_script(script, module)
     if isinstance(config, WorkerConfig):
         check_devices(config)
     if placement is None and isinstance(config, WorkerConfig | EvaluatorConfig) and config.chief:

@@ -19,6 +19,7 @@ from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
 from stratagem.launch.fork_server import COMMAND_PREFIX
+from stratagem.launch.script import check_script
 from stratagem.rpc import heap
 from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 
@@ -124,10 +125,7 @@ class LocalJob:
                 f"expected a training script, but {self.script} is an open file of this command, and each task opens "
                 "the script by itself: give the path of a file"
             )
-        if not (self.module or self.script.is_file()):
-            main = self.script / "__main__.py"  # what Python itself would run
-            what = f"{self.script} is a folder: give {main}" if main.is_file() else f"there is no file {self.script}"
-            raise ConfigurationError(f"expected a training script, but {what}")
+        check_script(self.script, self.module)
         if not self.module and self.script.suffix == ".ipynb":
             raise ConfigurationError(
                 f"{self.script} is a notebook: `stratagem submit {shlex.quote(str(self.script))}` runs one"

@@ -166,6 +166,8 @@ HEALING = ["run", "--workers", "2", "--min-workers", "1"]
         (["ps", "--cluster", "nowhere.yaml"], "cannot read the cluster file nowhere.yaml: No such file"),
         (["worker", "nowhere.py"], "there is no file nowhere.py"),
         (["run", "nowhere.py"], "there is no file nowhere.py"),
+        (["run", "-m", "nowhere.train"], "Python finds no nowhere.train"),
+        (["worker", "-m", "nowhere.train"], "Python finds no nowhere.train"),
         (["run", "--workers", "2", "/dev/stdin"], "/dev/stdin is an open file of this command, and each task opens"),
         (["run", str(NOTEBOOK)], f"submit.ipynb is a notebook: `stratagem submit {NOTEBOOK}`"),
         (["run", "--ps", "1", "--strategy", "one", __file__], "the cluster has 1 ps"),
