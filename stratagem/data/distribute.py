@@ -235,11 +235,12 @@ def _plan(loader: DataLoader[Any], num_slices: int) -> Plan | None:
 
 
 def _refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
+    for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        is_of_accelerate = getattr(sampler, "num_processes", 1) != 1
+        if is_of_accelerate or isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
-                "a DistributedSampler gives each worker a part of the examples, and distribute_dataset would split "
-                "that part again: leave out the sampler, or return the DataLoader from a function given to "
+                f"a {type(sampler).__name__} gives each worker a part of the examples, and distribute_dataset would "
+                "split that part again: leave it out, or return the DataLoader from a function given to "
                 "distribute_datasets_from_function"
             )
 

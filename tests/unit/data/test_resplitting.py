@@ -259,6 +259,10 @@ def test_sources_that_cannot_be_shared_out() -> None:
         distribute(DataLoader(Numbers(4), sampler=sampler), placement=placement)
     with pytest.raises(ConfigurationError, match="DistributedSampler gives each worker a part"):
         leasable(DataLoader(Numbers(4), sampler=sampler))
+    part = torch.utils.data.BatchSampler(range(4), 2, drop_last=False)
+    part.num_processes = 2  # type: ignore[attr-defined]  # as accelerate's BatchSamplerShard has it
+    with pytest.raises(ConfigurationError, match="BatchSampler gives each worker a part"):
+        distribute(DataLoader(Numbers(4), batch_sampler=part), placement=placement)
     with pytest.raises(ConfigurationError, match=r"one index at a time .* got 2: give sampler=BatchSampler"):
         steps_of(distribute(DataLoader(Numbers(4), batch_size=None, sampler=[[0, 1]]), placement=placement))
     with pytest.raises(ConfigurationError, match=r"LEASE .*DATA"):
