@@ -120,7 +120,7 @@ class Strategy(WithWaysOut):
             objects: ``nn.Module``, ``torch.optim.Optimizer`` and scheduler objects; metrics of torchmetrics, which are
                 updated in the step, and computed and reset outside it for all replicas of all workers.
             gradients: "mean": each loss is a mean over the examples of its batch; replicas are weighted by their share
-                of the global batch. "sum": losses are already divided by the global batch size; gradients are added.
+                of the global batch. "sum": losses add up examples, or divide by the global batch size; gradients are added.
                 If a worker on parameter servers at staleness 0 dies in a step, its examples are trained in a later
                 step: a mean is taken over the others, a sum adds the others unchanged.
             clip_norm: largest global norm of an optimizer's gradient, over all replicas and ps; None: no clipping.
@@ -266,7 +266,10 @@ class Strategy(WithWaysOut):
         is_alone = self.servers is None and self.num_replicas_in_sync == 1
         if self.prepared is not None:
             self.prepared.is_alone = is_alone
-        return self._run(fn if is_alone and self.communicator is None else uncompiled(fn), args, kwargs or {})
+        result = self._run(fn if is_alone and self.communicator is None else uncompiled(fn), args, kwargs or {})
+        if self.prepared is not None and (self.servers is None or (self._meter is not None and self._meter.in_step)):
+            self.prepared.look_at_loss(result, self._preparations.values())
+        return result
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NotImplementedError
@@ -328,8 +331,7 @@ class Strategy(WithWaysOut):
 
         Replicas without examples are ignored. A share is a number of examples, or the value that the step passed to
         ``set_weight``; a plain value (of a step called without ``run``) has the share of the newest batch. Every worker
-        must call it. On parameter servers it is the mean of this worker's part alone.
-        """
+        must call it. On parameter servers it is the mean of this worker's part alone."""
         mean = self._cross_replica.reduce_mean(value)
         if self._meter is not None and isinstance(mean, torch.Tensor) and mean.numel() == 1:
             self._meter.newest_loss = mean
@@ -354,6 +356,8 @@ class Strategy(WithWaysOut):
         """Sets, in a step before backward, the loss's denominator if it is not the number of examples."""
         if not 0 <= weight < math.inf:
             raise ConfigurationError(f"expected a finite weight of at least 0, got {weight!r}")
+        if self.prepared is not None:
+            self.prepared.is_weighted = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -364,13 +368,11 @@ class Strategy(WithWaysOut):
     def averaged_buffers(self, *models: torch.nn.Module) -> Iterator[None]:
         """Inside, the buffers of models (statistics of BatchNorm) are the same on every replica; after it each has its
         own again. Use it for saving and evaluating. Floats are averages, weighted by the examples each replica has
-        seen, integers the maximum (docs/protocol.md 21). Every worker must enter it.
-        """
+        seen, integers the maximum (docs/protocol.md 21). Every worker must enter it."""
         yield
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """States of the replicas' own random streams, by name, without the process's generators, for checkpoints. Call
-        it outside :meth:`run`."""
+        """States of the replicas' own random streams by name, without the process's, for checkpoints; not in a step."""
         return {}
 
     @checked
@@ -384,13 +386,11 @@ class Strategy(WithWaysOut):
     def on_membership_change(self, callback: Callable[[int, int], None]) -> None:
         """Calls ``callback(before, now)`` when ``num_replicas_in_sync`` has changed because a ring lost or admitted a
         worker (``--min-workers``). All workers call it before the same step, the first with the new number, for
-        example to scale the learning rate. The global batch keeps its size.
-        """
+        example to scale the learning rate. The global batch keeps its size."""
 
     @checked
     def report(self, **metrics: float) -> None:
-        """Sets named numbers for the progress display and ``--summary``. A status holds the first 32 KiB of them; the
-        summary holds all."""
+        """Sets named numbers for the progress display and ``--summary``; a status holds the first 32 KiB of them."""
         if self._meter is not None:
             self._meter.metrics.update({name: float(value) for name, value in metrics.items()})
 

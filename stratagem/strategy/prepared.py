@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from stratagem.arguments import is_metric
+from stratagem.data.nested import tensors
 from stratagem.errors import ConfigurationError
 from stratagem.worker.gradient_guard import GradientPolicy, parameters_of
 
@@ -24,7 +25,15 @@ logger = logging.getLogger(__name__)
 _outside: dict[int, weakref.ref[nn.Module]] = {}
 """Modules that were given parameters outside of any scope, and that no strategy has watched so far, by identity."""
 
+_SUM = torch.nn.functional._Reduction.get_enum("sum")
 _NUM_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
+
+def _adds_up(node: Any) -> bool:
+    """Whether a loss, or a term of it, is one of torch's losses with ``reduction="sum"``."""
+    if node is not None and node.name() in ("AddBackward0", "SubBackward0"):
+        return any(_adds_up(term) for term, _ in node.next_functions)
+    return getattr(node, "_saved_reduction", None) == _SUM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +159,7 @@ class Prepared:
         self.is_running = self._has_warned = self._has_warned_of_metric = False
         self.is_alone = False
         """Whether there is one replica, with which the gradient of what was not prepared is right too."""
+        self.is_weighted = self._has_warned_of_sum = False
 
     def add_model(self, model: nn.Module) -> None:
         """A model whose gradients the strategy sees to."""
@@ -262,6 +272,19 @@ class Prepared:
                 f"a parameter of shape {list(parameter.shape)}, built inside strategy.scope(), got a gradient inside "
                 "strategy.run, but its model was not prepared: each replica would train on its own. If it should not "
                 f"train, call requires_grad_(False) on it. Otherwise {_LINE}"
+            )
+
+    def look_at_loss(self, result: Any, preparations: Iterable[Preparation]) -> None:
+        """A step of one of several replicas in sync returned this."""
+        if self.is_alone or self.is_weighted or self._has_warned_of_sum:
+            return
+        if any(_adds_up(each.grad_fn) for each in tensors(result)) and all(p.gradients == "mean" for p in preparations):
+            self._has_warned_of_sum = True
+            logger.warning(
+                "the step returns a loss with reduction='sum', but gradients=\"mean\" (the default of prepare) averages "
+                "the losses of replicas: the update is smaller than that of one process, by the number of replicas. For "
+                "the sum, strategy.prepare(model, optimizer, gradients=\"sum\") and strategy.reduce(\"SUM\", loss); or "
+                "divide the loss by the number of its examples"
             )
 
     def _warn_of_gradient(self, owner: str, parameter: torch.Tensor) -> None:

@@ -229,3 +229,31 @@ def test_an_optimizer_and_its_model_are_prepared_with_the_same_gradients(first: 
     with pytest.raises(ConfigurationError, match=f"of SGD, whose model was prepared with gradients='{first}'"):
         strategy.prepare(torch.optim.SGD(net.parameters(), 0.1), gradients=now)
     strategy.prepare(torch.optim.SGD(net.parameters(), 0.1), gradients=first)
+
+
+@pytest.mark.parametrize("way", ["sum", "term", "mean", "prepared", "weighted", "penalty", "alone"])
+def test_a_loss_that_adds_up_its_examples_is_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It trained with half the gradient of one process, without a word."""
+    strategy = sg.OneDeviceStrategy("cpu") if way == "alone" else sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    net, told = torch.nn.Linear(2, 1), "sum" if way == "prepared" else "mean"
+    prepared, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1), gradients=told)
+    before, inputs = [each.detach().clone() for each in net.parameters()], torch.ones(4, 2)
+
+    def step(part: torch.Tensor) -> torch.Tensor:
+        outputs, of_sum = prepared(part), way not in ("mean", "penalty")
+        loss = torch.nn.functional.mse_loss(outputs, torch.zeros(len(part), 1), reduction="sum" if of_sum else "mean")
+        if way == "weighted":
+            strategy.set_weight(len(part))
+        if way in ("term", "penalty"):
+            loss = loss + prepared.weight.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(inputs, batch_size=4)):
+        strategy.run(step, args=(batch,))
+    assert ("a loss with reduction='sum'" in caplog.text) is (way in ("sum", "term"))
+    if way in ("alone", "prepared"):
+        output = (inputs[0] * before[0]).sum() + before[1]
+        assert torch.allclose(net.bias.detach(), before[1] - 0.1 * 2 * 4 * output)
+    strategy.close()
