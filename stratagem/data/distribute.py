@@ -37,12 +37,12 @@ _MOST_PARTS = 64
 """Longer lists that hold no examples are not looked into."""
 
 
-def warn_of_own_batches(num_workers: int) -> None:
+def warn_of_own_batches(who: str) -> None:
     """A step was made, and the script has distributed nothing: it may have been forgotten."""
     logger.warning(
-        "no dataset is distributed: each of the %d workers trains on what its own loader gives, all on the same "
+        "no dataset is distributed: each of the %s trains on what the script gives it, all on the same "
         "examples unless that shares them out. strategy.distribute_dataset(loader) does",
-        num_workers,
+        who,
     )
 
 

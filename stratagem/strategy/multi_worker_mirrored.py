@@ -15,7 +15,6 @@ from stratagem.cluster.job_rules import check_healing
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Plan
-from stratagem.data.distribute import warn_of_own_batches
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.strategy import roles
 from stratagem.strategy.devices import named_devices, parse_devices
@@ -103,16 +102,6 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             compression=compression_named(chosen) if isinstance(chosen, str) and chosen else chosen or None,
         )
         self._meter.in_step = True
-        self._may_forget = True
-        """The script may have forgotten to distribute its dataset, and nobody has said so."""
-
-    def _count_step(self) -> None:
-        if self._has_stepped and self._may_forget:
-            self._may_forget = False
-            num_workers = 1 if self._runtime is None else self._runtime.cluster.num_workers
-            if num_workers > 1 and not self._num_datasets and self.is_lead:
-                warn_of_own_batches(num_workers)
-        super()._count_step()
 
     @property
     def is_lead(self) -> bool:

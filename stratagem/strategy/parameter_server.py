@@ -237,7 +237,7 @@ class ParameterServerStrategy(Strategy):
         if not update.units:
             self._runtime.meter.step_done(0)
             if self._may_forget and self._runtime.cluster.num_workers > 1 and self.is_lead:
-                warn_of_own_batches(self._runtime.cluster.num_workers)
+                warn_of_own_batches(f"{self._runtime.cluster.num_workers} workers")
             self._may_forget = False
 
     def _step_slice(self, push: GradientPush, units: Sequence[Unit]) -> StepSlice | None:

@@ -282,6 +282,7 @@ class SynchronousStrategy(SynchronousInput):
         """Where no dataset counts the steps of the loop, one in which an optimizer made its step is one of the job."""
         if self._has_stepped and not self._shares.are_told:
             self._meter.step_done(0)
+            self._made_own_step()
             for communicator in self._communicators():
                 communicator.step += 1
             self._look_at_members()

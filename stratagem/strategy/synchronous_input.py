@@ -12,7 +12,7 @@ from typing import Any
 from stratagem.arguments import checked
 from stratagem.cluster.sources import seed_of_job
 from stratagem.cluster.units import Plan
-from stratagem.data.distribute import distribute, distribute_from_function
+from stratagem.data.distribute import distribute, distribute_from_function, warn_of_own_batches
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
@@ -42,12 +42,22 @@ class SynchronousInput(Strategy):
     _membership_callbacks: list[Callable[[int, int], None]]
     _drawn_in: threading.Thread | None = None
     """The thread that took the newest batch; None: there was none."""
+    _may_forget = True
+    """The script may have forgotten to distribute its dataset, and nobody has said so."""
     _newcomers: Newcomers | None = None
     """How newcomers join a healing ring; None: none do."""
 
     @checked
     def on_membership_change(self, callback: Callable[[int, int], None]) -> None:
         self._membership_callbacks.append(callback)
+
+    def _made_own_step(self) -> None:
+        """A step without a batch of a distributed dataset."""
+        num_workers = 1 if self.communicator is None else self.communicator.told_size
+        if self._may_forget and self.num_replicas_in_sync > 1 and not self._num_datasets and self.is_lead:
+            in_process = f"{self.num_replicas_in_sync} replicas"
+            warn_of_own_batches(f"{num_workers} workers" if num_workers > 1 else in_process)
+        self._may_forget = False
 
     def _look_at_members(self) -> None:
         """A step begins, of a number that all workers know."""

@@ -91,7 +91,7 @@ def test_a_loader_that_is_not_distributed_is_warned_of_once(
         OWN_LOADER.replace("SOURCE", "loader" if says else "strategy.distribute_dataset(loader)")
     )
     done = cluster(2, num_ps, tmp_path / "own.py").succeed()
-    assert done.stderr.count("each of the 2 workers trains on what its own loader gives") == says
+    assert done.stderr.count("each of the 2 workers trains on what the script gives it") == says
     assert done.stderr.count("strategy.distribute_dataset(loader) does") == says
 
 

@@ -194,3 +194,24 @@ def test_a_closed_strategy_says_so(kind: type[sg.MirroredStrategy]) -> None:
     strategy.close()
     with pytest.raises(ConfigurationError, match="closed; build a new strategy"):
         strategy.run(lambda: None)
+
+
+@pytest.mark.parametrize("is_distributed", [True, False])
+def test_replicas_that_all_train_on_the_same_batch_are_told(
+    is_distributed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loader was not distributed: each replica computed all of it, in the time of one, without a word."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    loader = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)
+
+    def step(inputs: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(inputs).mean().backward()
+        optimizer.step()
+
+    for batch in strategy.distribute_dataset(loader) if is_distributed else loader:
+        strategy.run(step, args=(batch,))
+    assert caplog.text.count("each of the 2 replicas trains on what the script gives it") == (not is_distributed)
+    strategy.close()
