@@ -120,7 +120,7 @@ class Strategy(WithWaysOut):
             objects: ``nn.Module``, ``torch.optim.Optimizer`` and scheduler objects; metrics of torchmetrics, which are
                 updated in the step, and computed and reset outside it for all replicas of all workers.
             gradients: "mean": each loss is a mean over the examples of its batch; replicas are weighted by their share
-                of the global batch. "sum": losses add up examples, or divide by the global batch size; gradients are added.
+                of the global batch. "sum": losses add up examples, or divide by the global batch; gradients are added.
                 If a worker on parameter servers at staleness 0 dies in a step, its examples are trained in a later
                 step: a mean is taken over the others, a sum adds the others unchanged.
             clip_norm: largest global norm of an optimizer's gradient, over all replicas and ps; None: no clipping.

@@ -281,10 +281,10 @@ class Prepared:
         if any(_adds_up(each.grad_fn) for each in tensors(result)) and all(p.gradients == "mean" for p in preparations):
             self._has_warned_of_sum = True
             logger.warning(
-                "the step returns a loss with reduction='sum', but gradients=\"mean\" (the default of prepare) averages "
-                "the losses of replicas: the update is smaller than that of one process, by the number of replicas. For "
-                "the sum, strategy.prepare(model, optimizer, gradients=\"sum\") and strategy.reduce(\"SUM\", loss); or "
-                "divide the loss by the number of its examples"
+                "the step returns a loss with reduction='sum', but gradients='mean' (the default of prepare) averages "
+                "the losses of replicas: the update is smaller than in one process, by the number of replicas. For the "
+                "sum, strategy.prepare(model, optimizer, gradients='sum') and strategy.reduce('SUM', loss); or divide "
+                "the loss by the number of its examples"
             )
 
     def _warn_of_gradient(self, owner: str, parameter: torch.Tensor) -> None:

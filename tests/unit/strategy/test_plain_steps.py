@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -204,7 +206,8 @@ def test_replicas_that_all_train_on_the_same_batch_are_told(
     strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
     model = torch.nn.Linear(2, 1)
     model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    loader = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)
+    examples: Any = torch.ones(8, 2)
+    loader: Any = torch.utils.data.DataLoader(examples, batch_size=4)
 
     def step(inputs: torch.Tensor) -> None:
         optimizer.zero_grad()

@@ -235,7 +235,8 @@ def test_an_optimizer_and_its_model_are_prepared_with_the_same_gradients(first: 
 def test_a_loss_that_adds_up_its_examples_is_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
     """It trained with half the gradient of one process, without a word."""
     strategy = sg.OneDeviceStrategy("cpu") if way == "alone" else sg.MirroredStrategy(["cpu:0", "cpu:1"])
-    net, told = torch.nn.Linear(2, 1), "sum" if way == "prepared" else "mean"
+    net = torch.nn.Linear(2, 1)
+    told: Any = "sum" if way == "prepared" else "mean"
     prepared, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1), gradients=told)
     before, inputs = [each.detach().clone() for each in net.parameters()], torch.ones(4, 2)
 
@@ -250,7 +251,8 @@ def test_a_loss_that_adds_up_its_examples_is_told(way: str, caplog: pytest.LogCa
         optimizer.step()
         return loss
 
-    for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(inputs, batch_size=4)):
+    examples: Any = inputs
+    for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(examples, batch_size=4)):
         strategy.run(step, args=(batch,))
     assert ("a loss with reduction='sum'" in caplog.text) is (way in ("sum", "term"))
     if way in ("alone", "prepared"):
