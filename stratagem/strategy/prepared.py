@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import _reduction
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 _outside: dict[int, weakref.ref[nn.Module]] = {}
 """Modules that were given parameters outside of any scope, and that no strategy has watched so far, by identity."""
 
-_SUM = torch.nn.functional._Reduction.get_enum("sum")
+_SUM = _reduction.get_enum("sum")
 _NUM_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
@@ -33,7 +34,7 @@ def _adds_up(node: Any) -> bool:
     """Whether a loss, or a term of it, is one of torch's losses with ``reduction="sum"``."""
     if node is not None and node.name() in ("AddBackward0", "SubBackward0"):
         return any(_adds_up(term) for term, _ in node.next_functions)
-    return getattr(node, "_saved_reduction", None) == _SUM
+    return bool(getattr(node, "_saved_reduction", None) == _SUM)
 
 
 @dataclasses.dataclass(frozen=True)
