@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from stratagem.arguments import is_metric
-from stratagem.data.nested import tensors
+from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
 from stratagem.worker.gradient_guard import GradientPolicy, parameters_of
 
@@ -27,14 +27,19 @@ _outside: dict[int, weakref.ref[nn.Module]] = {}
 """Modules that were given parameters outside of any scope, and that no strategy has watched so far, by identity."""
 
 _SUM = _reduction.get_enum("sum")
+_MOST_TERMS = 32
+_NUM_LOOKS = 16
+"""Steps whose result is looked at: a script returns the same from all."""
 _NUM_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 def _adds_up(node: Any) -> bool:
-    """Whether a loss, or a term of it, is one of torch's losses with ``reduction="sum"``."""
-    if node is not None and node.name() in ("AddBackward0", "SubBackward0"):
-        return any(_adds_up(term) for term, _ in node.next_functions)
-    return bool(getattr(node, "_saved_reduction", None) == _SUM)
+    """Whether a loss, or one of its first terms, is one of torch's losses with ``reduction="sum"``."""
+    nodes = [node]
+    for one in nodes:
+        if one is not None and one.name() in ("AddBackward0", "SubBackward0") and len(nodes) < _MOST_TERMS:
+            nodes += [term for term, _ in one.next_functions]
+    return any(getattr(one, "_saved_reduction", None) == _SUM for one in nodes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +165,8 @@ class Prepared:
         self.is_running = self._has_warned = self._has_warned_of_metric = False
         self.is_alone = False
         """Whether there is one replica, with which the gradient of what was not prepared is right too."""
-        self.is_weighted = self._has_warned_of_sum = False
+        self.is_weighted = False
+        self._num_looks = 0
 
     def add_model(self, model: nn.Module) -> None:
         """A model whose gradients the strategy sees to."""
@@ -277,10 +283,15 @@ class Prepared:
 
     def look_at_loss(self, result: Any, preparations: Iterable[Preparation]) -> None:
         """A step of one of several replicas in sync returned this."""
-        if self.is_alone or self.is_weighted or self._has_warned_of_sum:
+        if self.is_alone or self.is_weighted or self._num_looks == _NUM_LOOKS:
             return
-        if any(_adds_up(each.grad_fn) for each in tensors(result)) and all(p.gradients == "mean" for p in preparations):
-            self._has_warned_of_sum = True
+        parts = result.values if isinstance(result, PerReplica) else (result,)
+        items = [[*part.values()] if isinstance(part, Mapping) else part for part in parts]
+        found = [one for each in items for one in (each if isinstance(each, list | tuple) else (each,))]
+        nodes = [one.grad_fn for one in found if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+        self._num_looks += bool(nodes)
+        if any(map(_adds_up, nodes)) and all(each.gradients == "mean" for each in preparations):
+            self._num_looks = _NUM_LOOKS
             logger.warning(
                 "the step returns a loss with reduction='sum', but gradients='mean' (the default of prepare) averages "
                 "the losses of replicas: the update is smaller than in one process, by the number of replicas. For the "

@@ -16,6 +16,7 @@ from stratagem.data.distribute import distribute, distribute_from_function, warn
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
+from stratagem.data.values import ValueContext
 from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.newcomers import Newcomers
@@ -50,6 +51,10 @@ class SynchronousInput(Strategy):
     @checked
     def on_membership_change(self, callback: Callable[[int, int], None]) -> None:
         self._membership_callbacks.append(callback)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        self._may_forget = False
+        return super().distribute_values_from_function(value_fn)
 
     def _made_own_step(self) -> None:
         """A step without a batch of a distributed dataset."""

@@ -198,10 +198,8 @@ def test_a_closed_strategy_says_so(kind: type[sg.MirroredStrategy]) -> None:
         strategy.run(lambda: None)
 
 
-@pytest.mark.parametrize("is_distributed", [True, False])
-def test_replicas_that_all_train_on_the_same_batch_are_told(
-    is_distributed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("way", ["distributed", "values", "plain"])
+def test_replicas_that_all_train_on_the_same_batch_are_told(way: str, caplog: pytest.LogCaptureFixture) -> None:
     """The loader was not distributed: each replica computed all of it, in the time of one, without a word."""
     strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
     model = torch.nn.Linear(2, 1)
@@ -214,7 +212,9 @@ def test_replicas_that_all_train_on_the_same_batch_are_told(
         model(inputs).mean().backward()
         optimizer.step()
 
-    for batch in strategy.distribute_dataset(loader) if is_distributed else loader:
+    for batch in strategy.distribute_dataset(loader) if way == "distributed" else loader:
+        if way == "values":
+            batch = strategy.distribute_values_from_function(lambda context: torch.ones(2, 2))
         strategy.run(step, args=(batch,))
-    assert caplog.text.count("each of the 2 replicas trains on what the script gives it") == (not is_distributed)
+    assert caplog.text.count("each of the 2 replicas trains on what the script gives it") == (way == "plain")
     strategy.close()

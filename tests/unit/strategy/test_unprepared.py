@@ -259,3 +259,18 @@ def test_a_loss_that_adds_up_its_examples_is_told(way: str, caplog: pytest.LogCa
         output = (inputs[0] * before[0]).sum() + before[1]
         assert torch.allclose(net.bias.detach(), before[1] - 0.1 * 2 * 4 * output)
     strategy.close()
+
+
+def test_a_loss_of_many_terms_is_looked_at() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    net = torch.nn.Linear(2, 1)
+    prepared, _ = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = prepared(torch.ones(1, 2)).sum()
+        for _ in range(3000):
+            loss = loss + loss.detach()
+        return (loss + loss) + (loss + loss)
+
+    strategy.run(step)
+    strategy.close()
