@@ -19,7 +19,7 @@ from stratagem.cli import roles, run
 resource.setrlimit(resource.RLIMIT_NPROC, (int(sys.argv[1]), int(sys.argv[1])))
 if os.getuid() == 0:
     os.setuid(65534)
-sys.argv = ["stratagem", "run", *sys.argv[2:], "-m", "no_such_module_of_ours"]
+sys.argv = ["stratagem", "run", *sys.argv[2:], "-m", "__hello__"]  # which is in no file
 main()
 """
 
