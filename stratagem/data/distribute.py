@@ -236,7 +236,8 @@ def _plan(loader: DataLoader[Any], num_slices: int) -> Plan | None:
 
 def _refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
     for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
-        is_of_accelerate = getattr(sampler, "num_processes", 1) != 1
+        # The second is no word that a sampler of one's own would have for its processes.
+        is_of_accelerate = getattr(sampler, "num_processes", 1) != 1 and hasattr(sampler, "process_index")
         if is_of_accelerate or isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
                 f"a {type(sampler).__name__} gives each worker a part of the examples, and distribute_dataset would "

@@ -242,6 +242,15 @@ def test_a_batch_sampler_gives_no_empty_batch(num_workers: int) -> None:
         epoch(lambda: DataLoader(Numbers(3), batch_sampler=[[0, 1], [], [2]]), num_workers=num_workers)
 
 
+@pytest.mark.parametrize("num_processes", [None, 4])
+def test_a_sampler_may_count_processes_of_its_own(num_processes: int | None) -> None:
+    """It was taken for one of accelerate's, and refused."""
+    sampler = torch.utils.data.SequentialSampler(Numbers(4))
+    sampler.num_processes = num_processes  # type: ignore[attr-defined]
+    loader = DataLoader(Numbers(4), batch_size=2, sampler=sampler)
+    assert len(steps_of(distribute(loader, placement=InputPlacement((CPU,))))) == 2
+
+
 def test_sources_that_cannot_be_shared_out() -> None:
     placement = InputPlacement((CPU,))
     with pytest.raises(ConfigurationError, match="batch_size="):
@@ -260,7 +269,7 @@ def test_sources_that_cannot_be_shared_out() -> None:
     with pytest.raises(ConfigurationError, match="DistributedSampler gives each worker a part"):
         leasable(DataLoader(Numbers(4), sampler=sampler))
     part = torch.utils.data.BatchSampler(range(4), 2, drop_last=False)
-    part.num_processes = 2  # type: ignore[attr-defined]  # as accelerate's BatchSamplerShard has it
+    part.num_processes, part.process_index = 2, 0  # type: ignore[attr-defined]  # as accelerate's BatchSamplerShard
     with pytest.raises(ConfigurationError, match="BatchSampler gives each worker a part"):
         distribute(DataLoader(Numbers(4), batch_sampler=part), placement=placement)
     with pytest.raises(ConfigurationError, match=r"one index at a time .* got 2: give sampler=BatchSampler"):
