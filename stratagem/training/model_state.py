@@ -115,7 +115,8 @@ class ModelState(WithWaysOut):
         ConfigurationError: one of them was set. Warns once of a layer that was put in after ``compile``."""
         for name in _NEVER_CALLED.intersection(vars(self)):
             raise ConfigurationError(f"model.{name} was set, {_NOT_CALLED}")
-        for name in _OF_OPTIMIZERS.keys() & vars(self.optimizer).keys():
+        is_of_torch = type(self.optimizer).__module__.startswith("torch.")  # one of the script's own may read them
+        for name in _OF_OPTIMIZERS.keys() & vars(self.optimizer).keys() if is_of_torch else ():
             raise ConfigurationError(
                 f"optimizer.{name} was set, which torch's optimizers ignore: {_OF_OPTIMIZERS[name]}"
             )

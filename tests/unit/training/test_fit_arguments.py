@@ -286,6 +286,21 @@ def test_an_attribute_that_only_keras_would_look_at_is_refused(strategy: sg.Stra
             model.fit(X, Y, verbose=0)
 
 
+def test_an_optimizer_of_the_scripts_own_may_have_attributes_of_these_names() -> None:
+    """They were refused as ones that torch ignores."""
+
+    class Clipped(torch.optim.SGD):
+        def __init__(self, parameters: Any, lr: float, clipnorm: float) -> None:
+            super().__init__(parameters, lr)
+            self.lr, self.clipnorm = lr, clipnorm
+
+    net = torch.nn.Linear(X.shape[1], 2)
+    with sg.OneDeviceStrategy("cpu").scope():
+        model = sg.Model(net)
+        model.compile(Clipped(net.parameters(), 0.1, 1.0), torch.nn.CrossEntropyLoss())
+        assert model.fit(X, Y, verbose=0).history["loss"]
+
+
 def test_a_layer_that_only_keras_would_not_train_is_refused() -> None:
     layer = torch.nn.Linear(3, 2)
     layer.trainable = False  # type: ignore[assignment]
