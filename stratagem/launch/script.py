@@ -8,6 +8,9 @@ from pathlib import Path
 
 from stratagem.errors import ConfigurationError
 
+_MOVES_MODULES = (b"__path__", b"sys.modules", b"meta_path", b"declare_namespace")
+"""A package that has one of these words may say itself where its modules are."""
+
 
 def check_script(script: Path, is_module: bool) -> None:
     """Raises ConfigurationError: there is no such file, or no module of that name."""
@@ -25,16 +28,19 @@ def check_script(script: Path, is_module: bool) -> None:
 
 def _is_missing(module: str) -> bool:
     """Whether Python would certainly find no such module; its packages, which may do anything, are not imported."""
-    path, name = [os.getcwd(), *sys.path], ""
+    paths: tuple[list[str] | None, ...] = ([os.getcwd(), *sys.path], None)  # None: what Python itself gives finders
+    name = ""
     try:
         for part in module.split("."):
             name = f"{name}.{part}".lstrip(".")
-            spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
+            specs = (finder.find_spec(name, path) for path in paths for finder in sys.meta_path)
+            spec = next(filter(None, specs), None)
             if spec is None:
                 return True
-            if spec.origin and b"__path__" in Path(spec.origin).read_bytes():
-                return False  # it may say itself where its modules are
-            path = list(spec.submodule_search_locations or ())
+            content = Path(spec.origin).read_bytes() if spec.origin else b""
+            if any(word in content for word in _MOVES_MODULES):
+                return False
+            paths = (list(spec.submodule_search_locations or ()),)
     except Exception:  # a finder of the user's, an archive, a namespace inside of one: there is no telling
         return False
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "space" / "inner").mkdir(parents=True)
     (tmp_path / "space" / "train.py").touch()
     (tmp_path / "space" / "inner" / "train.py").touch()
-    (tmp_path / "wide").mkdir()
-    (tmp_path / "wide" / "__init__.py").write_text("__path__.append('somewhere')\n")
+    for name, content in (
+        ("wide", "__path__.append('somewhere')"),
+        ("shared", "__import__('pkg_resources').declare_namespace(__name__)"),
+        ("renamed", "import sys; sys.modules[__name__ + '.other'] = pkg"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"{content}\n")
     return tmp_path
 
 
@@ -37,7 +43,24 @@ def test_a_module_that_is_not_there_is_refused(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["one", "pkg", "pkg.train", "far.train", "space.train", "space.inner.train", "wide.train", "timeit", "json.tool"],
+    [
+        *("one", "pkg", "pkg.train", "far.train", "space.train", "space.inner.train"),
+        *("wide.train", "shared.train", "renamed.other.train", "timeit", "json.tool"),
+    ],
 )
 def test_a_module_that_python_finds_or_may_find_is_not_refused(folder: Path, name: str) -> None:
     check_script(Path(name), True)
+
+
+def test_a_finder_that_is_asked_for_top_modules_as_python_asks_it_is_heard(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of editable installs may be: they look away when they are given a path."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None) if path is None and name == "installed" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    check_script(Path("installed"), True)
