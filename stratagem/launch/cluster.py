@@ -214,7 +214,8 @@ class LocalCluster:
             code = EXIT_DONE
             self.output.say(f"{task} was killed after its goodbye to the chief; its work was done")
         want_of_memory = []
-        if code == -signal.SIGKILL and num_killed_for_memory() > self._num_killed_for_memory:
+        was_killed = code == -signal.SIGKILL and not process.was_told_to_die
+        if was_killed and num_killed_for_memory() > self._num_killed_for_memory:
             self._num_killed_for_memory += 1  # several tasks may have been killed before the first is seen
             want_of_memory = [
                 f"memory was used up when {task} was killed: the kernel killed for it (dmesg says whom). All tasks "

@@ -103,6 +103,8 @@ class TaskProcess:
         self.started_at = time.monotonic()
         self.returncode: int | None = None
         """The exit code once :meth:`reap` has seen it; negative: a signal."""
+        self.was_told_to_die = False
+        """Whether this command has killed it."""
         reading_out, writing_out = os.pipe()
         reading_err, writing_err = os.pipe()
         try:
@@ -132,11 +134,13 @@ class TaskProcess:
     def send(self, signum: int) -> None:
         """Sends a signal to the process itself (its children decide with it)."""
         if not self.reap():
+            self.was_told_to_die |= signum == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
 
     def kill(self) -> None:
         if self.returncode is None:
+            self.was_told_to_die |= self._child.ended() is None
             for kill in (os.killpg, os.kill):  # a fork may not have made its group yet
                 with contextlib.suppress(ProcessLookupError):
                     kill(self.pid, signal.SIGKILL)

@@ -234,6 +234,25 @@ def test_who_failed_for_lack_of_memory_is_told_at_the_end(
     assert "memory was used up" in case.summary["first_failure"]["last_lines"][-1]
 
 
+def test_memory_is_not_blamed_for_a_task_that_the_launcher_killed(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job of the machine may have lacked memory meanwhile."""
+    counts = tmp_path / "vmstat"
+    counts.write_text("oom_kill 7\n")
+    monkeypatch.setattr(processes, "_VMSTAT", counts)
+    case.programs["worker:0"] = (
+        "import sys, os, time\nwhile not os.path.exists(sys.argv[1] + '/deaf'): time.sleep(0.01)\n"
+        f"open({str(counts)!r}, 'w').write('oom_kill 8')\nsys.exit(42)"
+    )
+    case.programs["worker:1"] = (
+        "import signal, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(sys.argv[1] + '/deaf', 'w')\n" + WAIT
+    )
+    assert case.run(shutdown_timeout_s=0.3) == 42
+    assert case.summary["tasks"]["worker:1"]["exit_codes"] == [-signal.SIGKILL]
+    assert "memory was used up" not in case.stderr.getvalue()
+
+
 @pytest.mark.parametrize(("code", "lives"), [(42, 1), (2, 1), (3, 3)])
 def test_exit_code_of_the_first_failure(case: Case, code: int, lives: int) -> None:
     case.programs["worker:0"] = f"import sys; sys.exit({code})"
