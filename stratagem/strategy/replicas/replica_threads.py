@@ -154,14 +154,19 @@ class ReplicaThreads:
             thread_modes = ThreadModes.here(self.devices)
             with self.changed:
                 self._run = run
-            self.turn_lock.start()
-            for replica, one in enumerate(work):
-                play = functools.partial(self._play, run, replica, one, thread_modes)
-                self._jobs[replica].put(functools.partial(contextvars.copy_context().run, play))
+            num_begun = 0
             try:
+                self.turn_lock.start()
+                for replica, one in enumerate(work):
+                    play = functools.partial(self._play, run, replica, one, thread_modes)
+                    self._jobs[replica].put(functools.partial(contextvars.copy_context().run, play))
+                    num_begun += 1
                 self._preside(run)
-            except BaseException as error:
+            except BaseException as error:  # Ctrl-C too, which comes anywhere
                 self._fail(run, None, error)
+                with self.changed:
+                    run.doing[num_begun:] = [Doing.ENDED] * (self.size - num_begun)
+                    self.turn_lock.release(CALLER)
             finally:
                 try:
                     with self.changed:
@@ -204,7 +209,6 @@ class ReplicaThreads:
                 results = offers[0].decide([offer.value for offer in offers])
             except BaseException as error:
                 _note(error, f"raised in {offers[0].what}, where all replicas had met")
-                self.turn_lock.release(CALLER)
                 raise
             del offers
             with self.changed:

@@ -466,3 +466,22 @@ def test_nobody_wakes_replicas_when_the_interpreter_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+@pytest.mark.parametrize("at", ["the start", "a meeting"])
+def test_an_interrupt_beside_the_step_leaves_replicas_that_can_run_again(
+    replica_threads: ReplicaThreads, at: str
+) -> None:
+    """The turn was never given back: all waited for ever, or the next run was taken for one inside of this one."""
+
+    def interrupted(values: list[Any]) -> Iterator[Any]:
+        yield from values[1:]
+        raise KeyboardInterrupt
+
+    def work(replica: int) -> Any:
+        return replica_threads.meet("here", replica, interrupted)  # type: ignore[arg-type]
+
+    each = [functools.partial(work, replica) for replica in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        replica_threads.run(interrupted(each) if at == "the start" else each)  # type: ignore[arg-type]
+    assert everywhere(replica_threads, lambda replica: replica) == [0, 1, 2]
