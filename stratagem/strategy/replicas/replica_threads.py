@@ -152,11 +152,11 @@ class ReplicaThreads:
             self.check_open()
             run = _Run(self.size)
             thread_modes = ThreadModes.here(self.devices)
-            with self.changed:
-                self._run = run
+            self.turn_lock.start()
             num_begun = 0
             try:
-                self.turn_lock.start()
+                with self.changed:
+                    self._run = run
                 for replica, one in enumerate(work):
                     play = functools.partial(self._play, run, replica, one, thread_modes)
                     self._jobs[replica].put(functools.partial(contextvars.copy_context().run, play))

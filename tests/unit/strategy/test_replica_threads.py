@@ -485,3 +485,17 @@ def test_an_interrupt_beside_the_step_leaves_replicas_that_can_run_again(
     with pytest.raises(KeyboardInterrupt):
         replica_threads.run(interrupted(each) if at == "the start" else each)  # type: ignore[arg-type]
     assert everywhere(replica_threads, lambda replica: replica) == [0, 1, 2]
+
+
+def test_an_interrupt_while_streams_are_seeded_has_them_seeded_again(
+    replica_threads: ReplicaThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run found no stream of a replica: KeyError."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch, "randint", interrupted)
+        everywhere(replica_threads, lambda replica: replica)
+    assert everywhere(replica_threads, lambda replica: replica) == [0, 1, 2]
