@@ -174,7 +174,7 @@ class Strategy(WithWaysOut):
 
     def _check_parameters(self, objects: Sequence[Any], preparation: Preparation) -> None:
         """Makes sure, once all is in its place, that optimizers change what prepared models compute with."""
-        for item in objects:
+        for item in (each for each in objects if isinstance(each, torch.nn.Module | torch.optim.Optimizer)):
             self._preparations.setdefault(item, preparation)
         models = (item for item in self._preparations if isinstance(item, torch.nn.Module))
         known = {id(parameter) for model in models for parameter in model.parameters()}
