@@ -28,9 +28,9 @@ def check_script(script: Path, is_module: bool) -> None:
 
 def _is_missing(module: str) -> bool:
     """Whether Python would certainly find no such module; its packages, which may do anything, are not imported."""
-    paths: tuple[list[str] | None, ...] = ([os.getcwd(), *sys.path], None)  # None: what Python itself gives finders
     name = ""
     try:
+        paths: tuple[list[str] | None, ...] = ([os.getcwd(), *sys.path], None)  # None: what Python itself gives finders
         for part in module.split("."):
             name = f"{name}.{part}".lstrip(".")
             specs = (finder.find_spec(name, path) for path in paths for finder in sys.meta_path)
@@ -41,6 +41,6 @@ def _is_missing(module: str) -> bool:
             if any(word in content for word in _MOVES_MODULES):
                 return False
             paths = (list(spec.submodule_search_locations or ()),)
-    except Exception:  # a finder of the user's, an archive, a namespace inside of one: there is no telling
+    except Exception:  # a finder of the user's, an archive, a removed folder: there is no telling
         return False
     return False
