@@ -155,14 +155,14 @@ class Strategy(WithWaysOut):
                 )
         preparation = Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile, memory_format)
         others = [item for item in objects if not is_metric(item)]
-        preparation.check_place([original(item) for item in others], self._preparations)
-        for item in others:
-            if isinstance(item, torch.nn.Module):
-                preparation.lay_out(item)
-            elif isinstance(item, torch.optim.Optimizer):
-                check_made(item)
-        rest = iter(self._prepare(others, preparation) if others else ())
-        self._check_parameters([original(item) for item in others], preparation)
+        with preparation.begun([original(item) for item in others], self._preparations):
+            for item in others:
+                if isinstance(item, torch.nn.Module):
+                    preparation.lay_out(item)
+                elif isinstance(item, torch.optim.Optimizer):
+                    check_made(item)
+            rest = iter(self._prepare(others, preparation) if others else ())
+            self._check_parameters([original(item) for item in others], preparation)
         for metric in filter(is_metric, objects):
             self._prepare_metric(metric)
         prepared = [item if is_metric(item) else next(rest) for item in objects]

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Preparation(GradientPolicy):
     sync_batchnorm: bool = False
     torch_compile: bool | str | Mapping[str, Any] | None = None
     memory_format: torch.memory_format | None = None
+    is_whole: bool = True
+    """Whether all that was prepared with it is connected."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +66,25 @@ class Preparation(GradientPolicy):
             f"prepare(gradients={self.gradients!r}, clip_norm={self.clip_norm}, nan={self.nan!r}, "
             f"sync_batchnorm={self.sync_batchnorm})"
         )
+
+    @contextlib.contextmanager
+    def begun(self, objects: Sequence[Any], known: MutableMapping[Any, Preparation]) -> Iterator[None]:
+        """Around the preparation of ``objects``: keeps in mind what Ctrl-C has left half connected. ``known``: with
+        what others were prepared before. Raises ConfigurationError: see :meth:`check_place`; one is half connected."""
+        for item in objects:
+            if item in known and not known[item].is_whole:
+                raise ConfigurationError(
+                    f"prepare of this {type(item).__name__} was interrupted, and nobody knows how far it came: build "
+                    "the model and the optimizer anew, and prepare those"
+                )
+        self.check_place(objects, known)
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                for item in objects:
+                    known.setdefault(item, dataclasses.replace(self, is_whole=False))
+            raise
 
     def check_place(self, objects: Iterable[Any], known: Mapping[Any, Preparation]) -> None:
         """Says which options have nothing that they are about among the ``objects`` that come with them. Raises

@@ -274,3 +274,32 @@ def test_a_loss_of_many_terms_is_looked_at() -> None:
 
     strategy.run(step)
     strategy.close()
+
+
+@pytest.mark.parametrize("make", [sg.OneDeviceStrategy, sg.MirroredStrategy, sg.CentralStorageStrategy])
+def test_an_interrupted_prepare_is_not_taken_for_a_whole_one(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second prepare connected nothing, and a step was not clipped."""
+    strategy = make("cpu" if make is sg.OneDeviceStrategy else ["cpu:0", "cpu:1"])
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(strategy._local), "together", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            strategy.prepare(net, optimizer, clip_norm=1e-3)
+    with pytest.raises(ConfigurationError, match=r"of this Linear was interrupted.* build the model and the optimizer"):
+        strategy.prepare(net, optimizer, clip_norm=1e-3)
+    other = torch.nn.Linear(2, 1)
+    other, optimizer = strategy.prepare(other, torch.optim.SGD(other.parameters(), 1.0), clip_norm=1e-3)
+    before = other.weight.detach().clone()
+
+    def step() -> None:
+        other(torch.full((4, 2), 100.0)).mean().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    assert 0 < (other.weight.detach() - before).norm() < 2e-3
+    strategy.close()
