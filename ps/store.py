@@ -107,8 +107,9 @@ class Store:
     def give_back(self) -> None:
         """The last lane is gone: of what was for frames on their way nothing is kept."""
         for locked in [*self.state.locked_groups.values()]:
-            with locked.lock:  # nobody reads a version that was shared
-                locked.publisher.outdate()
+            if not locked.spec.is_table:  # of a table none is shared, and to make its first rows may take minutes
+                with locked.lock:  # nobody reads a version that was shared
+                    locked.publisher.outdate()
         self.state.memory.empty()
         give_back_freed_memory()
 

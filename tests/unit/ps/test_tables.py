@@ -302,6 +302,14 @@ def test_a_table_is_not_made_while_a_checkpoint_is_written(
     assert not snapshot.load(tmp_path / "c", 0).groups[0].initialized
 
 
+def test_a_lane_that_ends_waits_for_no_table_that_is_being_made() -> None:
+    store, worker = store_and_worker()
+    worker.create_table()
+    with store.state.locked_groups[1].lock:  # as while its rows are made, seconds long
+        giving_back = in_thread(store.give_back)
+        until(lambda: giving_back.done, deadline_s=5.0)
+
+
 def test_two_ps_save_one_tensor(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is allocated once, not for the part of every ps: a second time may be more than there is memory for."""
     initial = InitialRows("normal", 0.0, 1.0, seed=2)
