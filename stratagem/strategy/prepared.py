@@ -71,7 +71,8 @@ class Preparation(GradientPolicy):
     def begun(self, objects: Sequence[Any], known: MutableMapping[Any, Preparation]) -> Iterator[None]:
         """Around the preparation of ``objects``: keeps in mind what Ctrl-C has left half connected. ``known``: with
         what others were prepared before. Raises ConfigurationError: see :meth:`check_place`; one is half connected."""
-        for item in objects:
+        kept = [item for item in objects if isinstance(item, nn.Module | torch.optim.Optimizer)]
+        for item in kept:
             if item in known and not known[item].is_whole:
                 raise ConfigurationError(
                     f"prepare of this {type(item).__name__} was interrupted, and nobody knows how far it came: build "
@@ -82,7 +83,7 @@ class Preparation(GradientPolicy):
             yield
         except BaseException as error:
             if not isinstance(error, Exception):
-                for item in objects:
+                for item in kept:
                     known.setdefault(item, dataclasses.replace(self, is_whole=False))
             raise
 
