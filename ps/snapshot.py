@@ -17,7 +17,7 @@ from typing import Any
 import safetensors
 import torch
 
-from stratagem.checkpoint.durable import hash_file, read_file, way_out, write_durably
+from stratagem.checkpoint.durable import GIVE_ANOTHER, hash_file, read_file, way_out, write_durably
 from stratagem.checkpoint.manifest import UNREADABLE, SavedFile, read_content
 from stratagem.checkpoint.tensor_file import open_tensors, write_tensors
 from stratagem.cluster.initial_rows import InitialRows
@@ -99,7 +99,7 @@ def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFil
         data = json.dumps(describe(index, content), separators=(",", ":")).encode()
         saved.append(SavedFile(f"{stem}.json", *write_durably(directory / f"{stem}.json", data)))
     except OSError as error:
-        advice = way_out(error, "give a directory that the chief and every ps can write")
+        advice = way_out(error, GIVE_ANOTHER)
         raise CheckpointError(
             f"ps:{index} cannot write its shards into {directory.parent}: {error.strerror or error}; {advice}"
         ) from None

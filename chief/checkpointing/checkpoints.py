@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from stratagem.checkpoint import catalog
 from stratagem.checkpoint.draft import CheckpointDraft
-from stratagem.checkpoint.durable import way_out
+from stratagem.checkpoint.durable import GIVE_ANOTHER, way_out
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.chief.counting.metric_states import Logs, decode_logs, encode_logs
 from stratagem.chief.journal.history import decode_positions, encode_positions
@@ -117,7 +117,7 @@ def begin(directory: str) -> CheckpointDraft:
             undone.pop_all()
     except (CheckpointError, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        advice = way_out(cause, "give a directory that the chief and every ps can write")
+        advice = way_out(cause, GIVE_ANOTHER)
         what = f"cannot write into {directory}: {error.strerror}" if isinstance(error, OSError) else error
         raise CheckpointError(f"{what}; {advice}") from None
     return draft

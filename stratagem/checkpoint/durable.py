@@ -11,6 +11,9 @@ import pathlib
 import secrets
 import stat
 
+GIVE_ANOTHER = "give a directory that the chief and every ps can write"
+"""What helps otherwise, of the folder of a job's checkpoints."""
+
 
 def write_durably(path: pathlib.Path, *pieces: bytes | memoryview) -> tuple[int, str]:
     """Writes a file that does not exist yet. Returns its size in bytes and its SHA-256 in hex. Raises OSError: it

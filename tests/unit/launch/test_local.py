@@ -207,43 +207,37 @@ def test_a_killed_worker_is_started_again(case: Case) -> None:
     assert "worker:1 ended (killed by SIGKILL); restarting it, 2 restarts left" in case.stderr.getvalue()
 
 
-def test_tasks_that_the_kernel_killed_for_lack_of_memory_are_told(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def vmstat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The counts of a kernel that has killed seven processes for lack of memory."""
     counts = tmp_path / "vmstat"
     counts.write_text("nr_free_pages 9\noom_kill 7\n")
     monkeypatch.setattr(processes, "_VMSTAT", counts)
+    return counts
+
+
+def test_tasks_that_the_kernel_killed_for_lack_of_memory_are_told(case: Case, vmstat: Path) -> None:
     killed = "import os, signal, sys\n{}os.kill(os.getpid(), signal.SIGKILL)\n"
     case.programs["worker:1"] = killed.format(
-        f"if os.environ['LIFE'] == '2': open({str(counts)!r}, 'w').write('oom_kill 8\\n')\n"
+        f"if os.environ['LIFE'] == '2': open({str(vmstat)!r}, 'w').write('oom_kill 8\\n')\n"
     )
     assert case.run(max_restarts=2) == 1
     told = [line for line in case.stderr.getvalue().splitlines() if "memory was used up when worker:1" in line]
     assert len(told) == 1 and case.starts.count("worker:1") == 3  # of the second life, not of the others
 
 
-def test_who_failed_for_lack_of_memory_is_told_at_the_end(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = tmp_path / "vmstat"
-    counts.write_text("oom_kill 7\n")
-    monkeypatch.setattr(processes, "_VMSTAT", counts)
-    kill = f"open({str(counts)!r}, 'w').write('oom_kill 8'); os.kill(os.getpid(), signal.SIGKILL)\n"
+def test_who_failed_for_lack_of_memory_is_told_at_the_end(case: Case, vmstat: Path) -> None:
+    kill = f"open({str(vmstat)!r}, 'w').write('oom_kill 8'); os.kill(os.getpid(), signal.SIGKILL)\n"
     case.programs["worker:1"] = f"import os, signal\n{kill}"
     assert case.run(max_restarts=0) == 1
     assert "memory was used up" in case.summary["first_failure"]["last_lines"][-1]
 
 
-def test_memory_is_not_blamed_for_a_task_that_the_launcher_killed(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_not_blamed_for_a_task_that_the_launcher_killed(case: Case, vmstat: Path) -> None:
     """Another job of the machine may have lacked memory meanwhile."""
-    counts = tmp_path / "vmstat"
-    counts.write_text("oom_kill 7\n")
-    monkeypatch.setattr(processes, "_VMSTAT", counts)
     case.programs["worker:0"] = (
         "import sys, os, time\nwhile not os.path.exists(sys.argv[1] + '/deaf'): time.sleep(0.01)\n"
-        f"open({str(counts)!r}, 'w').write('oom_kill 8')\nsys.exit(42)"
+        f"open({str(vmstat)!r}, 'w').write('oom_kill 8')\nsys.exit(42)"
     )
     case.programs["worker:1"] = (
         "import signal, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(sys.argv[1] + '/deaf', 'w')\n" + WAIT
