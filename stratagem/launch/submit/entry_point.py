@@ -43,6 +43,12 @@ def find_entry_point(entry_point: str | Path | None) -> EntryPoint:
     """The script that is meant: a path of a script or a notebook; None: the running notebook (its file where the
     frontend tells which, else the cells executed so far), or the running script. ConfigurationError: there is no such
     file, or nothing runs that could be meant."""
+    if callable(entry_point):
+        raise ConfigurationError(
+            f"expected entry_point to be the path of a script or a notebook, got the function "
+            f"{getattr(entry_point, '__name__', entry_point)}: run() takes all of the running script or notebook (give "
+            "no entry_point), in which the function is called after it"
+        )
     if entry_point is not None:
         return _from_file(Path(entry_point))
     shell = notebook.running_shell()
@@ -53,8 +59,12 @@ def find_entry_point(entry_point: str | Path | None) -> EntryPoint:
     if (file := notebook.notebook_file(shell)) is not None:
         note = f"took the notebook {file} as it was last saved"
         return dataclasses.replace(_from_file(file), note=note)
-    cells = [str(source) for source in shell.history_manager.input_hist_raw[1:]]  # this one included
-    note = f"took the {len(cells)} cells that this kernel has executed so far; entry_point= names a file instead"
+    history = shell.history_manager
+    # IPython keeps the errors from version 9 on. What was interrupted may be the training that is to run elsewhere.
+    raised = [at for at, error in getattr(history, "exceptions", {}).items() if error["ename"] != "KeyboardInterrupt"]
+    cells = ["" if at in raised else str(cell) for at, cell in enumerate(history.input_hist_raw)][1:]  # with this one
+    but = f" but what raised an error (cell {', '.join(map(str, raised))})" if raised else ""
+    note = f"took all {len(cells)} cells that this kernel has executed so far{but}; entry_point= names a file instead"
     return EntryPoint(Path.cwd() / CELLS, notebook.to_script(cells, "the running notebook"), note)
 
 

@@ -13,6 +13,7 @@ import pytest
 from stratagem.errors import ConfigurationError
 from stratagem.launch.submit.entry_point import find_entry_point
 from stratagem.launch.submit.notebook import notebook_file, read_cells, to_script
+from tests.notebooks import EXECUTE, notebook_of
 
 
 def run(script: str, folder: Path) -> str:
@@ -126,6 +127,24 @@ def test_the_frontend_tells_which_notebook_runs(tmp_path: Path, monkeypatch: pyt
     assert notebook_file(elsewhere) == file
     monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / "console-1"))
     assert notebook_file(elsewhere) is None
+
+
+def test_of_the_cells_that_a_kernel_has_executed_those_that_raised_are_left_out(tmp_path: Path) -> None:
+    ends = ["prinx(2)", "raise KeyboardInterrupt", "assert a == 1"]
+    asks = "from stratagem.launch.submit.entry_point import find_entry_point as find\nfound = find(None)"
+    notebook = json.loads(notebook_of("a = 1", *ends, asks, "print(found.source, found.note)"))
+    for cell in notebook["cells"][1:3]:
+        cell["metadata"]["tags"] = ["raises-exception"]
+    (tmp_path / "n.ipynb").write_text(json.dumps(notebook))
+    command = [sys.executable, "-c", EXECUTE, str(tmp_path / "n.ipynb"), "60"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "took all 5 cells that this kernel has executed so far but what raised an error (cell 2);" in told, told
+    assert "prinx" not in told and "# cell 3\nraise KeyboardInterrupt" in told
+
+
+def test_a_function_is_no_entry_point() -> None:
+    with pytest.raises(ConfigurationError, match="got the function write_notebook: run"):
+        find_entry_point(write_notebook)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["not json", "[]", '{"worksheets": []}'])
