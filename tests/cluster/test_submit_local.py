@@ -225,11 +225,26 @@ def test_what_cannot_work_is_refused_with_exit_code_2(desk: Desk, options: list[
     assert desk.jobs() == []
 
 
+def test_who_stops_looking_at_the_log_is_told_what_ends_the_job(desk: Desk) -> None:
+    desk.write("long.py", "import time\nprint('began', flush=True)\ntime.sleep(600)\n")
+    command = [*STRATAGEM, "submit", "--stream-logs", "long.py"]
+    options = {"cwd": desk.folder, "env": desk.environ, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with forks.Popen(command, **options) as looking:
+        assert looking.stdout is not None
+        while "began" not in (line := looking.stdout.readline()):
+            assert line, desk.log(desk.jobs()[0]["id"])
+        looking.send_signal(signal.SIGINT)
+        _, told = looking.communicate(timeout=DEADLINE_S)
+    job = desk.jobs()[0]
+    assert f"the job goes on; what ends it: stratagem jobs cancel {job['id']}" in told, told
+    assert job["state"]["phase"] == "running"
+
+
 @pytest.mark.thorough
 def test_from_a_cell_of_a_running_kernel(desk: Desk) -> None:
     executed = desk.run(sys.executable, "-c", EXECUTE, str(ROOT / "examples" / "submit.ipynb"), "90")
     assert executed.returncode == 0, executed.stderr
-    assert "took the 4 cells that this kernel has executed so far" in executed.stdout
+    assert "took all 4 cells that this kernel has executed so far" in executed.stdout
     assert "accuracy" not in executed.stdout  # nothing was trained in the kernel
     job = desk.jobs()[0]
     assert f"stratagem jobs logs --follow {job['id']}" in executed.stdout

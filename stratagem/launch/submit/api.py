@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -99,20 +100,19 @@ def run(
     if remote():
         return own_job()
     request = JobRequest(**{field.name: given[field.name] for field in dataclasses.fields(JobRequest)})
-    named = str(entry_point) if entry_point is not None else ""
-    job, code = submit_and_follow(request, named, stream_logs=stream_logs, dry_run=dry_run)
+    job, code = submit_and_follow(request, entry_point, stream_logs=stream_logs, dry_run=dry_run)
     if entry_point is None and running_shell() is None:
         sys.exit(code)
     return job
 
 
 def submit_and_follow(
-    request: JobRequest, entry_point: str, *, stream_logs: bool = False, dry_run: bool = False
+    request: JobRequest, entry_point: str | Path | None, *, stream_logs: bool = False, dry_run: bool = False
 ) -> tuple[Job, int]:
-    """What `run()` and `stratagem submit` have in common. ``entry_point``: as the user wrote it; empty: whoever calls.
+    """What `run()` and `stratagem submit` have in common. ``entry_point``: as the user wrote it; None: whoever calls.
     Gives the job, and an exit code: the job's under ``stream_logs``, else 0."""
     root = Path(current_folder())
-    plan = make_plan(request, find_entry_point(entry_point or None), root)
+    plan = make_plan(request, find_entry_point(entry_point), root)
     about_context = plan.image.context.warning() if plan.image is not None else ""
     for note in filter(None, (plan.entry_point.note, request.warning(), about_context)):
         print(f"stratagem: {note}", file=sys.stderr)
@@ -120,12 +120,16 @@ def submit_and_follow(
         print(submission.show(plan), end="")
         return Job("", request.target), 0
     store = JobStore()
-    record = submission.submit(plan, entry_point or plan.entry_point.path.name, store)
+    record = submission.submit(plan, str(entry_point or plan.entry_point.path.name), store)
     job = Job(record.id, record.target, record.image, str(store.folder(record.id)))
     print(f"stratagem: job {job.id} runs on {job.target}: stratagem jobs logs --follow {job.id}", file=sys.stderr)
     if not stream_logs:
         return job, 0
-    state = submission.follow(record, store, print)
+    try:
+        state = submission.follow(record, store, functools.partial(print, flush=True))
+    except KeyboardInterrupt:
+        print(f"stratagem: the job goes on; what ends it: stratagem jobs cancel {job.id}", file=sys.stderr)
+        raise
     code = state.exit_code if state.exit_code is not None else 1
     print(f"stratagem: job {job.id} {state.phase}, exit code {code}", file=sys.stderr)
     return job, code

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.launch.submit.entry_point import find_entry_point
 from stratagem.launch.submit.notebook import notebook_file, read_cells, to_script
@@ -144,7 +145,7 @@ def test_of_the_cells_that_a_kernel_has_executed_those_that_raised_are_left_out(
 
 def test_a_function_is_no_entry_point() -> None:
     with pytest.raises(ConfigurationError, match="got the function write_notebook: run"):
-        find_entry_point(write_notebook)  # type: ignore[arg-type]
+        sg.run(write_notebook, worker_count=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["not json", "[]", '{"worksheets": []}'])
