@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _outside: dict[int, weakref.ref[nn.Module]] = {}
 """Modules that were given parameters outside of any scope, and that no strategy has watched so far, by identity."""
 
+_inside: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""In whose scope modules were given parameters."""
+
 _SUM = _reduction.get_enum("sum")
 _MOST_TERMS = 32
 _NUM_LOOKS = 16
@@ -146,6 +149,17 @@ class Preparation(GradientPolicy):
                 raise ConfigurationError(
                     f"expected torch_compile=True, a mode or arguments of torch.compile, got {chosen!r}: {error}"
                 ) from error
+
+
+def created_inside(module: nn.Module, strategy: Any) -> None:
+    """A parameter was given to a module in the scope of a strategy."""
+    _inside[module] = weakref.ref(strategy)
+
+
+def strategy_of_scope(model: nn.Module) -> Any:
+    """In whose scope a model, or a part of it, was given parameters; None: in none, or that strategy is gone."""
+    found = (_inside[part]() for part in model.modules() if part in _inside)
+    return next((strategy for strategy in found if strategy is not None), None)
 
 
 def created_outside(module: nn.Module) -> None:

@@ -33,7 +33,6 @@ from stratagem.training.metrics import Metrics, metrics_of
 from stratagem.training.model_state import ModelState, as_asked, layer_table
 from stratagem.training.optimizers import OptimizerFactory, optimizer_of
 from stratagem.training.progress import Pace, Verbose, display, numbers
-from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import awaits_strategy
 
 
@@ -110,11 +109,8 @@ class Model(ModelState):
         whole_number("accumulate_steps", accumulate_steps)
         if not self.strategy.places_models and awaits_strategy():
             self.strategy = get_strategy()
-        if optimizer is not None and not self.strategy.places_models and active_runtime() is not None:
-            raise ConfigurationError(
-                "this worker belongs to a cluster: build the sg.Model inside `with strategy.scope():`, otherwise it "
-                "would be trained on this worker only"
-            )
+        if optimizer is not None:
+            self._check_is_for_all()
         if optimizer is not None and isinstance(self._original, LoadedModel):
             raise ConfigurationError(NOT_TRAINED)
         chosen = None if loss is None else Loss(loss)

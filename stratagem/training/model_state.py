@@ -20,12 +20,14 @@ from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.current import current_strategy
+from stratagem.strategy.prepared import strategy_of_scope
 from stratagem.tensorflow_names import WithWaysOut
 from stratagem.training.export.export import export_model
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.fit.sources import Arrays
 from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.worker.runtime import active_runtime
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +209,22 @@ class ModelState(WithWaysOut):
                 "build the sg.Model inside `with strategy.scope():`"
             )
         return contextlib.nullcontext() if current is self.strategy else self.strategy.scope()
+
+    def _check_is_for_all(self) -> None:
+        """Raises ConfigurationError: it would train on less than its script has asked for."""
+        if self.strategy.places_models:
+            return
+        if active_runtime() is not None:
+            raise ConfigurationError(
+                "this worker belongs to a cluster: build the sg.Model inside `with strategy.scope():`, otherwise it "
+                "would be trained on this worker only"
+            )
+        strategy = strategy_of_scope(self._original)
+        if strategy is not None and strategy.num_replicas_in_sync > 1:
+            raise ConfigurationError(
+                f"the module was built inside the scope of {type(strategy).__name__}, but this sg.Model outside, where "
+                "one device would train it: build the sg.Model inside `with strategy.scope():` too"
+            )
 
     # -- weights -----------------------------------------------------------------------------------------------
 

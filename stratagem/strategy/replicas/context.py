@@ -24,7 +24,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.cross_replica import as_tensor, check_axis, concatenated, operand
 from stratagem.strategy.current import current_strategy, has_current_strategy
-from stratagem.strategy.prepared import created_outside
+from stratagem.strategy.prepared import created_inside, created_outside
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.mirrored import OnlyReplica
 from stratagem.strategy.replicas.replica_threads import RUN_INSIDE_RUN, ReplicaThreads
@@ -92,8 +92,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
     if _here.get() is not _Here.OUTSIDE:
         return
-    if (prepared := current_strategy().prepared) is not None:
+    if (prepared := (strategy := current_strategy()).prepared) is not None:
         prepared.created(module, name)
+        created_inside(module, strategy)
     else:
         created_outside(module)
 

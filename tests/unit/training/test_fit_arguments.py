@@ -376,6 +376,19 @@ def test_a_model_from_outside_of_a_scope_is_told_to_be_built_inside() -> None:
         model.compile("sgd", "mse")
 
 
+def test_a_module_of_a_scope_is_not_trained_outside_of_it() -> None:
+    with contextlib.closing(sg.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy:
+        with strategy.scope():
+            module = torch.nn.Sequential(torch.nn.Linear(3, 2))
+        model = sg.Model(module)
+        model.compile(loss="cross_entropy")  # evaluates
+        with pytest.raises(ConfigurationError, match="inside the scope of MirroredStrategy, but this"):
+            model.compile("sgd", "cross_entropy")
+    with sg.OneDeviceStrategy().scope():
+        module = torch.nn.Linear(3, 2)
+    sg.Model(module).compile("sgd", "cross_entropy")  # one device here as there
+
+
 def test_a_dataset_creator_has_a_way_out() -> None:
     with pytest.raises(AttributeError, match="instead of a DatasetCreator fit takes a DataLoader"):
         sg.keras.utils.experimental.DatasetCreator(lambda context: [])  # type: ignore[attr-defined]
