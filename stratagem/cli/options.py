@@ -96,13 +96,12 @@ def script_arguments(command: Command) -> Command:
     return click.option("-m", "--module", is_flag=True, help=words)(command)
 
 
-def cluster_option(command: Command) -> Command:
-    return click.option(
-        "--cluster",
-        "cluster_file",
-        type=FILE,
-        help="YAML file that describes the cluster ('cluster:') and configures roles ('defaults:', 'ps:', …).",
-    )(command)
+cluster_option = click.option(
+    "--cluster",
+    "cluster_file",
+    type=FILE,
+    help="YAML file that describes the cluster ('cluster:') and configures roles ('defaults:', 'ps:', …).",
+)
 
 
 def warn_of_late_flags(command: click.Command, script: Path, args: Sequence[str]) -> None:

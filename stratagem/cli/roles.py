@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -142,7 +143,7 @@ def ps_command(cluster_file: Path | None, **flags: Any) -> int:
 
 
 def _run_script(
-    role: str, cluster_file: Path | None, module: bool, script: Path, args: tuple[str, ...], flags: dict[str, Any]
+    role: str, cluster_file: Path | None, module: bool, script: Path, args: tuple[str, ...], **flags: Any
 ) -> int:
     resolved, placement = configure(role, cluster_file, flags)
     config = resolved.config
@@ -160,8 +161,7 @@ def _run_script(
         for name in without_effect(config.model_fields_set, strategy):
             configure_logging(config.task, config.log_format)
             logger.warning(no_effect(f"{name} ({resolved.origins[name]})", strategy))
-        _refuse_without_chief(config)
-    if role == "evaluator":
+    if placement is not None or role == "evaluator":
         _refuse_without_chief(config)
     variables = script_environment(resolved, placement, os.environ)
     if placement is not None and placement.task == TaskId("worker", 0) and not placement.cluster.chief:
@@ -172,19 +172,10 @@ def _run_script(
     return _once(role, config, str(script), list(args), module)
 
 
-@click.command("worker", context_settings=_SCRIPT)
-@role_options("worker")
-@script_arguments
-def worker_command(cluster_file: Path | None, module: bool, script: Path, args: tuple[str, ...], **flags: Any) -> int:
-    """Train: run SCRIPT with ARGS as one worker of the cluster."""
-    return _run_script("worker", cluster_file, module, script, args, flags)
+def _script_command(role: str, words: str) -> click.Command:
+    run = role_options(role)(script_arguments(functools.partial(_run_script, role)))
+    return click.command(role, context_settings=_SCRIPT, help=words)(run)
 
 
-@click.command("evaluator", context_settings=_SCRIPT)
-@role_options("evaluator")
-@script_arguments
-def evaluator_command(
-    cluster_file: Path | None, module: bool, script: Path, args: tuple[str, ...], **flags: Any
-) -> int:
-    """Evaluate each new checkpoint: run SCRIPT with ARGS as the evaluator."""
-    return _run_script("evaluator", cluster_file, module, script, args, flags)
+worker_command = _script_command("worker", "Train: run SCRIPT with ARGS as one worker of the cluster.")
+evaluator_command = _script_command("evaluator", "Evaluate each new checkpoint: run SCRIPT with ARGS as the evaluator.")

@@ -33,9 +33,8 @@ def why_command(asking: Asking, summary: Path | None) -> None:
             raise ConfigurationError("expected --summary, or a chief to ask (--chief, --cluster), got both")
         reading = reading_of_summary(summary)
     else:
-        address, security = asking.address, asking.security
         try:
-            reading = reading_of(fetch_status(address, asking.timeout_s, security))
+            reading = reading_of(fetch_status(asking.address, asking.timeout_s, asking.security))
         except PeerUnavailableError as error:
             reading = Reading(
                 problem=f"the chief does not answer; tasks that wait for it longer than peer_timeout_s end: {error}"
