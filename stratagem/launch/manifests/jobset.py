@@ -22,7 +22,9 @@ _TRAINER = "trainer.kubeflow.org/v1alpha1"
 _NODE = "node"
 """What the Trainer calls the workers' job and container."""
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
-_NAMES = {"worker": _NODE}
+_ROLES = {role: role for role in TASK_TYPES}
+_NAMES = {**_ROLES, "worker": _NODE}
+"""Of the jobs, by role: in a JobSet, and where the Trainer makes it."""
 
 
 def render(workload: Workload) -> list[Object]:
@@ -31,14 +33,13 @@ def render(workload: Workload) -> list[Object]:
     return [*shared_objects(workload, jobset_cluster(workload)), jobset]
 
 
-def jobset_cluster(workload: Workload, names: Mapping[str, str] | None = None) -> ClusterSpec | None:
-    """Where the tasks serve, in jobs of these ``names``, else the roles'; None: the job is one process."""
-    jobs = {role: role for role in TASK_TYPES} | dict(names or {})
+def jobset_cluster(workload: Workload, names: Mapping[str, str] = _ROLES) -> ClusterSpec | None:
+    """Where the tasks serve, in jobs of these ``names``; None: the job is one process."""
     name = workload.name
-    return cluster_of(workload, lambda task: f"{name}-{jobs[task.type]}-0-{task.index}.{name}")
+    return cluster_of(workload, lambda task: f"{name}-{names[task.type]}-0-{task.index}.{name}")
 
 
-def jobset_spec(workload: Workload, names: Mapping[str, str] | None = None) -> Object:
+def jobset_spec(workload: Workload, names: Mapping[str, str] = _ROLES) -> Object:
     """The ``spec``; arguments as of :func:`jobset_cluster`. The JobSet is done when every Job is: the chief ends the
     ps, and everybody leaves with the job's exit code."""
     cluster = jobset_cluster(workload, names)
@@ -53,9 +54,7 @@ def jobset_spec(workload: Workload, names: Mapping[str, str] | None = None) -> O
                 {"name": "noRetry", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
             ],
         },
-        "replicatedJobs": [
-            _replicated_job(workload, role, (names or {}).get(role, role), count) for role, count in counts.items()
-        ],
+        "replicatedJobs": [_replicated_job(workload, role, names[role], count) for role, count in counts.items()],
     }
 
 

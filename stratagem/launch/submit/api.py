@@ -13,8 +13,7 @@ from stratagem.arguments import checked
 from stratagem.launch.machines import MachineConfig
 from stratagem.launch.plan import current_folder
 from stratagem.launch.submit import submission
-from stratagem.launch.submit.entry_point import find_entry_point
-from stratagem.launch.submit.notebook import running_shell
+from stratagem.launch.submit.entry_point import find_entry_point, running_shell
 from stratagem.launch.submit.plan import make_plan
 from stratagem.launch.submit.record import Job, JobStore, own_job, remote
 from stratagem.launch.submit.request import JobRequest

@@ -20,8 +20,7 @@ _CLEAR_LINE = "\x1b[2K"
 
 
 def show(plan: JobPlan) -> str:
-    assert plan.image is not None
-    return to_yaml([compose.render(plan.workload(plan.image.name))])
+    return to_yaml([compose.render(plan.workload())])
 
 
 def submit(plan: JobPlan, folder: Path, record: Record) -> None:

@@ -46,8 +46,7 @@ _OF_MACHINES = "chief_config, worker_config and ps_config say what tasks ask for
 
 def show(plan: JobPlan) -> str:
     """The objects as YAML, as :func:`submit` creates them."""
-    assert plan.image is not None
-    return to_yaml(kubernetes.render(plan.workload(plan.image.name)))
+    return to_yaml(kubernetes.render(plan.workload()))
 
 
 def submit(plan: JobPlan, folder: Path, record: Record) -> None:

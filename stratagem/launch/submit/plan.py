@@ -48,10 +48,10 @@ class JobPlan:
     image: ImagePlan | None
     """None for a local job."""
 
-    def workload(self, image: str) -> Workload:
-        """The job in containers of ``image``."""
+    def workload(self, image: str = "") -> Workload:
+        """The job in containers of ``image``; empty: by the name under which it is built."""
         assert self.image is not None
-        request = self.request
+        request, image = self.request, image or self.image.name
         # A job without workers is its chief, which trains: the process of worker 0, on the chief's machine.
         return Workload(
             name=self.id,
@@ -87,7 +87,7 @@ def make_plan(request: JobRequest, entry_point: EntryPoint, root: Path) -> JobPl
     image = None if request.target == "local" else _plan_image(request, entry_point, root, job_id)
     plan = JobPlan(job_id, request, entry_point, root, image)
     if image is not None:
-        plan.workload(image.name)  # what is wrong with it is said before anything is built
+        plan.workload()  # what is wrong with it is said before anything is built
     return plan
 
 

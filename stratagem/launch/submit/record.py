@@ -16,7 +16,6 @@ from stratagem.errors import ConfigurationError
 
 FILE = "job.json"
 Phase = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
-OVER = ("succeeded", "failed", "cancelled", "unknown")
 _ID, _TARGET, _IMAGE, _DIR = "STRATAGEM_JOB_ID", "STRATAGEM_JOB_TARGET", "STRATAGEM_JOB_IMAGE", "STRATAGEM_JOB_DIR"
 _TASK_SIGNS = ("STRATAGEM_REPORT_FILE", "TF_CONFIG", "RANK")
 """A process that has one of them was started as a task, by `stratagem run`, torchrun or a cluster of one's own."""
@@ -63,7 +62,7 @@ class JobState:
     @property
     def is_over(self) -> bool:
         """Whether there is nothing to wait for: it has ended, or nobody knows how it did."""
-        return self.phase in OVER
+        return self.phase not in ("pending", "running")
 
     @classmethod
     def ended(cls, exit_code: int, cancelled: bool, detail: str = "") -> JobState:

@@ -12,8 +12,8 @@ import pytest
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
-from stratagem.launch.submit.entry_point import find_entry_point
-from stratagem.launch.submit.notebook import notebook_file, read_cells, to_script
+from stratagem.launch.submit.entry_point import find_entry_point, notebook_file
+from stratagem.launch.submit.notebook import read_cells, to_script
 from tests.notebooks import EXECUTE, notebook_of
 
 
