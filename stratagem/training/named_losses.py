@@ -56,11 +56,6 @@ def _divergence(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (targets * (targets / outputs).log()).sum(-1)
 
 
-@_averaged
-def _poisson(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return outputs - targets * (outputs + KERAS_EPSILON).log()
-
-
 def _short(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """By how much outputs miss the margin of 1; the targets are -1 and 1, or 0 and 1."""
     return (1 - torch.where(targets == 0, -1, targets) * outputs).clamp_min(0)
@@ -102,7 +97,7 @@ _TABLE: tuple[tuple[Callable[..., torch.Tensor], tuple[str, ...]], ...] = (
     (_relative, ("mape", "mean_absolute_percentage_error")),
     (_logarithmic, ("msle", "mean_squared_logarithmic_error")),
     (_divergence, ("kld", "kl_divergence")),
-    (_poisson, ("poisson",)),
+    (functools.partial(functional.poisson_nll_loss, log_input=False, eps=KERAS_EPSILON), ("poisson",)),
     (hinge, ("hinge",)),
     (_squared_hinge, ("squared_hinge",)),
     (_log_cosh, ("log_cosh",)),

@@ -46,9 +46,8 @@ class TensorBoard(Callback):
             import torch.utils.tensorboard  # noqa: F401
         except ImportError:
             raise ConfigurationError(_MISSING) from None
-        self._folder = Path(log_dir)
         self._every = {"epoch": 0, "batch": 1}.get(update_freq, 0) if isinstance(update_freq, str) else update_freq
-        self._writers: dict[str, SummaryWriter] = {}
+        self._train, self._validation = (Summaries(Path(log_dir, part)) for part in ("train", "validation"))
         self._measured: dict[str, float] = {}
         if self._every:
             self.on_train_batch_end = self._write_batch  # type: ignore[method-assign]
@@ -66,10 +65,10 @@ class TensorBoard(Callback):
         if not self.model.strategy.is_lead:
             return
         for name, value in (logs or {}).items():
-            writer = self._writer("validation" if name.startswith("val_") else "train")
-            writer.add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
-        for writer in self._writers.values():
-            writer.flush()
+            part = self._validation if name.startswith("val_") else self._train
+            part.add(f"epoch_{name.removeprefix('val_')}", value, epoch)
+        self._train.flush()
+        self._validation.flush()
 
     def _write_phases(self, epoch: int) -> None:
         """Seconds that the steps of the epoch spent in each phase, in this process."""
@@ -77,32 +76,24 @@ class TensorBoard(Callback):
         values = {} if meter is None else meter.values()
         for name, seconds in measures.since(values, self._measured).items():
             if name in measures.PHASES:
-                self._writer("train").add_scalar(f"phases/{name}", seconds, epoch)
+                self._train.add(f"phases/{name}", seconds, epoch)
 
     def on_test_end(self, logs: LogsArgument = None) -> None:
         if self.model.is_fitting or not self.model.strategy.is_lead:
             return
         for name, value in (logs or {}).items():
-            self._writer("validation").add_scalar(f"evaluation_{name}", value, self.model.num_steps)
+            self._validation.add(f"evaluation_{name}", value, self.model.num_steps)
         self._close()
 
     def _write_batch(self, batch: int, logs: LogsArgument = None) -> None:
         step = self.model.num_steps
         if step % self._every == 0 and self.model.strategy.is_lead:
             for name, value in (logs or {}).items():
-                self._writer("train").add_scalar(f"batch_{name}", value, step)
-
-    def _writer(self, part: str) -> SummaryWriter:
-        if part not in self._writers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writers[part] = SummaryWriter(self._folder / part)
-        return self._writers[part]
+                self._train.add(f"batch_{name}", value, step)
 
     def _close(self, logs: LogsArgument = None) -> None:
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        self._train.close()
+        self._validation.close()
 
     on_train_end = on_train_interrupted = _close
 
@@ -116,6 +107,11 @@ class Summaries:
         self._writer: SummaryWriter | None = None
 
     def write(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.add(name, value, step)
+        self.flush()
+
+    def add(self, name: str, value: float, step: int) -> None:
         if self._writer is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -124,9 +120,11 @@ class Summaries:
                 return
             self._writer = SummaryWriter(self._folder)
             self._end = weakref.finalize(self, self._writer.close)
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:
