@@ -33,13 +33,8 @@ DEFAULT_IGNORES = """\
 **/.env
 """
 """Taken where the project has no ``.dockerignore`` of its own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    regex: re.Pattern[str]
-    excludes: bool
-    """False for a line that begins with "!": it takes files back in."""
+_TOKEN = re.compile(r"\*\*/?|[*?]|\[(?P<members>.[^]]*)\]|\\(?P<escaped>.)|.", re.DOTALL)
+_WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 class IgnoreRules:
@@ -50,7 +45,7 @@ class IgnoreRules:
 
     def __init__(self, text: str) -> None:
         self._rules = tuple(_rules(text))
-        self.takes_back = any(not rule.excludes for rule in self._rules)
+        self.takes_back = not all(excludes for _, excludes in self._rules)
         """Whether something in an ignored folder may be wanted all the same."""
 
     def ignores(self, path: str) -> bool:
@@ -58,13 +53,14 @@ class IgnoreRules:
         parts = path.split("/")
         lineage = ["/".join(parts[: count + 1]) for count in range(len(parts))]
         verdict = False
-        for rule in self._rules:
-            if rule.excludes != verdict and any(rule.regex.fullmatch(place) for place in lineage):
-                verdict = rule.excludes
+        for regex, excludes in self._rules:
+            if excludes != verdict and any(map(regex.fullmatch, lineage)):
+                verdict = excludes
         return verdict
 
 
-def _rules(text: str) -> Iterator[_Rule]:
+def _rules(text: str) -> Iterator[tuple[re.Pattern[str], bool]]:
+    """Each with whether it excludes; else, after a "!", it takes files back in."""
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         if line.startswith("#") or not line.strip():
             continue
@@ -77,42 +73,23 @@ def _rules(text: str) -> Iterator[_Rule]:
         if cleaned in ("", "."):
             continue  # the context itself cannot be left out, nor taken back in
         try:
-            yield _Rule(re.compile(_translate(cleaned), re.DOTALL), excludes)
+            yield re.compile(_translate(cleaned), re.DOTALL), excludes
         except re.error as error:
             raise ConfigurationError(f"line {number} of .dockerignore is invalid: {line!r} ({error.msg})") from None
 
 
 def _translate(pattern: str) -> str:
     """The regular expression of a pattern, for the whole path."""
-    out, at = "", 0
-    while at < len(pattern):
-        char = pattern[at]
-        if pattern.startswith("**", at):
-            at += 2
-            if pattern.startswith("/", at):
-                at += 1
-                out += "(?:.*/)?"
-            else:
-                out += ".*"
-            continue
-        if char == "*":
-            out += "[^/]*"
-        elif char == "?":
-            out += "[^/]"
-        elif char == "[":
-            end = pattern.find("]", at + 2)
-            if end < 0:
-                raise re.error("no ']' ends the '['")
-            out += "(?![/])[" + pattern[at + 1 : end].replace("[", "\\[") + "]"
-            at = end
-        elif char == "\\":
-            at += 1
-            if at == len(pattern):
-                raise re.error("nothing follows the last '\\'")
-            out += re.escape(pattern[at])
+    out = ""
+    for token in _TOKEN.finditer(pattern):
+        if token[0] == "[":
+            raise re.error("no ']' ends the '['")
+        if token[0] == "\\":
+            raise re.error("nothing follows the last '\\'")
+        if members := token["members"]:
+            out += "(?![/])[" + members.replace("[", "\\[") + "]"
         else:
-            out += re.escape(char)
-        at += 1
+            out += _WILD.get(token[0]) or re.escape(token["escaped"] or token[0])
     return out
 
 
