@@ -47,13 +47,7 @@ class Authority:
         """A new one, in memory."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = _name(f"Stratagem cluster {secrets.token_hex(4)}")
-        certificate = (
-            _builder(name, name, key, days)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(signs_certificates=True), critical=True)
-            .sign(key, hashes.SHA256())
-        )
-        return cls(certificate, key)
+        return cls(_builder(name, name, key, days, is_authority=True).sign(key, hashes.SHA256()), key)
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
@@ -93,9 +87,7 @@ class Authority:
         purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         certificate = (
-            _builder(_name(identity), self._certificate.subject, key, days)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(signs_certificates=False), critical=True)
+            _builder(_name(identity), self._certificate.subject, key, days, is_authority=False)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
             .add_extension(authority_key, critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
@@ -123,9 +115,20 @@ def make_throw_away(folder: Path, tasks: Iterable[str]) -> Callable[[str], None]
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, *, is_authority: bool
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
+    usage = x509.KeyUsage(
+        digital_signature=not is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -135,20 +138,8 @@ def _builder(
         .not_valid_before(now - _EARLY)
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
+        .add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True)
+        .add_extension(usage, critical=True)
     )
 
 

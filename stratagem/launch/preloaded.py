@@ -70,12 +70,10 @@ class ForkServer:
         if self.is_lost or self.is_loading or not self._is_alike(launch):
             return OwnChild(launch, stdout, stderr)
         deadline = time.monotonic() + ANSWER_S
-        try:
+        with contextlib.suppress(OSError):
             self._send({"command": launch.command, "environ": launch.environ}, [stdout, stderr])
             while not self._forked and not self.is_lost and (left_s := deadline - time.monotonic()) > 0:
                 self.receive(left_s)
-        except OSError:
-            pass
         if self._forked:
             return _ForkedChild(self, self._forked.pop())
         self._process.kill()

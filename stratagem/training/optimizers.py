@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,14 +25,7 @@ def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: 
     """The optimizer of a module. ``given``: a class of ``torch.optim`` by name, in any case, with torch's defaults; an
     optimizer over the module's parameters; or what makes one of them. ConfigurationError: an unknown name, or an
     optimizer of other parameters."""
-    if isinstance(given, str):
-        cls = _NAMED.get(given.lower())
-        if cls is None:
-            raise ConfigurationError(
-                f"expected the name of an optimizer of torch.optim, got {given!r}; {nearest(given.lower(), _NAMED)}"
-            )
-        factory: OptimizerFactory = cls
-    elif isinstance(given, torch.optim.Optimizer):
+    if isinstance(given, torch.optim.Optimizer):
         own = {id(parameter) for parameter in module.parameters()}
         if any(id(parameter) not in own for parameter in parameters_of(given)):
             raise ConfigurationError(
@@ -39,14 +33,17 @@ def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: 
                 "module.parameters() of the module given to sg.Model, or give a name or a factory"
             )
         return given
-    elif not callable(given):
+    factory: Any = given
+    if isinstance(given, str) and (factory := _NAMED.get(given.lower())) is None:
+        raise ConfigurationError(
+            f"expected the name of an optimizer of torch.optim, got {given!r}; {nearest(given.lower(), _NAMED)}"
+        )
+    if not callable(factory):
         raise ConfigurationError(
             "expected the name of an optimizer of torch.optim, an optimizer or f(parameters) that makes one, got "
             f"{type(given).__name__}"
         )
-    else:
-        factory = given
-    optimizer = factory(module.parameters())
+    optimizer: object = factory(module.parameters())
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"expected a factory of a torch.optim.Optimizer, got {type(optimizer).__name__}")
     return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -46,11 +47,9 @@ def build(image: ImagePlan) -> None:
     environ = {**os.environ, "DOCKER_BUILDKIT": "1"}
     with started(arguments, stdin=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ) as process:
         assert process.stdin is not None and process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # docker says why
             image.context.write_tar(process.stdin, image.made)
             process.stdin.close()
-        except BrokenPipeError:
-            pass  # docker says why
         said = process.stdout.read().decode(errors="replace")
     if process.returncode:
         raise SubmitError(f"docker could not build the image: {_last(said)}")

@@ -166,12 +166,8 @@ class Cluster:
                 _request_timeout=(TIMEOUT_S, QUIET_S) if follow else TIMEOUT_S,
             )
             try:
-                rest = b""
-                for chunk in answer.stream():
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    yield from (line.decode(errors="replace") for line in lines)
-                if rest:
-                    yield rest.decode(errors="replace")
+                for line in answer:
+                    yield line.decode(errors="replace").removesuffix("\n")
             except urllib3.exceptions.ReadTimeoutError:
                 if not follow:
                     raise
