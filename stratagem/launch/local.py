@@ -23,7 +23,7 @@ from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector, chaos_words
 from stratagem.launch.cluster import LaunchFor, LocalCluster
 from stratagem.launch.display import make_display
-from stratagem.launch.output import OutputRouter, wants_colour
+from stratagem.launch.output import OutputRouter
 from stratagem.launch.plan import AUTO, Launch, LocalJob, RunFolders, certificates_of, plan_launch
 from stratagem.launch.signals import signal_pipe
 from stratagem.launch.streams import LastingStream
@@ -54,7 +54,8 @@ def run_local(
         job = dataclasses.replace(job, web=f"{job.web[:-2]}:{free_port()}")
 
     display = make_display(out, err)
-    output = OutputRouter(display.show, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))
+    colour = err.isatty() and not os.environ.get("NO_COLOR")
+    output = OutputRouter(display.show, job.log_dir or folders.logs, verbose=job.verbose, colour=colour)
     chaos = None
     if job.chaos:
         chaos = ChaosInjector(job.chaos, (*job.servers, *job.workers), output.say, job.ps_replicas > 1)

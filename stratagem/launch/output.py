@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
 
 from stratagem.cluster.task import TaskId
 from stratagem.launch.processes import Stream
@@ -116,11 +115,6 @@ class OutputRouter:
 
     def _prefix(self, task: TaskId) -> str:
         return f"\x1b[{_COLOURS[task.type]}m[{task}]\x1b[0m " if self._colour else f"[{task}] "
-
-
-def wants_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal whose owner has not set NO_COLOR."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def essence(tail: list[str], num_lines: int = 3) -> list[str]:

@@ -185,13 +185,6 @@ class LocalJob:
         counts = {"chief": self.num_chiefs, "ps": self.num_ps}
         return (*(TaskId(role, index) for role, num in counts.items() for index in range(num)), *evaluators)
 
-    def threads_per_process(self, num_cores: int, asked: str = "") -> int:
-        """Threads for each process: those of ``--threads``, else of OMP_NUM_THREADS (``asked``), else the cores shared
-        between workers and ps (the chief hardly computes)."""
-        if not self.num_threads and asked.isdecimal() and int(asked):
-            return int(asked)
-        return self.num_threads or max(1, num_cores // (self.num_workers + self.num_ps))
-
 
 def most_processes() -> int:
     """Workers and ps that this host bears."""
@@ -271,7 +264,9 @@ def plan_launch(
         relayed: where the task has to listen, and where others reach it; empty: at a port of its choice.
         chief: where the task is to look for the chief, if that is not just ``chief_address``.
     """
-    num_threads = job.threads_per_process(num_cores, environ.get("OMP_NUM_THREADS", ""))
+    asked = environ.get("OMP_NUM_THREADS", "")
+    shared = max(1, num_cores // (job.num_workers + job.num_ps))  # the chief hardly computes
+    num_threads = job.num_threads or (int(asked) if asked.isdecimal() else 0) or shared
     variables = {name: value for name, value in environ.items() if name not in (*OF_ONE_TASK, *_OWN, *_OF_A_PERSON)}
     variables |= {"PYTHONUNBUFFERED": "1", "STRATAGEM_NUM_THREADS": str(num_threads)}
     variables = {**heap.ENVIRONMENT, **variables}

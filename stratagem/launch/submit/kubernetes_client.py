@@ -176,7 +176,8 @@ class Cluster:
 
     def _call(self, verb: str, api_version: str, kind: str, **arguments: Any) -> Object:
         """The server's answer as it came: what an older one says does not fit the library's classes."""
-        call = getattr(self._group(api_version), f"{verb}_namespaced_{_snake(kind)}")
+        snake = re.sub(r"(?<!^)(?=[A-Z])", "_", kind).lower()
+        call = getattr(self._group(api_version), f"{verb}_namespaced_{snake}")
         answer = call(namespace=self.namespace, _preload_content=False, _request_timeout=TIMEOUT_S, **arguments)
         try:
             return dict(json.loads(answer.data))
@@ -249,7 +250,3 @@ def _said(error: Any) -> str:
 
 def _name(one: Object) -> str:
     return f"{one['kind']} {one['metadata']['name']}"
-
-
-def _snake(kind: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind).lower()

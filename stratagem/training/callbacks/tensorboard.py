@@ -58,7 +58,11 @@ class TensorBoard(Callback):
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         if self.model.strategy.is_lead:
-            self._write_phases(epoch)
+            meter = active_meter()
+            values = {} if meter is None else meter.values()
+            for name, seconds in measures.since(values, self._measured).items():
+                if name in measures.PHASES:
+                    self._train.add(f"phases/{name}", seconds, epoch)
             self.on_epoch_missed(epoch, {"learning_rate": self.model.learning_rate, **(logs or {})})
 
     def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
@@ -69,14 +73,6 @@ class TensorBoard(Callback):
             part.add(f"epoch_{name.removeprefix('val_')}", value, epoch)
         self._train.flush()
         self._validation.flush()
-
-    def _write_phases(self, epoch: int) -> None:
-        """Seconds that the steps of the epoch spent in each phase, in this process."""
-        meter = active_meter()
-        values = {} if meter is None else meter.values()
-        for name, seconds in measures.since(values, self._measured).items():
-            if name in measures.PHASES:
-                self._train.add(f"phases/{name}", seconds, epoch)
 
     def on_test_end(self, logs: LogsArgument = None) -> None:
         if self.model.is_fitting or not self.model.strategy.is_lead:

@@ -78,13 +78,12 @@ def export_model(
         raise ConfigurationError(f"onnx=True needs {' and '.join(missing)}: pip install 'stratagem[onnx]'")
     if not is_lead():
         return Path(path)
-    failures: list[ExportError] = []
+    failure: ExportError | None = None
     with export_folder.writing(target) as (folder, description):
         try:
             plain = bare_copy(module)
         except ExportError as error:
-            plain = module
-            failures.append(error)
+            plain, failure = module, error
         _write_state_dict(plain, folder / export_folder.STATE_DICT)
         description |= {
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -92,16 +91,16 @@ def export_model(
             "class": type(plain).__name__,
             "metadata": dict(metadata or {}),
         }
-        if not failures:
+        if failure is None:
             try:
                 description |= _write_program(plain, arguments, folder)
                 _write_onnx(folder, onnx)
             except ExportError as error:
-                failures.append(error)
-        if failures:
-            description["failure"] = str(failures[0])
-    if failures:
-        raise ExportError(f"{failures[0]}. What could be written is in {target}") from failures[0]
+                failure = error
+        if failure is not None:
+            description["failure"] = str(failure)
+    if failure is not None:
+        raise ExportError(f"{failure}. What could be written is in {target}") from failure
     return Path(path)
 
 
