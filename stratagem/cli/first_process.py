@@ -7,6 +7,7 @@ would be ignored. And every orphan becomes a child of process 1, where it stays 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -44,16 +45,12 @@ def fork_and_stand_by() -> None:
 def _reap(child: int) -> int | None:
     """Waits for all that has ended; returns the exit code of ``child`` once it is among them."""
     code = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return code
-        if not pid:
-            return code
-        if pid == child:
-            ended = os.waitstatus_to_exitcode(status)
-            code = ended if ended >= 0 else 128 - ended
+    with contextlib.suppress(ChildProcessError):  # nobody is left
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == child:
+                ended = os.waitstatus_to_exitcode(found[1])
+                code = ended if ended >= 0 else 128 - ended
+    return code
 
 
 def _exceeded_limit() -> str:

@@ -128,12 +128,11 @@ def _is_inside(before: str) -> bool:
     if before.endswith("\\"):
         return True
     try:
-        for _ in tokenize.generate_tokens(io.StringIO(before + "\n").readline):
-            pass
+        list(tokenize.generate_tokens(io.StringIO(before + "\n").readline))
     except tokenize.TokenError:
         return True
-    except (IndentationError, SyntaxError):
-        return False  # reported, with its line, when the whole script is compiled
+    except SyntaxError:
+        pass  # reported, with its line, when the whole script is compiled
     return False
 
 
