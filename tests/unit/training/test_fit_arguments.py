@@ -385,7 +385,7 @@ def test_a_module_of_a_scope_is_not_trained_outside_of_it() -> None:
         with pytest.raises(ConfigurationError, match="inside the scope of MirroredStrategy, but this"):
             model.compile("sgd", "cross_entropy")
     with sg.OneDeviceStrategy().scope():
-        module = torch.nn.Linear(3, 2)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 2))
     sg.Model(module).compile("sgd", "cross_entropy")  # one device here as there
 
 
