@@ -98,8 +98,8 @@ class SameBits:
                 return ConfigurationError(
                     f"the replicas have diverged: {name} of {labels[odd]} has different bits from that of "
                     f"{labels[0 if odd else 1]}. Whatever changes weights must do the same on every worker (a load, a "
-                    "clip, a step that one of them left out); on processors of different kinds set "
-                    "ATEN_CPU_CAPABILITY=avx2 for all"
+                    "clip, a step that one of them left out; noise from a torch.Generator that each step seeds alike); "
+                    "on processors of different kinds set ATEN_CPU_CAPABILITY=avx2 for all"
                 )
         return ConfigurationError("the replicas have had different weights or settings; they are the same again")
 
