@@ -141,7 +141,8 @@ def grouped_parameters(
             if id(parameter) not in names:
                 raise ConfigurationError(
                     f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that "
-                    "is in none of the models given to prepare; pass its model in the same call"
+                    "is in none of the models given to prepare; pass its model in the same call, and a standalone "
+                    "tensor as an nn.Parameter of a module (nn.ParameterList([…]) is one)"
                 )
             if id(parameter) in taken:
                 raise ConfigurationError(

@@ -177,8 +177,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, is_known: Callable[[torch
                 raise ConfigurationError(
                     f"group {index} of {_kind(optimizer)} has a tensor of {list(parameter.shape)} "
                     f"{f'({name}) ' if name else ''}that no prepared model has; prepare the model with its optimizer "
-                    "or before it, and make a standalone tensor an nn.Parameter of a module or an "
-                    "sg.Variable(trainable=True)"
+                    "or before it, and make a standalone tensor an nn.Parameter of a module that is prepared too "
+                    "(nn.ParameterList([…]) is one), or the value() of an sg.Variable(trainable=True)"
                 )
 
 

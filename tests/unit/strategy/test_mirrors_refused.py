@@ -92,7 +92,8 @@ def test_a_second_attempt(replicas: Replicas) -> None:
 def test_optimizers_of_other_tensors(replicas: Replicas) -> None:
     for parameters in (net().parameters(), [torch.zeros(2, requires_grad=True)]):
         with pytest.raises(
-            ConfigurationError, match=r"group 0 of SGD has a tensor of \[.*\] that no prepared model has"
+            ConfigurationError,
+            match=r"group 0 of SGD has a tensor of \[.*\] that no prepared model has.*ParameterList.* the value\(\) of",
         ):
             replicas.prepare(net(), torch.optim.SGD(parameters, 0.1))
 
