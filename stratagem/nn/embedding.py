@@ -143,7 +143,8 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
         )
         if mode not in ("sum", "mean"):
             raise ConfigurationError(
-                f"expected mode 'sum' or 'mean' (torch has no sparse gradient of 'max'), got {mode!r}"
+                f"expected mode 'sum' or 'mean', got {mode!r}; torch has no sparse gradient of 'max': take "
+                "sg.nn.Embedding and the maximum of what it returns, embedding(ids).amax(1)"
             )
         initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
         if isinstance(self, RemoteRows):
