@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+import pathlib
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
+logger = logging.getLogger(__name__)
 _unheard: list[Future[None]] = []
 
 
-def begun(writing: Future[None]) -> None:
-    """A thread writes; whoever waits for it says so by :func:`heard`."""
+def begin(writing: Future[None], write: Callable[[], None], path: pathlib.Path) -> None:
+    """Calls ``write`` in a thread of its own, which also ends when nobody waits for it, and not if ``writing`` was
+    cancelled before; whoever waits for it says so by :func:`heard`. No executor: those take nothing once the
+    interpreter shuts down, when ``atexit`` may still save."""
+
+    def run() -> None:
+        if not writing.set_running_or_notify_cancel():
+            return
+        try:
+            write()
+            logger.info("Checkpoint %s", path)
+        except BaseException as error:
+            logger.error("No checkpoint %s: %s", path, error)
+            writing.set_exception(error)
+        else:
+            writing.set_result(None)
+
     _unheard.append(writing)
+    threading.Thread(target=run, name="checkpoint writer").start()
 
 
 def heard(writing: Future[None]) -> None:
@@ -20,6 +41,6 @@ def heard(writing: Future[None]) -> None:
 
 def failure() -> BaseException | None:
     """Waits for all that nobody has waited for; why the first of them failed, if one did."""
-    errors = [writing.exception() for writing in _unheard]
+    errors = [writing.exception() for writing in _unheard if not writing.cancelled()]
     _unheard.clear()
     return next((error for error in errors if error is not None), None)

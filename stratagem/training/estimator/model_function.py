@@ -197,7 +197,9 @@ class ModelObjects:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, objects may be created. Modules are in eval mode: a batch leaves no traces in them."""
+        """Inside, objects may be created, all anew: if this was interrupted before, random numbers begin again, and
+        what was half prepared is left. Modules are in eval mode: a batch leaves no traces in them."""
+        self.in_use = self.made = {}
         self._is_building = True
         try:
             with giving(self), torch.no_grad():

@@ -73,6 +73,9 @@ class EstimatorTraining:
         self._objects = ModelObjects()
         self._arguments: dict[str, Any] = {}
         self._has_servers = strategy.servers is not None
+        self._forget()
+
+    def _forget(self) -> None:
         self._is_prepared = self._is_restored = False
         self._step = self._job_start = 0
         self._saved: SavedStep | None = None
@@ -80,6 +83,16 @@ class EstimatorTraining:
     def run(
         self, given: Input, steps: int | None, max_steps: int | None, listeners: Sequence[SavingListener] = ()
     ) -> int:
+        """:meth:`_run`; if that is interrupted, nobody knows how far its last step came, and the next one begins with
+        the newest checkpoint. Of parameter servers the job goes on."""
+        try:
+            return self._run(given, steps, max_steps, listeners)
+        except (KeyboardInterrupt, SystemExit):
+            if not self._has_servers:
+                self._forget()
+            raise
+
+    def _run(self, given: Input, steps: int | None, max_steps: int | None, listeners: Sequence[SavingListener]) -> int:
         """Trains; returns the number of updates that all trainings have made. ``steps``: updates to make.
         ``max_steps``: updates of all trainings together, after which to stop. With neither: one pass over the input.
         ``listeners``: hear of each checkpoint, on the workers that save it."""

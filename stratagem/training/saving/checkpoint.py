@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -202,8 +201,10 @@ class Checkpoint:
         Raises:
             CheckpointError: it could not be written.
         """
-        is_pending, self._is_pending = self._is_pending, False
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        if writing is not None and not writing.cancelled():
+            writing.exception()  # only what has ended is forgotten: whoever is interrupted here waits again
+        is_pending, self._is_pending, self._writing = self._is_pending, False, None
         if writing is not None:
             background_writes.heard(writing)
         if is_pending:
@@ -321,7 +322,13 @@ class Checkpoint:
                             self._write(draft, target, number, states, is_again)
                         then(target)
 
-                    self._writing = _in_thread(write, target)
+                    writing: Future[None] = Future()
+                    try:
+                        self._writing = writing
+                        background_writes.begin(writing, write, target)
+                    except BaseException:  # interrupted: a thread that has begun is waited for, and no other begins
+                        writing.cancel()
+                        raise
                 self._is_pending = True
                 if blocking:
                     self.wait()
@@ -359,26 +366,6 @@ def _check_name(name: str, item: Any) -> None:
     if name.startswith("_") or "/" in name or hasattr(Checkpoint, name):
         raise ConfigurationError(f"{name!r} cannot name an object of a checkpoint; choose another name")
     kind_of(name, item)
-
-
-def _in_thread(write: Callable[[], None], path: pathlib.Path) -> Future[None]:
-    """Calls ``write`` in a thread of its own, which also ends when nobody waits for it. No executor: those take nothing
-    once the interpreter shuts down, when ``atexit`` may still save."""
-    future: Future[None] = Future()
-    background_writes.begun(future)
-
-    def run() -> None:
-        try:
-            write()
-            logger.info("Checkpoint %s", path)
-        except BaseException as error:
-            logger.error("No checkpoint %s: %s", path, error)
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name="checkpoint writer").start()
-    return future
 
 
 def _served_draft(folder: pathlib.Path, servers: Servers) -> CheckpointDraft:

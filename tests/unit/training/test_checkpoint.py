@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ from stratagem.strategy.one_process import CentralStorageStrategy, OneDeviceStra
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
+from stratagem.worker import background_writes
 from stratagem.worker.step_meter import active_meter
 from tests.unit.training.checkpoint_objects import Script, same
 
@@ -286,6 +288,37 @@ def test_an_asynchronous_save_keeps_the_moment(tmp_path: Path, monkeypatch: pyte
     go_on.set()
     script.checkpoint.wait()
     assert same(load_checkpoint(path), moment) and not same(moment, script.state())
+
+
+def test_an_interrupted_save_is_waited_for_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one took its number, and was refused because of it."""
+    go_on, write = threading.Event(), Checkpoint._write
+
+    def slow(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert go_on.wait(60)
+        write(*arguments)
+
+    script = Script()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Checkpoint, "_write", slow)
+        script.checkpoint.save(tmp_path / "step")
+    assert latest_checkpoint(tmp_path) is None
+    go_on.set()
+    script.train()
+    assert script.checkpoint.save(tmp_path / "step") == str(tmp_path / "step-00000002")
+
+
+def test_a_save_that_was_interrupted_before_its_thread_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    script = Script()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupt)
+        script.checkpoint.save(tmp_path / "step")
+    assert script.checkpoint.save(tmp_path / "step") == str(tmp_path / "step-00000001")
+    assert background_writes.failure() is None
 
 
 def test_what_an_asynchronous_save_could_not_do_is_raised_by_the_next(tmp_path: Path) -> None:

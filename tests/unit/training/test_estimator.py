@@ -5,6 +5,8 @@ Tolerance: 1e-6 where sums of slices associate differently; runs that were inter
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import math
 import os
@@ -23,6 +25,7 @@ import stratagem as sg
 from stratagem import Estimator, EstimatorSpec, ModeKeys, RunConfig, get_global_step, get_or_create
 from stratagem.checkpoint.reading import describe
 from stratagem.errors import CheckpointError, ConfigurationError
+from tests.unit.training.checkpoint_objects import same
 from tests.unit.training.estimating import data, loader, make_net, model_fn, trained_by_hand
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
@@ -130,6 +133,72 @@ def test_a_number_of_steps_counts_from_here_and_max_steps_from_the_first(tmp_pat
     assert steps_in(tmp_path) == [4, 7]
     make(tmp_path).train(loader, max_steps=8)
     assert steps_in(tmp_path) == [4, 7, 8]
+
+
+@pytest.mark.parametrize("strategy", [one, mirrored])
+def test_an_interrupted_training_goes_on_from_the_newest_checkpoint(
+    tmp_path: Path, strategy: Callable[[], sg.Strategy]
+) -> None:
+    """It went on with the weights of its last step, and with the first batches of the data."""
+    whole = make(tmp_path / "whole", strategy)
+    whole.train(loader, max_steps=7)
+
+    batches = itertools.count()
+
+    def collated(rows: list[Any]) -> Any:
+        if steps_in(tmp_path / "cut") == [3] and next(batches) == 1:
+            raise KeyboardInterrupt
+        return default_collate(rows)
+
+    cut = make(tmp_path / "cut", strategy, save_checkpoints_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        cut.train(lambda: loader(collate_fn=collated), max_steps=7)
+    assert steps_in(tmp_path / "cut") == [3]
+    cut.train(loader, max_steps=7)
+    assert steps_in(tmp_path / "cut") == [3, 6, 7]
+    assert same(weights(cut), weights(whole))
+
+
+def test_objects_whose_making_was_interrupted_are_made_anew(tmp_path: Path) -> None:
+    """The first had been made, and the second got its random numbers."""
+    interrupts = [False, True]
+
+    def function(features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
+        first = get_or_create("first", lambda: nn.Linear(7, 5))
+        if interrupts.pop():
+            raise KeyboardInterrupt
+        interrupts.append(False)
+        second = get_or_create("second", lambda: nn.Linear(5, 3))
+        loss = nn.functional.cross_entropy(second(first(features)), labels)
+        optimizer = get_or_create("optimizer", lambda: torch.optim.SGD(second.parameters(), 0.1))
+        return EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+
+    cut = Estimator(function, tmp_path / "cut", RunConfig(seed=4))
+    with pytest.raises(KeyboardInterrupt):
+        cut.train(loader, max_steps=1)
+    cut.train(loader, max_steps=1)
+    whole = Estimator(function, tmp_path / "whole", RunConfig(seed=4)).train(loader, max_steps=1)
+    ways = [sg.load_checkpoint(str(each.latest_checkpoint()), "second") for each in (cut, whole)]
+    assert same(*ways)
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate"])
+def test_an_interrupted_prepare_needs_no_new_estimator(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused: build the model anew, which only the Estimator can."""
+    strategy = mirrored()
+    config = RunConfig(train_distribute=strategy, eval_distribute=strategy)
+    estimator = Estimator(model_fn, tmp_path, config, {})
+    call = functools.partial(estimator.train, max_steps=1) if mode == "train" else estimator.evaluate
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(strategy._local), "together", interrupt)
+        call(loader)
+    call(loader)
 
 
 def test_two_estimators_do_not_train_in_one_folder(tmp_path: Path) -> None:
