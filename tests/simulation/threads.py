@@ -314,6 +314,15 @@ class Future:
     def done(self) -> bool:
         return self._is_done
 
+    def cancelled(self) -> bool:
+        return False
+
+    def cancel(self) -> bool:
+        return False
+
+    def set_running_or_notify_cancel(self) -> bool:
+        return True
+
     def set_result(self, result: Any) -> None:
         self._result, self._is_done = result, True
         self._condition.notify_all()
@@ -322,11 +331,14 @@ class Future:
         self._error, self._is_done = error, True
         self._condition.notify_all()
 
-    def result(self, timeout: float | None = None) -> Any:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         self._condition.wait_for(self.done, timeout)
         assert self._is_done, "nothing of the product waits for a future with a timeout"
-        if self._error is not None:
-            raise self._error
+        return self._error
+
+    def result(self, timeout: float | None = None) -> Any:
+        if (error := self.exception(timeout)) is not None:
+            raise error
         return self._result
 
 

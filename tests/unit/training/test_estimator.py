@@ -196,7 +196,7 @@ def test_an_interrupted_prepare_needs_no_new_estimator(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(strategy._local), "together", interrupt)
+        patch.setattr("stratagem.strategy.replicas.local_replicas.SeveralReplicas.together", interrupt)
         call(loader)
     call(loader)
 
