@@ -173,8 +173,7 @@ class ReplicaThreads:
                         self.changed.wait_for(lambda: run.is_over)
                     self.turn_lock.finish()
                 finally:
-                    with self.changed:
-                        self._run = None
+                    self._run = None  # without the lock, before which an interrupt would leave the run the current one
         if run.errors:
             cause = self._cause(run)
             run.errors.clear()
@@ -278,12 +277,14 @@ class ReplicaThreads:
 
     def doing(self, replica: int) -> Doing | None:
         """What a local replica does; None: nothing runs. Ask with ``changed`` held."""
-        return None if self._run is None else self._run.doing[replica]
+        run = self._run
+        return None if run is None else run.doing[replica]
 
     @property
     def failure(self) -> str:
         """Why the replicas that still run have to end; empty: they do not."""
-        return "" if self._run is None else self._run.reason
+        run = self._run
+        return "" if run is None else run.reason
 
     def _play(self, run: _Run, replica: int, work: Callable[[], Any], thread_modes: ThreadModes) -> None:
         _thread_replica.set(_ThreadReplica(self, run, replica, threading.get_ident()))

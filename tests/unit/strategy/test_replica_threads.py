@@ -487,6 +487,26 @@ def test_an_interrupt_beside_the_step_leaves_replicas_that_can_run_again(
     assert everywhere(replica_threads, lambda replica: replica) == [0, 1, 2]
 
 
+def test_an_interrupt_at_the_end_of_a_run_ends_it(
+    replica_threads: ReplicaThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later run was refused as one inside of this one."""
+    finish = replica_threads.turn_lock.finish
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+
+        def finished() -> None:
+            finish()
+            patched.setattr(type(replica_threads.changed), "__enter__", interrupted)
+
+        patched.setattr(replica_threads.turn_lock, "finish", finished)
+        everywhere(replica_threads, lambda replica: replica)
+    assert everywhere(replica_threads, lambda replica: replica) == [0, 1, 2]
+
+
 def test_an_interrupt_while_streams_are_seeded_has_them_seeded_again(
     replica_threads: ReplicaThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
