@@ -31,7 +31,8 @@ from .errors import (
 )
 from .launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
 from .launch.submit.api import run
-from .launch.submit.record import Job, remote
+from .launch.submit.job import Job
+from .launch.submit.record import remote
 from .launch.widget import StatusWidget, status_widget
 from .strategy.base import Strategy
 from .strategy.current import set_strategy

@@ -225,6 +225,44 @@ def test_what_cannot_work_is_refused_with_exit_code_2(desk: Desk, options: list[
     assert desk.jobs() == []
 
 
+SWEEP = """
+import stratagem as sg
+
+jobs = [sg.run("train.py", entry_point_args=[rate]) for rate in ("0", "3")]
+ends = [jobs[0].wait(), jobs[1].wait(stream_logs=True)]
+print([end.exit_code for end in ends], [job.state().phase for job in jobs], repr(jobs[0].logs().splitlines()[0]))
+long = sg.run("long.py")
+print(long.state().phase, long.cancel().is_over in (True, False), long.wait().phase)
+for job in (*jobs, long):
+    job.remove()
+try:
+    long.state()
+except sg.ConfigurationError as error:
+    print("refused:", str(error)[:11])
+"""
+
+
+@pytest.mark.thorough
+def test_the_jobs_of_a_sweep_are_waited_for_read_and_ended_by_the_script_that_submits_them(desk: Desk) -> None:
+    # What a notebook calls after run() is part of the job's script, too.
+    asks = (
+        "import stratagem as sg\njob = sg.run()\nassert job.wait() == job.state() == job.cancel() and not job.logs()\n"
+    )
+    desk.write("train.py", f"{asks}import sys\nprint('rate', sys.argv[1], flush=True)\nsys.exit(int(sys.argv[1]))\n")
+    desk.write("long.py", "import time\ntime.sleep(600)\n")
+    desk.write("sweep.py", SWEEP)
+    swept = desk.run(sys.executable, "sweep.py")
+    assert swept.returncode == 0, swept.stderr
+    lines = swept.stdout.splitlines()
+    assert "rate 3" in lines[0], lines
+    assert lines[-3:] == [
+        "[0, 3] ['succeeded', 'failed'] 'rate 0'",
+        "running True cancelled",
+        "refused: unknown job",
+    ]
+    assert desk.jobs() == []
+
+
 def test_who_stops_looking_at_the_log_is_told_what_ends_the_job(desk: Desk) -> None:
     desk.write("long.py", "import time\nprint('began', flush=True)\ntime.sleep(600)\n")
     command = [*STRATAGEM, "submit", "--stream-logs", "long.py"]

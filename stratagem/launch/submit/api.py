@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,9 @@ from stratagem.launch.machines import MachineConfig
 from stratagem.launch.plan import current_folder
 from stratagem.launch.submit import submission
 from stratagem.launch.submit.entry_point import find_entry_point, running_shell
+from stratagem.launch.submit.job import Job, own_job
 from stratagem.launch.submit.plan import make_plan
-from stratagem.launch.submit.record import Job, JobStore, own_job, remote
+from stratagem.launch.submit.record import JobStore, remote
 from stratagem.launch.submit.request import JobRequest
 
 
@@ -125,7 +125,7 @@ def submit_and_follow(
     if not stream_logs:
         return job, 0
     try:
-        state = submission.follow(record, store, functools.partial(print, flush=True))
+        state = job.wait(stream_logs=True)
     except KeyboardInterrupt:
         print(f"stratagem: the job goes on; what ends it: stratagem jobs cancel {job.id}", file=sys.stderr)
         raise

@@ -15,7 +15,7 @@ from stratagem.launch.manifests.pod import JOB_FOLDER, USER
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
 from stratagem.launch.submit.build_context import BuildContext, read_context
 from stratagem.launch.submit.entry_point import EntryPoint, path_inside
-from stratagem.launch.submit.record import Job, job_variables
+from stratagem.launch.submit.record import VARIABLES
 from stratagem.launch.submit.request import JobRequest
 
 _MAX_STEM = 24
@@ -74,7 +74,7 @@ class JobPlan:
 
     def environment(self, image: str, folder: str) -> dict[str, str]:
         """Variables of every task, of an ``image`` if not empty; all see the ``folder``, and it stays after the job."""
-        variables = job_variables(Job(self.id, self.request.target, image, folder))
+        variables = dict(zip(VARIABLES, (self.id, self.request.target, image, folder), strict=True))
         if self.request.devices:
             variables["STRATAGEM_DEVICES"] = self.request.devices
         return variables

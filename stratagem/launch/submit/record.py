@@ -1,4 +1,4 @@
-"""A submitted job: how its script identifies it, its record (a folder with a JSON file), and its state."""
+"""A submitted job: how its tasks identify it, its record (a folder with a JSON file), and its state."""
 
 from __future__ import annotations
 
@@ -16,37 +16,15 @@ from stratagem.errors import ConfigurationError
 
 FILE = "job.json"
 Phase = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
-_ID, _TARGET, _IMAGE, _DIR = "STRATAGEM_JOB_ID", "STRATAGEM_JOB_TARGET", "STRATAGEM_JOB_IMAGE", "STRATAGEM_JOB_DIR"
+VARIABLES = ("STRATAGEM_JOB_ID", "STRATAGEM_JOB_TARGET", "STRATAGEM_JOB_IMAGE", "STRATAGEM_JOB_DIR")
+"""Which job a task belongs to: the fields of :class:`~stratagem.launch.submit.job.Job`."""
 _TASK_SIGNS = ("STRATAGEM_REPORT_FILE", "TF_CONFIG", "RANK")
 """A process that has one of them was started as a task, by `stratagem run`, torchrun or a cluster of one's own."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A submitted job."""
-
-    id: str
-    """The id that `stratagem jobs` uses; empty in a job that was not started by `run()`, and after a dry run."""
-    target: str
-    """local, compose or kubernetes."""
-    docker_image: str = ""
-    """Image of the tasks, by digest once it has been pushed; empty for a local job."""
-    folder: str = ""
-    """Folder whose contents outlive the job: inside the job the shared volume of all tasks, or locally the job's
-    folder; for the submitting process, the folder of its record."""
-
-
-def job_variables(job: Job) -> dict[str, str]:
-    return {_ID: job.id, _TARGET: job.target, _IMAGE: job.docker_image, _DIR: job.folder}
-
-
 def remote() -> bool:
     """Whether this process is part of a job: submitted by `run()`, or a task of a cluster."""
-    return any(os.environ.get(name) for name in (_ID, *_TASK_SIGNS))
-
-
-def own_job() -> Job:
-    return Job(*(os.environ.get(name, "") for name in (_ID, _TARGET, _IMAGE, _DIR)))
+    return any(os.environ.get(name) for name in (VARIABLES[0], *_TASK_SIGNS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.launch.submit import api
 from stratagem.launch.submit.entry_point import EntryPoint, find_entry_point
+from stratagem.launch.submit.job import Job
 from stratagem.launch.submit.plan import make_plan, new_job_id
-from stratagem.launch.submit.record import Job, JobRecord, JobStore, job_variables
+from stratagem.launch.submit.record import VARIABLES, JobRecord, JobStore
 from stratagem.launch.submit.request import JobRequest
 
 
@@ -79,7 +80,7 @@ def test_the_caller_is_not_part_of_a_job_and_a_task_is(monkeypatch: pytest.Monke
     assert sg.remote()
     # Inside, nothing is checked any more: the arguments were right where the job was submitted.
     assert sg.run("nowhere.py", worker_count=-1) == Job("", "")
-    for name, value in job_variables(Job("id-1", "compose", "image", "/job")).items():
+    for name, value in zip(VARIABLES, ("id-1", "compose", "image", "/job"), strict=True):
         monkeypatch.setenv(name, value)
     assert sg.run(worker_count=2) == Job("id-1", "compose", "image", "/job")
 
