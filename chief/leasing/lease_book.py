@@ -327,8 +327,7 @@ class LeaseBook:
         for number, units in steps.items():
             known = [unit for unit in units if unit.dataset in self.plans]
             accepted = {unit for unit in known if unit.index in self.epoch(unit.dataset, unit.epoch).accepted}
-            if len(accepted) < len(known):
-                self.steps.readmit(number, known, accepted)
+            self.steps.readmit(number, known, accepted)
 
     def resume(self, incarnation: Incarnation, held: Iterable[Lease]) -> list[int]:
         """Takes back into the books what ``incarnation`` holds since before the chief restarted; returns the steps that

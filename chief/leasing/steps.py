@@ -110,6 +110,8 @@ class JobSteps:
     def __init__(self, next_number: int = 1) -> None:
         self.next_number = next_number
         self.open: dict[int, JobStep] = {}
+        self._readmitted = set[int]()
+        """Numbers of steps that an earlier chief knew of. They leap where a chief had begun."""
         self._of_unit: dict[Unit, JobStep] = {}
         self._members: frozenset[Incarnation] | None = None
         self._missed: set[Incarnation] = set()
@@ -146,9 +148,11 @@ class JobSteps:
         return step
 
     def readmit(self, number: int, units: Sequence[Unit], accepted: Container[Unit]) -> None:
-        """Puts back a step that was open when the chief died; its unfinished slices belong to nobody yet. A step before
-        it goes on without a unit that was leased anew in this one, which the journal may not have got to say."""
-        if number in self.open:
+        """Puts back a step that may have been open when the chief died; its unfinished slices belong to nobody yet. A
+        step before it goes on without a unit that was leased anew in this one, which the journal may not have got to
+        say."""
+        self._readmitted.add(number)
+        if number in self.open or all(unit in accepted for unit in units):
             return
         for unit in units:
             if (before := self._of_unit.get(unit)) is not None:
@@ -180,7 +184,8 @@ class JobSteps:
                 if each.unfinished and each.incarnation is None and idle:
                     each.incarnation = idle.pop(0)
                     # With a slice of the step before it still has the weights that this one is made of.
-                    each.refresh = each.incarnation not in self.unfinished(step.number - 1)
+                    before = max((number for number in self._readmitted if number < step.number), default=0)
+                    each.refresh = each.incarnation not in self.unfinished(before)
                     reserved.append((each.unit, each.incarnation))
         return reserved
 

@@ -566,6 +566,24 @@ def test_a_worker_that_accumulates_has_what_a_lost_reply_granted_it_at_once() ->
     assert (lost.unit.index, lost.step, lost.refresh) == (3, 2, False)
 
 
+def test_so_it_has_where_numbers_leap_because_a_chief_had_begun() -> None:
+    """A worker of which nobody had lost anything was refused: another was in the middle of an update."""
+    after = sync_lending()
+    steps = {number: (Unit(1, 0, first), Unit(1, 0, first + 1)) for number, first in ((1, 0), (66, 2))}
+    after.readmit(steps)
+    a, b = (
+        [Lease(units[place], 1, number, tuple(unit.index for unit in units)) for number, units in steps.items()]
+        for place in (0, 1)
+    )
+    after.resume(A, a[:1])
+    after.resume(B, b)
+    after.steps.accumulating |= {A, B}
+    assert after.steps.reserve_orphans([A, B], after.loops.is_elsewhere) == [(Unit(1, 0, 2), A)]
+    after.epoch(1, 0).acquire(2, A, after.restores)
+    [lost] = after.ask(A, 1, 0, (0,), 1, [A, B]).granted
+    assert (lost.unit.index, lost.step, lost.refresh) == (2, 66, False)
+
+
 def test_a_slice_of_nobody_is_for_none_who_has_yet_to_come_to_its_epoch() -> None:
     """It got that of a worker which had left the epoch before, and waited for its own slice of a later step."""
     after = sync_lending()
