@@ -53,14 +53,17 @@ async def serve(
 ) -> int:
     """As :func:`run`, inside an event loop, in a process that may be somebody else's too."""
     security = security_of(config)
+    told = asyncio.Event()  # by a signal, that must not be lost before the job hears of signals itself
+    for number in _ENDINGS:
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
     with contextlib.ExitStack() as held:
         if config.state_dir:
             with _kept_in(config.state_dir):
                 journal_lock = JournalLock(config.state_dir)
                 held.callback(journal_lock.release)
-                has_waited = await _wait(journal_lock, config.standby)
+                has_waited = await _wait(journal_lock, config.standby, told)
             if has_waited is None:
-                logger.info("Shut down by a signal while standing by")
+                logger.info("Shut down by a signal%s", " while standing by" if config.standby else "")
                 return EXIT_PREEMPTED
             code = exit_code_of(config.state_dir)
             if has_waited and config.standby and code is not None:
@@ -74,13 +77,13 @@ async def serve(
             if config.checkpoint_dir:
                 lock = CheckpointsLock(config.checkpoint_dir)
                 held.callback(lock.release)
-                if await _wait(lock, standby=False) is None:
+                if await _wait(lock, False, told) is None:
                     return EXIT_PREEMPTED
         job = ChiefJob(config, security)
         held.callback(job.close)
         if owns_process:
             held.callback(asyncio.create_task(_freeze(job)).cancel)
-        return await _serve(config, job, security, print_address=print_address, until_eof=until_eof)
+        return await _serve(config, job, security, told, print_address=print_address, until_eof=until_eof)
 
 
 @contextlib.contextmanager
@@ -92,18 +95,15 @@ def _kept_in(state_dir: str) -> Iterator[None]:
         raise JournalLostError(f"cannot keep the journal in {state_dir}: {error.strerror}; {advice}") from None
 
 
-async def _wait(lock: JournalLock, standby: bool) -> bool | None:
+async def _wait(lock: JournalLock, standby: bool, told: asyncio.Event) -> bool | None:
     """As :meth:`JournalLock.wait`; None: a signal came first."""
-    waiting, loop = asyncio.ensure_future(lock.wait(standby)), asyncio.get_running_loop()
-    for number in _ENDINGS:
-        loop.add_signal_handler(number, waiting.cancel)
+    waiting, signalled = asyncio.ensure_future(lock.wait(standby)), asyncio.ensure_future(told.wait())
     try:
-        await asyncio.wait([waiting])
+        await asyncio.wait([waiting, signalled], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        waiting.cancel()
-        for number in _ENDINGS:
-            loop.remove_signal_handler(number)
-    return None if waiting.cancelled() else waiting.result()
+        for each in (waiting, signalled):
+            each.cancel()
+    return waiting.result() if waiting.done() else None
 
 
 async def _freeze(job: ChiefJob) -> None:
@@ -115,7 +115,13 @@ async def _freeze(job: ChiefJob) -> None:
 
 
 async def _serve(
-    config: ChiefConfig, job: ChiefJob, security: Security, *, print_address: bool, until_eof: bool
+    config: ChiefConfig,
+    job: ChiefJob,
+    security: Security,
+    told: asyncio.Event,
+    *,
+    print_address: bool,
+    until_eof: bool,
 ) -> int:
     server = await serve_aio(
         config,
@@ -128,6 +134,8 @@ async def _serve(
         loop = asyncio.get_running_loop()
         for number, end in zip(_ENDINGS, (job.leave, job.stop), strict=True):
             loop.add_signal_handler(number, end, EXIT_PREEMPTED, f"the chief got {signal.Signals(number).name}")
+        if told.is_set():
+            return EXIT_PREEMPTED
         job.address = told_address(config.advertise, server.address)
         if config.state_dir:
             with _kept_in(config.state_dir):
