@@ -42,6 +42,8 @@ from stratagem.worker.step_meter import StepMeter
 logger = logging.getLogger(__name__)
 
 _ENDED = f"this worker has ended: {IN_TIME}"
+_JOINED = "STRATAGEM_JOINED"
+"""Tells the programs that this process starts whose place it has: they inherit what says who it is, too."""
 _newest: WorkerRuntime | None = None
 
 
@@ -117,6 +119,17 @@ class WorkerRuntime:
                 f"this process has joined the cluster as {config.task} already, with the strategy that it made first: "
                 "make one strategy, and use that everywhere (inside its scope sg.get_strategy() returns it)"
             )
+        holder, _, place = os.environ.get(_JOINED, "").partition(" ")
+        if (
+            place == f"{config.task} {config.chief}"
+            and int(holder) != os.getpid()
+            and os.path.exists(f"/proc/{holder}")
+        ):
+            raise ConfigurationError(
+                f"the training script of {config.task} (process {holder}) has started this one, which would take its "
+                "place in the cluster: start it with `stratagem run`, for a job of its own, or to train alone without "
+                "TF_CONFIG and RANK in its environment"
+            )
         self.config: WorkerConfig = config
         self.cluster = cluster
         self.task = TaskId.parse(config.task)
@@ -162,6 +175,7 @@ class WorkerRuntime:
         self._ended = False
         self._assigns: bool | None = None
         _newest = self
+        os.environ[_JOINED] = f"{os.getpid()} {config.task} {config.chief}"
         try:
             self._join()
         except BaseException:
@@ -274,6 +288,7 @@ class WorkerRuntime:
             self._chief_process = None
         if _newest is self:
             _newest = None
+            os.environ.pop(_JOINED, None)
 
     def stop_reason(self) -> StratagemError | None:
         """Why the session ended, if it did by the chief's will; None when it did not or the job was simply done."""

@@ -25,11 +25,12 @@ CONFIGS: dict[str, type[RoleConfig]] = {
 }
 ENV_PREFIX = "STRATAGEM_"
 OTHER_VARIABLES = (
-    *("STRATAGEM_REPORT_FILE", "STRATAGEM_RESUME_FILE", "STRATAGEM_JOB_"),
+    *("STRATAGEM_REPORT_FILE", "STRATAGEM_RESUME_FILE", "STRATAGEM_JOB_", "STRATAGEM_JOINED"),
     *("STRATAGEM_MPI_PYTHON", "STRATAGEM_TF_PYTHON", "STRATAGEM_BENCHMARK_"),
 )
 """Variables (or, with "_" at the end, beginnings of variables) with our prefix that are no field of a role: where a
-worker writes its report for the launcher, which submitted job this is, and what the benchmarks use."""
+worker writes its report for the launcher, which submitted job this is, who has joined it, and what the
+benchmarks use."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,9 @@ OF_ONE_TASK = (
     "SLURM_STEP_NUM_TASKS",  # makes a process one of several tasks of srun
 )
 """Variables that say which task of which cluster a process is."""
-_OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "TLS", "TOKEN_FILE"))
+_OWN = tuple(
+    f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "TLS", "TOKEN_FILE", "JOINED")
+)
 _OPEN_FILES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _OF_A_PERSON = ("PYTHONINSPECT",)
 """Python would ask on standard input what to do when the process should end."""

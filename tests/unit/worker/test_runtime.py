@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -76,3 +79,27 @@ def test_a_chief_that_worker_0_starts_is_told_what_the_environment_says(monkeypa
     config = WorkerConfig(task="worker:0", chief="127.0.0.1:2", checkpoint_dir="kept", insecure=True)
     with pytest.raises(ConfigurationError, match=r"^7\.0 .*kept True$"):
         WorkerRuntime(config, ClusterSpec(worker=("127.0.0.1:2",)))
+
+
+def test_a_program_that_a_worker_starts_does_not_take_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker was lost to it, and the job a minute later."""
+    command = [
+        *(sys.executable, "-c"),
+        "from stratagem.cluster.config import WorkerConfig\n"
+        "from stratagem.cluster.spec import ClusterSpec\n"
+        "from stratagem.worker.runtime import WorkerRuntime\n"
+        "config = WorkerConfig(task='worker:0', chief='127.0.0.1:1', start_timeout_s=0.1)\n"
+        "WorkerRuntime(config, ClusterSpec(('127.0.0.1:1',), ('127.0.0.1:2',)))\n",
+    ]
+    said = []
+
+    def start(*_: object) -> None:
+        said.append(subprocess.run(command, capture_output=True, text=True, timeout=120).stderr)
+        raise ConfigurationError("that was all")
+
+    monkeypatch.setattr(SessionClient, "start", start)
+    with pytest.raises(ConfigurationError, match="that was all"):
+        WorkerRuntime(
+            WorkerConfig(task="worker:0", chief="127.0.0.1:1"), ClusterSpec(("127.0.0.1:1",), ("127.0.0.1:2",))
+        )
+    assert f"worker:0 (process {os.getpid()}) has started this one" in said[0]
