@@ -59,19 +59,20 @@ class Backup:
 
     @property
     def words(self) -> str:
-        """For the status: who has a copy, or why nobody has."""
-        with self._changed:
-            if self._lane is not None:
-                assert self._asker is not None
-                return self._asker[0] if self._is_told else f"{self._asker[0]} copies"
-            return f"{self._whole[0]} broke off" if self._whole is not None else "none"
+        """For the status: who has a copy, or why nobody has. Heartbeats say it, so it waits for nobody: an image of
+        gigabytes is made with the lock held."""
+        lane, asker, whole = self._lane, self._asker, self._whole
+        if lane is not None and asker is not None:
+            return asker[0] if self._is_told else f"{asker[0]} copies"
+        return f"{whole[0]} broke off" if whole is not None else "none"
 
     @property
     def copy_to_drop(self) -> int:
-        """The following whose copy the backup is to drop, because replies wait for it and it is silent; 0: none."""
-        with self._changed:
-            is_silent = self._waiting and time.monotonic() - self._silent_since > SILENCE_S
-            return self._whole_number if is_silent and self._whole is not None else 0
+        """The following whose copy the backup is to drop, because replies wait for it and it is silent; 0: none. It
+        waits for nobody, as :attr:`words`."""
+        number, whole = self._whole_number, self._whole
+        is_silent = self._waiting and time.monotonic() - self._silent_since > SILENCE_S
+        return number if is_silent and whole is not None else 0
 
     def begin(self, asker: Sender, number: int, lane: ReplyLane, transfer: int, begin: Callable[[int], None]) -> None:
         """The backup ``asker`` is told everything from here on, in answer to its request ``transfer`` for its following
@@ -187,8 +188,8 @@ class Backup:
 
     @property
     def _is_told(self) -> bool:
-        """With the lock held: whether the copy with everything acknowledged is the one that is told what changes. It is
-        not while its process follows anew, until that says that it has dropped it."""
+        """Whether the copy with everything acknowledged is the one that is told what changes; the lock is held where
+        something depends on it. It is not while its process follows anew, until that says that it has dropped it."""
         is_same = (self._whole, self._whole_number) == (self._asker, self._number)
         return self._lane is not None and self._whole is not None and is_same
 

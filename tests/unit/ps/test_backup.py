@@ -86,6 +86,18 @@ def test_nobody_waits_for_a_backup_that_is_not_whole(backup: Backup) -> None:
     assert (backup.words, lane.answers, len(lane.frames)) == ("ps:1 copies", [(COMMIT, b"update")], 1)
 
 
+def test_what_a_heartbeat_says_does_not_wait_for_an_image_that_is_being_made(backup: Backup) -> None:
+    """Of gigabytes it takes longer than a ps may be silent."""
+    said: list[tuple[str, int]] = []
+
+    def make(told: int) -> None:
+        heartbeat = Waiting(lambda: said.append((backup.words, backup.copy_to_drop)))
+        until(lambda: not heartbeat.waits, deadline_s=5.0)
+
+    backup.begin(FIRST, 1, ListLane(), 1, make)
+    assert said == [("ps:1 copies", 0)]
+
+
 def test_from_then_on_a_change_is_acknowledged_when_the_backup_has_it(backup: Backup) -> None:
     lane, _ = begin(backup)
     tell(backup, b"before")
