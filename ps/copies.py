@@ -97,7 +97,7 @@ class StoreCopy:
         with state.changed:
             self.is_taken = True
             state.changed.wait_for(lambda: state.gate.num_inside == 0)
-            send_image(state, self.source, 0, lane, transfer, answer)
+            send_image(state, self.source, 0, lane, transfer, answer, is_still=True)
 
 
 class StoreCopies:
@@ -169,11 +169,21 @@ class StoreCopies:
                 state.changed.notify_all()
 
 
-def send_image(state: StoreState, source: Sender, number: int, lane: ReplyLane, transfer: int, answer: Answer) -> None:
-    """With ``changed`` held and nobody inside: sends a copy of everything, without waiting for the reader."""
+def send_image(
+    state: StoreState,
+    source: Sender,
+    number: int,
+    lane: ReplyLane,
+    transfer: int,
+    answer: Answer,
+    *,
+    is_still: bool = False,
+) -> None:
+    """With ``changed`` held and nobody inside: sends a copy of everything, without waiting for the reader. What
+    ``is_still``, changing no more, is sent as it lies."""
     groups = [locked.group for _, locked in sorted(state.locked_groups.items())]
     content = Content(groups, state.units, state.store_epoch, state.num_moved)
     answer(StoreImage(source, content, state.senders.done(), number))
     for number_of_group, flat in tensors_of(groups):
         for offset, piece in cut_pieces(flat):
-            lane.send(transfer, HeldFrame(number_of_group, offset, piece.clone()))
+            lane.send(transfer, HeldFrame(number_of_group, offset, piece if is_still else piece.clone()))

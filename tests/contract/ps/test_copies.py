@@ -30,6 +30,7 @@ from stratagem.rpc.session import SessionClient
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
 from tests.contract.ps.serving import serving
 from tests.polling import until
+from tests.unit.ps.driver import ListLane
 
 CHIEF = common_pb2.Sender(task="chief:0", incarnation=1)
 SIZE = 10
@@ -198,6 +199,16 @@ def test_a_copy_knows_what_its_ps_has_dropped(start: Start, connect: Connect, fo
     assert not worker.stub.CommitUpdate(request, timeout=TIMEOUT_S).applied
     assert follower.copy is not None and primary.store.state.units.to_json()["dropped"] == [[1, 0, 2]]
     check_equal(primary.store, follower.copy.state)
+
+
+def test_a_copy_that_is_given_away_is_sent_as_it_lies(start: Start, connect: Connect, follow: Follow) -> None:
+    """It may be as large as all else that its holder has, and changes no more."""
+    _, _, follower, _ = trained(start, connect, follow)
+    assert follower.copy is not None
+    lane = ListLane()
+    follower.copy.give(lane, 1, lambda image: None)
+    lies = [group.group.weights.untyped_storage().data_ptr() for group in follower.copy.state.locked_groups.values()]
+    assert lies and {frame.tensor.untyped_storage().data_ptr() for frame in lane.frames} >= {*lies}
 
 
 def test_a_ps_that_takes_over_is_the_one_that_died(start: Start, connect: Connect, follow: Follow) -> None:
