@@ -29,9 +29,11 @@ def test_a_signal_that_comes_as_a_lock_is_taken_ends_the_chief(
         return acquire(lock)
 
     monkeypatch.setattr(JournalLock, "acquire", tells)
-    folders = {"state_dir": str(tmp_path / "journal"), "checkpoint_dir": str(tmp_path / "checkpoints")}
-    for folder in folders.values():
-        os.mkdir(folder)
-    config = ChiefConfig(num_workers=1, num_ps=1, bind="127.0.0.1:0", **folders)
+    state, checkpoints = tmp_path / "journal", tmp_path / "checkpoints"
+    state.mkdir()
+    checkpoints.mkdir()
+    config = ChiefConfig(
+        num_workers=1, num_ps=1, bind="127.0.0.1:0", state_dir=str(state), checkpoint_dir=str(checkpoints)
+    )
     assert asyncio.run(asyncio.wait_for(serve(config), timeout=10)) == EXIT_PREEMPTED
     assert told == [signum]
