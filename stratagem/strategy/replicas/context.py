@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -30,6 +30,8 @@ from stratagem.strategy.replicas.mirrored import OnlyReplica
 from stratagem.strategy.replicas.replica_threads import RUN_INSIDE_RUN, ReplicaThreads
 from stratagem.tensorflow_names import WithWaysOut
 from stratagem.worker.ring.communicator import Communicator
+
+T = TypeVar("T")
 
 
 class _Here(enum.Enum):
@@ -134,9 +136,12 @@ class ReplicaContext(WithWaysOut):
         """Replicas of all workers."""
         return self.strategy.num_replicas_in_sync
 
-    def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, this is the current context, and its strategy the current strategy."""
-        return _Entered(self, self.strategy)
+    def call(self, work: Callable[[], T]) -> T:
+        """Calls ``work``; meanwhile this is the current context, and its strategy the current strategy."""
+        is_inside = _here.get() is not _Here.OUTSIDE
+        if is_inside and current_strategy() is self.strategy:  # ReplicaThreads refuses it where there are several
+            raise ConfigurationError(RUN_INSIDE_RUN)
+        return _called(self, self.strategy, work)
 
     @known_arguments
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
@@ -224,8 +229,7 @@ class ReplicaContext(WithWaysOut):
         """``decide`` runs once, in cross-replica context: from the local replicas' values to one result each."""
 
         def cross(values: list[Any]) -> list[Any]:
-            with _Entered(_Here.CROSS_REPLICA, self.strategy):
-                return decide(values)
+            return _called(_Here.CROSS_REPLICA, self.strategy, lambda: decide(values))
 
         if self._replica_threads is not None:
             if self._own is not None:
@@ -272,8 +276,12 @@ def run_alone(
     """``Strategy.run`` where the only replica of this process is in the calling thread."""
     own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs), 0) if kwargs else {}
     running: contextlib.AbstractContextManager[object] = strategy.prepared or contextlib.nullcontext()
-    with _Entered(ReplicaContext(strategy), strategy), running:
-        return PerReplica((fn(*own[0], **own[1]),))
+
+    def step() -> PerReplica[Any]:
+        with running:
+            return PerReplica((fn(*own[0], **own[1]),))
+
+    return ReplicaContext(strategy).call(step)
 
 
 class _ReplicaAllReduce(torch.autograd.Function):
@@ -325,25 +333,14 @@ def _reduced_gradients(ctx: Any, op: ReduceOp, gradients: Sequence[torch.Tensor]
     return [next(results) if is_inexact(gradient) else None for gradient in gradients]
 
 
-class _Entered:
-    """Inside, this is where the thread is, and the strategy is the current one. A class, for it is entered in every
-    step."""
+def _called(here: ReplicaContext | _Here, strategy: Strategy, work: Callable[[], T]) -> T:
+    """Calls ``work``; meanwhile this is where the thread is, and the strategy is the current one. In a copy of the
+    context variables, which an interrupt cannot fail to leave, as it can the end of a ``with`` block."""
 
-    __slots__ = ("_here", "_scope", "_strategy", "_token")
+    def inside() -> T:
+        if current_strategy() is not strategy:
+            strategy.scope().__enter__()
+        _here.set(here)
+        return work()
 
-    def __init__(self, here: ReplicaContext | _Here, strategy: Strategy) -> None:
-        self._here, self._strategy = here, strategy
-
-    def __enter__(self) -> None:
-        is_inside = _here.get() is not _Here.OUTSIDE and isinstance(self._here, ReplicaContext)
-        if is_inside and current_strategy() is self._strategy:  # ReplicaThreads refuses it where there are several
-            raise ConfigurationError(RUN_INSIDE_RUN)
-        self._scope = None if current_strategy() is self._strategy else self._strategy.scope()
-        if self._scope is not None:
-            self._scope.__enter__()
-        self._token = _here.set(self._here)
-
-    def __exit__(self, *error: Any) -> None:
-        _here.reset(self._token)
-        if self._scope is not None:
-            self._scope.__exit__(*error)
+    return contextvars.copy_context().run(inside)

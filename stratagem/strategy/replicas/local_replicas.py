@@ -168,8 +168,7 @@ class LocalReplicas:
 
     def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """Runs one callable a replica, in its context: a step of the script."""
-        with self._contexts[0].entered():
-            return [work[0]()]
+        return [self._contexts[0].call(work[0])]
 
     def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
         """Has each replica do ``work``, which may make collectives, with its own of each of the ``arguments``; what it
@@ -232,16 +231,12 @@ class SeveralReplicas(LocalReplicas):
         with self._mirrors.running():
             try:
                 return self.replica_threads.run(
-                    [functools.partial(self._in_context, *each) for each in enumerate(work)]
+                    [functools.partial(context.call, one) for context, one in zip(self._contexts, work, strict=True)]
                 )
             except BaseException:
                 reopen(self._own)
                 self._mirrors.touch()
                 raise
-
-    def _in_context(self, replica: int, work: Callable[[], T]) -> T:
-        with self._contexts[replica].entered():
-            return work()
 
     def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
         with self._mirrors.running():

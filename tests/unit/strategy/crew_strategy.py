@@ -48,8 +48,8 @@ class ReplicaThreadsStrategy(DefaultStrategy):
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         def step(replica: int) -> Any:
-            with ReplicaContext(self, self.replica_threads, replica, self._ops).entered():
-                return fn(*args, **kwargs)
+            context = ReplicaContext(self, self.replica_threads, replica, self._ops)
+            return context.call(lambda: fn(*args, **kwargs))
 
         work = [functools.partial(step, replica) for replica in range(len(self.local_devices))]
         return PerReplica(tuple(self.replica_threads.run(work)))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import itertools
+import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from stratagem.strategy.default import DefaultStrategy, get_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context, in_cross_replica_context
 from stratagem.strategy.replicas.cross_device_ops import HierarchicalCopyAllReduce
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
+from stratagem.strategy.scope import Scope, strategy_in_scope
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks
 
@@ -46,8 +51,7 @@ class Several(DefaultStrategy):
         """Calls ``fn`` in the context of each local replica."""
 
         def work(context: ReplicaContext) -> Any:
-            with context.entered():
-                return fn(context)
+            return context.call(lambda: fn(context))
 
         if self.replica_threads is None:
             return [work(ReplicaContext(self))]
@@ -143,6 +147,34 @@ def test_replicas_are_numbered_worker_by_worker(num_workers: int, num_local: int
     size = num_workers * max(num_local, 1)
     found = on_layout(num_workers, num_local, lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync))
     assert found == [(replica, size) for replica in range(size)]
+
+
+def test_an_interrupt_at_any_line_leaves_the_context_of_the_step() -> None:
+    """Where it came beside the ``with`` block, every later step was refused as one inside of this one."""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in (inspect.getfile(ReplicaContext), inspect.getfile(Scope)):
+            return None
+        if event == "line" and next(left, None) is None:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    strategy, before = Several(0), sys.gettrace()
+    for number in itertools.count():
+        left = iter(range(number))
+        sys.settrace(trace)
+        try:
+            strategy.each(lambda replica: replica.merge_call(lambda _: None))
+        except KeyboardInterrupt:
+            assert not in_cross_replica_context()
+            assert strategy_in_scope() is None
+            assert strategy.each(lambda replica: replica.num_replicas_in_sync) == [1]
+        else:
+            break
+        finally:
+            sys.settrace(before)
+    assert number > 20
 
 
 def test_a_step_inside_another_strategys_scope_is_refused(two: Several) -> None:
