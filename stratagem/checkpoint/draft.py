@@ -43,7 +43,7 @@ class Draft:
             with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there either
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             self.path.mkdir()
-        except OSError:
+        except BaseException:
             self.close()
             raise
 
@@ -56,14 +56,17 @@ class Draft:
     def close(self) -> None:
         """Removes what was not committed. Closing twice does no harm."""
         lock, self._lock = self._lock, -1
-        if lock >= 0:
+        if lock < 0:
+            return
+        try:
             with contextlib.suppress(OSError):
                 self.path.rmdir()  # empty, it goes even where no more files can be opened
             shutil.rmtree(self.path, ignore_errors=True)  # committed, it is somewhere else
             for path in (self._latest, _lock_of(self.path)):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-            os.close(lock)
+        finally:
+            os.close(lock)  # whoever comes next removes what an interrupt has left
 
 
 class CheckpointDraft(Draft):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,19 @@ def test_what_a_crash_left_goes_with_the_next_export(tmp_path: Path) -> None:
         write(tmp_path / "other", "")
         kept = {draft.name, f"{draft.name}.lock", ".removed-by-me"}
         assert {each.name for each in tmp_path.iterdir()} == {*kept, "other"}, "one is being written, one is none"
+
+
+def test_what_an_interrupt_left_goes_with_the_next_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock was held as long as the process lived."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", interrupt)
+        write(tmp_path / "model", "")
+    write(tmp_path / "model", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
