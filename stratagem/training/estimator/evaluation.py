@@ -69,6 +69,7 @@ class RestoredObjects:
             saved = describe(path)
             states = read_states(saved, list(self.objects.modules))
             found = {name: kind_and_state(state) for name, state in states.items()}
+            self._loaded = Path()  # of none, if what follows is interrupted
             put_back({name: self.objects.in_use[name] for name in found}, found)
             step = saved.step
         self.objects.global_step, self._loaded = step, path

@@ -25,6 +25,8 @@ import stratagem as sg
 from stratagem import Estimator, EstimatorSpec, ModeKeys, RunConfig, get_global_step, get_or_create
 from stratagem.checkpoint.reading import describe
 from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.training.estimator import evaluation
+from stratagem.training.saving.object_states import put_back
 from tests.unit.training.checkpoint_objects import same
 from tests.unit.training.estimating import data, loader, make_net, model_fn, trained_by_hand
 
@@ -493,6 +495,26 @@ def test_predictions_of_two_checkpoints_are_gone_through_side_by_side(tmp_path: 
     pairs = zip(estimator.predict(loader, paths[0]), estimator.predict(loader, paths[1]), strict=True)
     for (a, b), first, second in zip(pairs, one, other, strict=True):
         assert torch.equal(a["logits"], first) and torch.equal(b["logits"], second)
+
+
+def test_predictions_go_on_with_their_weights_after_an_interrupted_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what they went on with were the other checkpoint's."""
+    estimator = make(tmp_path, save_checkpoints_steps=3).train(loader, max_steps=6)
+    first, second = (tmp_path / f"model.ckpt-{step:08}" for step in (3, 6))
+    whole = [row["logits"] for row in estimator.predict(loader, first)]
+
+    def interrupted(*arguments: Any) -> None:
+        put_back(*arguments)
+        raise KeyboardInterrupt
+
+    predictions = estimator.predict(loader, first)
+    begun = [next(predictions)["logits"]]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(evaluation, "put_back", interrupted)
+        next(estimator.predict(loader, second))
+    torch.testing.assert_close([*begun, *(row["logits"] for row in predictions)], whole, rtol=0, atol=0)
 
 
 def test_an_export_predicts_without_stratagem(tmp_path: Path) -> None:
