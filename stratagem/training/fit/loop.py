@@ -164,9 +164,9 @@ def _joined(parts: Sequence[Any]) -> Any:
 @contextlib.contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
     was_training = module.training
-    if was_training:
-        module.eval()
     try:
+        if was_training:
+            module.eval()
         yield
     finally:
         if was_training:

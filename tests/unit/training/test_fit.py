@@ -369,6 +369,23 @@ def test_an_uncompiled_model_predicts(data: tuple[torch.Tensor, torch.Tensor]) -
     torch.testing.assert_close(Model(make_net()).predict(data[0].numpy()), make_net()(data[0]).detach())
 
 
+def test_an_interrupt_on_the_way_into_a_prediction_leaves_the_module_training(
+    data: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """A loop by hand went on without dropout in the layers that had been reached."""
+
+    class Interrupted(nn.Identity):
+        def train(self, mode: bool = True) -> Interrupted:
+            if not mode:
+                raise KeyboardInterrupt
+            return super().train(mode)
+
+    module = nn.Sequential(nn.Dropout(), Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        Model(module).predict(data[0])
+    assert all(each.training for each in module.modules())
+
+
 def test_save_asks_for_nothing_after_a_fit_and_the_program_evaluates_alike(
     data: tuple[torch.Tensor, torch.Tensor], tmp_path: Any
 ) -> None:
