@@ -70,6 +70,8 @@ class Mirrors:
         self._num_optimizers = 0
         self._has_warned = False
         self._scalers: list[list[torch.amp.GradScaler]] = []
+        self._is_recorded = True
+        """False: replicas have what :meth:`record` has not seen to its end."""
         self._all: dict[int, Any] = {}
         """Proxies, by identity of the original, in the order of preparation."""
 
@@ -112,6 +114,8 @@ class Mirrors:
 
     def synchronize(self) -> None:
         """Carries to the other replicas what was changed outside of them; a ConfigurationError where that cannot be."""
+        if not self._is_recorded:  # an interrupt came before its end
+            self.record()
         fully, self._touched = self._touched, False
         try:
             with self._opened():
@@ -127,8 +131,10 @@ class Mirrors:
 
     def record(self) -> None:
         """What replicas have now is their own: no change to be carried."""
+        self._is_recorded = False
         for changes in self._changes:
             changes.record()
+        self._is_recorded = True
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -71,8 +71,8 @@ class HookChanges:
 
     def record(self) -> None:
         if self._count != (count := self._counted()):
-            self._count = count
             self._keys = list(map(set, self._firsts))
+            self._count = count
 
     def spread(self, copies: Sequence[Copies]) -> None:
         if self._count == self._counted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.utils import prune
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.replicas.outside_changes import OptimizerChanges
 from tests.unit.strategy.mirrored_replicas import Replicas, equal
 
 INPUTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
@@ -396,3 +398,28 @@ def test_what_is_loaded_is_kept_by_an_evaluation_before_the_first_step() -> None
     replicas = strategy.local_results(strategy.run(lambda: model.offset.tolist()))
     strategy.close()
     assert replicas == ([1.0, 1.0], [1.0, 1.0])
+
+
+def test_after_an_interrupted_prepare_others_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks of what had been interrupted were carried to the other replicas, where they cannot be copied."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    record, calls = OptimizerChanges.record, itertools.count()
+
+    def interrupted(changes: OptimizerChanges) -> None:
+        if next(calls):
+            raise KeyboardInterrupt
+        record(changes)
+
+    def prepared() -> torch.nn.Module:
+        net = torch.nn.Linear(2, 1)
+        made: torch.nn.Module = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))[0]
+        return made
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(OptimizerChanges, "record", interrupted)
+            prepared()
+        net = prepared()
+        strategy.run(lambda: net(torch.ones(1, 2)).sum().backward())
+    finally:
+        strategy.close()
