@@ -36,7 +36,7 @@ class LeaseBook:
     def __init__(self, next_step: int = 1, num_unsynced: int = 0) -> None:
         self.plans: dict[int, Plan] = {}
         self.epochs: dict[tuple[int, int], EpochLeases] = {}
-        self.steps = JobSteps(next_step + num_unsynced)
+        self.steps = JobSteps(next_step + num_unsynced, is_new=not num_unsynced)
         self.clocks = Clocks()
         self.restores = 0
         self.founders: frozenset[Incarnation] = frozenset()

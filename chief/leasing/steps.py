@@ -107,13 +107,17 @@ class Removal:
 class JobSteps:
     """The steps in progress, in the order of their numbers."""
 
-    def __init__(self, next_number: int = 1) -> None:
+    def __init__(self, next_number: int = 1, is_new: bool = True) -> None:
         self.next_number = next_number
         self.open: dict[int, JobStep] = {}
         self._readmitted = set[int]()
         """Numbers of steps that an earlier chief knew of. They leap where a chief had begun."""
         self._of_unit: dict[Unit, JobStep] = {}
-        self._members: frozenset[Incarnation] | None = None
+        self._members: frozenset[Incarnation | None] | None = None
+        """Who had a slice of the newest step; None: all have its weights."""
+        self._composes = is_new
+        """Whether that was composed here. Of that of an earlier chief only those who have yet to deliver theirs are
+        known: others may have missed it."""
         self._missed: set[Incarnation] = set()
         self.accumulating: set[Incarnation] = set()
         """Workers that have gradients of earlier batches for their next update, as they said last."""
@@ -140,6 +144,9 @@ class JobSteps:
         for unit, _ in chosen:
             if unit not in assigned:
                 assigned[unit] = free.pop(min(free))
+        if not self._composes:
+            newest = self.open[max(self.open)].slices if self.open else ()
+            self._composes, self._members = True, frozenset(each.incarnation for each in newest)
         known = assigned.values() if self._members is None else self._members  # others have missed a step
         slices = [Slice(unit, assigned[unit], refresh=assigned[unit] not in known) for unit, _ in chosen]
         step = self._add(JobStep(self.next_number, slices, group))
@@ -283,7 +290,7 @@ class JobSteps:
         """The ps went back to a checkpoint: no step in progress goes on. Everybody pulls weights anew."""
         self.open.clear()
         self._of_unit.clear()
-        self._members = None
+        self._members, self._composes = None, True
         self._missed.clear()
 
     def forget(self, incarnation: Incarnation) -> None:

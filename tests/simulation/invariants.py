@@ -251,7 +251,7 @@ class Invariants:
         if manifest is None:
             self.world.fail(f"{path.name} has no manifest")
             return
-        if not self.is_counted:
+        if not self.is_counted or (self.num_starts > 1 and not job.lease_book.plans):  # resumed, nothing opened yet
             return
         seen = []
         for task in sorted({file.ps for file in manifest.files}):

@@ -584,6 +584,21 @@ def test_so_it_has_where_numbers_leap_because_a_chief_had_begun() -> None:
     assert (lost.unit.index, lost.step, lost.refresh) == (2, 66, False)
 
 
+def test_who_may_have_missed_the_newest_step_of_an_earlier_chief_waits_for_it() -> None:
+    """It trained on weights without the update of that step, which it had left to others."""
+    after = LeaseBook(3, num_unsynced=64)
+    after.open_dataset(1, Plan(8, 4, num_slices=2, staleness=0))
+    after.founders = frozenset({A, B})
+    after.know_accepted({(1, 0): UnitBitmap.of([0, 1])})
+    only = Lease(Unit(1, 0, 2), 1, 2, (2,))  # unit 3 is in a step of its own
+    after.readmit({2: [only.unit]})
+    after.resume(A, [only])
+    assert after.ask(B, 1, 0, (), 1, [A, B]).waits_for == (A,)
+    after.accept(A, 1, 0, [2])
+    [lease] = after.ask(B, 1, 0, (), 1, [A, B]).granted
+    assert (lease.unit.index, lease.step, lease.refresh) == (3, 67, True)
+
+
 def test_a_slice_of_nobody_is_for_none_who_has_yet_to_come_to_its_epoch() -> None:
     """It got that of a worker which had left the epoch before, and waited for its own slice of a later step."""
     after = sync_lending()
