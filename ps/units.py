@@ -85,7 +85,8 @@ class UnitLedger:
         if lacking and len(lacking) < len(update.units):
             raise ProtocolError(
                 f"an update over {len(update.units)} units cannot be applied: it is applied here already for some, and "
-                f"not for {lacking[0]}. Compute the others again, each in an update of its own"
+                f"not for {lacking[0]}, since somebody was lost in the middle of it (start the job again, and it "
+                "resumes from its last checkpoint)"
             )
         return bool(lacking)
 
