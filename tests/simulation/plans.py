@@ -33,6 +33,8 @@ ADMITS = 0.1
 """The share of rings in which workers die as others admit a newcomer."""
 AT_MOMENTS = 0.2
 """The share of jobs in which something goes wrong at a moment that has a name."""
+DIES_AGAIN = 0.03
+"""The share of jobs whose chief dies again and again."""
 MOMENTS = (
     *3 * ("join", "over", "prepared", "initialized", "accepted", "checkpoint", "step", "close_step"),
     *("put_back", "restored", "roll_back", "lost", "routed", "untold", "steps_per_unit", "ending", "begun", "plan"),
@@ -189,6 +191,9 @@ def plan(seed: int, form: str = "") -> Schedule:
     if (moments := random.Random(-25 * seed - 1)).random() < AT_MOMENTS:
         faults += _at_moments(moments, job, MOMENTS, _fault)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
+    if (again := random.Random(-39 * seed - 1)).random() < DIES_AGAIN:
+        faults += [Fault(3 * again.random(), "kill", "chief:0", moment=_moment(again, MOMENTS)) for _ in range(3)]
+        job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
     if form == "storm":
         faults += _storm(random.Random(-20 * seed - 1), job, _fault)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
@@ -231,16 +236,20 @@ def _at_moments(
     """What goes wrong, in most cases a death, goes wrong at one of ``moments`` or just after."""
     tasks = ["chief:0", *(f"worker:{i}" for i in range(job.num_workers)), *(f"ps:{i}" for i in range(job.num_ps))]
     for _ in range(rng.choice((1, 2, 3))):
-        what, number = rng.choice(moments), rng.choice((1, 1, 2, 5))
-        if what.startswith("message "):
-            number = rng.randrange(1, 60)
-        elif what[0].isupper() and rng.random() < 0.3:
-            what = f"reply {what}"
-        moment = Moment(what, number, rng.choice((0.0, 0.0, 0.01, 0.1)) * rng.random())
+        moment = _moment(rng, moments)
         task = rng.choice(("chief:0", rng.choice(tasks), rng.choice(tasks)))
         kind = "crash" if task == "chief:0" and rng.random() < 0.3 else "kill"
         fault = Fault(0.0, kind, task) if rng.random() < 0.6 else draw(rng, job)
         yield dataclasses.replace(fault, at_s=2 * rng.random(), moment=moment)
+
+
+def _moment(rng: random.Random, moments: Sequence[str]) -> Moment:
+    what, number = rng.choice(moments), rng.choice((1, 1, 2, 5))
+    if what.startswith("message "):
+        number = rng.randrange(1, 60)
+    elif what[0].isupper() and rng.random() < 0.3:
+        what = f"reply {what}"
+    return Moment(what, number, rng.choice((0.0, 0.0, 0.01, 0.1)) * rng.random())
 
 
 def _storm(rng: random.Random, job: Job, draw: Callable[[random.Random, Job], Fault]) -> Iterator[Fault]:
