@@ -12,7 +12,7 @@ from stratagem.errors import CheckpointError, PeerUnavailableError, ProtocolErro
 from stratagem.ps.applying import Applying
 from stratagem.ps.checkpointing import Checkpointing
 from stratagem.ps.locked_group import LockedGroup
-from stratagem.ps.published import HeldFrame, ReplyLane, cut_pieces
+from stratagem.ps.published import HeldFrame, ReplyLane, cut_pieces, send_copy
 from stratagem.ps.requests import CommitUpdate, Sender, UpdateAction
 from stratagem.ps.shard_group import Parts, ShardGroup
 from stratagem.ps.snapshot import Content
@@ -185,5 +185,8 @@ def send_image(
     content = Content(groups, state.units, state.store_epoch, state.num_moved)
     answer(StoreImage(source, content, state.senders.done(), number))
     for number_of_group, flat in tensors_of(groups):
+        if not is_still:
+            send_copy(lane, transfer, number_of_group, flat)
+            continue
         for offset, piece in cut_pieces(flat):
-            lane.send(transfer, HeldFrame(number_of_group, offset, piece if is_still else piece.clone()))
+            lane.send(transfer, HeldFrame(number_of_group, offset, piece))

@@ -10,7 +10,7 @@ import torch
 from stratagem.errors import ProtocolError, VariableError
 from stratagem.measuring import measures
 from stratagem.measuring.measures import labelled
-from stratagem.ps.published import HeldFrame, Publisher, ReplyLane, cut_pieces, num_frames
+from stratagem.ps.published import Publisher, ReplyLane, num_frames, send_copy
 from stratagem.ps.requests import GroupVersion, Version
 from stratagem.ps.shard_group import Parts, ShardGroup
 from stratagem.ps.specs import GroupSpec
@@ -86,6 +86,5 @@ class LockedGroup:
             if slot not in self.group.slots:
                 known = ", ".join(self.group.slots) or "none yet"
                 raise ProtocolError(f"group {self.spec.group}: expected one of its slots ({known}), got {slot!r}")
-            for offset, piece in cut_pieces(self.group.slots[slot]):
-                lane.send(transfer, HeldFrame(self.spec.group, offset, piece.clone()))
+            send_copy(lane, transfer, self.spec.group, self.group.slots[slot])
             return GroupVersion(self.spec.group, self.version, num_frames(self.spec.num_elements, self.spec.dtype))

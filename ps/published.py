@@ -71,6 +71,14 @@ def cut_pieces(flat: torch.Tensor) -> Sequence[tuple[int, torch.Tensor]]:
     return [(offset, flat[offset : offset + step]) for offset in range(0, num_elements, step)]
 
 
+def send_copy(lane: ReplyLane, transfer: int, group: int, flat: torch.Tensor) -> None:
+    """Sends a flat tensor as it is now, copied once: to where the lane sends from."""
+    for offset, piece in cut_pieces(flat):
+        frame = lane.room(group, offset, piece.numel(), piece.dtype)
+        frame.tensor.copy_(piece)
+        lane.send(transfer, frame)
+
+
 class Publisher:
     """Keeps the newest version of one group. Called with the group's lock held."""
 

@@ -15,11 +15,12 @@ import torch
 
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import PeerUnavailableError, ProtocolError, StratagemError
-from stratagem.ps import copies
+from stratagem.ps import copies, published
 from stratagem.ps.backup import Backup
 from stratagem.ps.copies import StoreCopy, StoreImage, tensors_of
 from stratagem.ps.following import RETRY_S, Following
 from stratagem.ps.peer_client import PeerStore
+from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
@@ -211,6 +212,18 @@ def test_a_copy_that_is_given_away_is_sent_as_it_lies(start: Start, connect: Con
     assert lies and {frame.tensor.untyped_storage().data_ptr() for frame in lane.frames} >= {*lies}
 
 
+def test_an_image_is_copied_once_to_where_its_lane_sends_from(
+    start: Start, connect: Connect, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody gets an answer from the ps while it is made."""
+    primary, _, _, _ = trained(start, connect, follow)
+    lane, rooms = ListLane(), list[HeldFrame]()
+    room = lane.room
+    monkeypatch.setattr(lane, "room", lambda *what: rooms.append(room(*what)) or rooms[-1])
+    copies.send_image(primary.store.state, BACKUP, 0, lane, 1, lambda image: None)
+    assert lane.frames and [id(frame) for frame in lane.frames] == [id(frame) for frame in rooms]
+
+
 def test_a_ps_that_takes_over_is_the_one_that_died(start: Start, connect: Connect, follow: Follow) -> None:
     primary, holder, follower, worker = trained(start, connect, follow)
     of_unit, _ = commit(worker, 6, 2)
@@ -378,7 +391,7 @@ def test_an_image_with_a_gap_is_no_copy(
     start: Start, connect: Connect, follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It counted as whole, with whatever was in that memory."""
-    monkeypatch.setattr(copies, "cut_pieces", lambda flat: [(0, flat[:4]), (0, flat[4:])])
+    monkeypatch.setattr(published, "cut_pieces", lambda flat: [(0, flat[:4]), (0, flat[4:])])
     primary, holder = start(), start("ps:1", BACKUP.incarnation)
     connect(primary).create(torch.zeros(SIZE), "Adam")
     follower = follow(primary, holder)
