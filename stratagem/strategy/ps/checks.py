@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -44,26 +45,34 @@ def check_asked(runtime: WorkerRuntime, preparation: Preparation, optimizers: Se
     script that goes on from a checkpoint may have for a while."""
     if not optimizers:
         return
-    mine = [preparation.alike]
+    task, group = runtime.task, runtime.chief.new_group("prepare")
+    mine = preparation.alike
+    [(first, index)] = runtime.chief.record_logs(group, 0, {mine: task.index}).items()
+    if first != mine:
+        raise ConfigurationError(
+            f"worker:{index:.0f} has {first}, {task} {mine}: every worker must prepare the same, in the "
+            "same order. Changes to the script take effect when the whole job is restarted"
+        )
+    settings = _settings_of(optimizers)
+    theirs = runtime.chief.record_logs(group, 1, dict.fromkeys(settings, float(task.index)))
+    for first, text in itertools.zip_longest(theirs, settings, fillvalue="no others"):
+        if first != text:
+            logger.warning(
+                "worker:%d started with %s, but this worker has %s: each update uses the settings of its own worker. "
+                "Use the same on all workers, unless this one resumes from a checkpoint",
+                *(next(iter(theirs.values())), first, text),
+            )
+
+
+def _settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """In words, said once for neighbours that have the same: there may be a param_group for each parameter."""
+    texts: list[str] = []
     for optimizer in optimizers:
         for each in optimizer.param_groups:
             settings = {name: value for name, value in each.items() if name in optimizer.defaults}
-            mine.append(without_addresses(f"{type(optimizer).__name__} {settings}"))
-    group = runtime.chief.new_group("prepare")
-    for ordinal, text in enumerate(mine):
-        [(first, index)] = runtime.chief.record_logs(group, ordinal, {text: runtime.task.index}).items()
-        if first == text:
-            continue
-        if not ordinal:
-            raise ConfigurationError(
-                f"worker:{index:.0f} has {first}, {runtime.task} {text}: every worker must prepare the same, in the "
-                "same order. Changes to the script take effect when the whole job is restarted"
-            )
-        logger.warning(
-            "worker:%d started with %s, but this worker has %s: each update uses the settings of its own worker. Use "
-            "the same on all workers, unless this one resumes from a checkpoint",
-            *(index, first, text),
-        )
+            texts.append(without_addresses(f"{type(optimizer).__name__} {settings}"))
+    starts = [at for at, text in enumerate(texts) if not at or texts[at - 1] != text]
+    return [texts[at] + (f" from param_group {at} on" if at else "") for at in starts]
 
 
 def check_contents(runtime: WorkerRuntime, ordinal: int, dataset: Any) -> None:
