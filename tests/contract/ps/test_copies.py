@@ -219,7 +219,12 @@ def test_an_image_is_copied_once_to_where_its_lane_sends_from(
     primary, _, _, _ = trained(start, connect, follow)
     lane, rooms = ListLane(), list[HeldFrame]()
     room = lane.room
-    monkeypatch.setattr(lane, "room", lambda *what: rooms.append(room(*what)) or rooms[-1])
+
+    def noted(*what: Any) -> HeldFrame:
+        rooms.append(room(*what))
+        return rooms[-1]
+
+    monkeypatch.setattr(lane, "room", noted)
     copies.send_image(primary.store.state, BACKUP, 0, lane, 1, lambda image: None)
     assert lane.frames and [id(frame) for frame in lane.frames] == [id(frame) for frame in rooms]
 
