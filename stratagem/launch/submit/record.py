@@ -115,10 +115,13 @@ class JobStore:
         """The record of a job. ConfigurationError: there is no such job (names the nearest), or its file is damaged."""
         file = self.folder(job_id) / FILE
         if "/" in job_id or job_id.startswith(".") or not file.is_file():
-            known = [record.id for record in self.all()]
-            hint = nearest(job_id, known) if known else f"there are none in {self.root}"
-            raise ConfigurationError(f"unknown job {job_id!r}; {hint}")
+            raise self._unknown(job_id)
         return _read(file)
+
+    def _unknown(self, job_id: str) -> ConfigurationError:
+        known = [record.id for record in self.all()]
+        hint = nearest(job_id, known) if known else f"there are none in {self.root}"
+        return ConfigurationError(f"unknown job {job_id!r}; {hint}")
 
     def all(self) -> list[JobRecord]:
         """Every job, the oldest first; a folder whose job was never submitted is passed over. ConfigurationError: the
@@ -139,6 +142,11 @@ class JobStore:
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
     def remove(self, job_id: str) -> None:
+        """Forgets a job, its record first: half a job is none. ConfigurationError: somebody else has forgotten it."""
+        try:
+            (self.folder(job_id) / FILE).unlink()
+        except FileNotFoundError:
+            raise self._unknown(job_id) from None
         shutil.rmtree(self.folder(job_id))
 
 

@@ -99,7 +99,10 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
 
 
 def state_of(record: JobRecord, store: JobStore) -> JobState:
-    return target_of(record.target).state(record, store.folder(record.id))
+    """Where a job stands. ConfigurationError: it has been removed, or its target cannot be asked."""
+    state = target_of(record.target).state(record, store.folder(record.id))
+    store.load(record.id)  # a job that somebody removes meanwhile looks like one that was never started
+    return state
 
 
 def logs_of(record: JobRecord, store: JobStore, follow: bool) -> Iterator[str]:
@@ -136,6 +139,7 @@ def remove(job_id: str, store: JobStore) -> None:
     try:
         state = state_of(record, store)
     except (SubmitError, ConfigurationError) as error:
+        store.load(job_id)
         words = f"{error}\nIf that is gone for good, delete {store.folder(job_id)} to forget the job here"
         raise type(error)(words) from None
     if not state.is_over:

@@ -10,12 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from stratagem.errors import SubmitError
+from stratagem.errors import ConfigurationError, SubmitError
 from stratagem.launch.submit import local_target, submission
 from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
 from stratagem.launch.submit.entry_point import EntryPoint
@@ -122,6 +124,33 @@ def test_a_job_without_an_exit_code_says_why(left: str, words: str, tmp_path: Pa
     record = JobRecord("j", "local", "t.py", "one", 1, 0, "2026-01-01", place={"host": os.uname().nodename})
     state = local_target.state(record, tmp_path)
     assert (state.phase, state.exit_code) == ("failed", None) and words in state.detail
+
+
+def test_of_two_who_remove_a_job_at_once_one_learns_that_it_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    store, both = JobStore(), threading.Barrier(2)
+
+    def remove(job_id: str) -> str:
+        both.wait(60)
+        try:
+            submission.remove(job_id, store)
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as people:
+        for job_id in map(str, range(10)):
+            folder = store.create(job_id)
+            store.save(
+                JobRecord(job_id, "local", "t.py", "one", 1, 0, "2026-01-01", place={"host": os.uname().nodename})
+            )
+            for name, text in {**dict.fromkeys(map(str, range(200)), ""), ALIVE: "1", EXIT_CODE: "0"}.items():
+                (folder / name).write_text(text)
+            words = sorted(people.map(remove, [job_id, job_id]))
+            assert words == ["", f"unknown job {job_id!r}; there are none in {store.root}"]
+            assert os.listdir(store.root) == []
 
 
 def test_a_job_is_known_before_it_runs(plan: JobPlan, monkeypatch: pytest.MonkeyPatch) -> None:
