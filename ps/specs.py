@@ -210,7 +210,8 @@ def check_new_groups(
     if num_bytes > limits.max_store_bytes:
         raise LimitError(
             f"{num_bytes:,} bytes of variables and slots are over max_store_bytes of this parameter server, "
-            f"{limits.max_store_bytes:,}; use more parameter servers or raise it"
+            f"{limits.max_store_bytes:,} (if nobody set it: the memory that was free when it started). Use more "
+            "parameter servers, on more machines where memory is what is short, or raise it"
         )
     rows: dict[str, list[ShardSpec]] = {}
     for shard in (shard for spec in (*elsewhere, *every) for shard in spec.shards):
