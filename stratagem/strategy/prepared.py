@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 _outside: dict[int, weakref.ref[nn.Module]] = {}
 """Modules that were given parameters outside of any scope, and that no strategy has watched so far, by identity."""
 
-_inside: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""In whose scope modules were given parameters."""
+_inside: dict[int, tuple[weakref.ref[nn.Module], weakref.ref[Any]]] = {}
+"""Modules that were given parameters in a scope, and the strategy of that, by identity: a module may define what its
+hash is by what it does not have yet."""
 
 _SUM = _reduction.get_enum("sum")
 _MOST_TERMS = 32
@@ -153,13 +154,16 @@ class Preparation(GradientPolicy):
 
 def created_inside(module: nn.Module, strategy: Any) -> None:
     """A parameter was given to a module in the scope of a strategy."""
-    _inside[module] = weakref.ref(strategy)
+    forget = functools.partial(_inside.pop, id(module))
+    _inside[id(module)] = weakref.ref(module, forget), weakref.ref(strategy)
 
 
 def strategy_of_scope(model: nn.Module) -> Any:
-    """In whose scope a model, or a part of it, was given parameters; None: in none, or that strategy is gone."""
-    found = (_inside[part]() for part in model.modules() if part in _inside)
-    return next((strategy for strategy in found if strategy is not None), None)
+    """In whose scope a model, or a part of it that trains, was given parameters; None: in none, or that strategy is
+    gone."""
+    known = (part for part in model.modules() if id(part) in _inside)
+    training = (part for part in known if any(each.requires_grad for each in part.parameters(recurse=False)))
+    return next(filter(None, (_inside[id(part)][1]() for part in training)), None)
 
 
 def created_outside(module: nn.Module) -> None:

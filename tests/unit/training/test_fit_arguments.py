@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -384,9 +385,25 @@ def test_a_module_of_a_scope_is_not_trained_outside_of_it() -> None:
         model.compile(loss="cross_entropy")  # evaluates
         with pytest.raises(ConfigurationError, match="inside the scope of MirroredStrategy, but this"):
             model.compile("sgd", "cross_entropy")
+        sg.Model(copy.deepcopy(module)).compile("sgd", "cross_entropy")  # as it says
+        head = torch.nn.Linear(2, 2)
+        sg.Model(torch.nn.Sequential(module.requires_grad_(False), head)).compile("sgd", "cross_entropy")
     with sg.OneDeviceStrategy().scope():
         module = torch.nn.Sequential(torch.nn.Linear(3, 2))
     sg.Model(module).compile("sgd", "cross_entropy")  # one device here as there
+
+
+def test_a_module_whose_hash_is_made_of_what_it_gets_last_is_built_inside_a_scope() -> None:
+    class Named(torch.nn.Linear):
+        def __init__(self, name: str) -> None:
+            super().__init__(3, 2)
+            self.name = name
+
+        def __hash__(self) -> int:
+            return hash(self.name)
+
+    with contextlib.closing(sg.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy, strategy.scope():
+        assert Named("head").name == "head"
 
 
 def test_a_dataset_creator_has_a_way_out() -> None:
