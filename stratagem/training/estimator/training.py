@@ -73,6 +73,7 @@ class EstimatorTraining:
         self._objects = ModelObjects()
         self._arguments: dict[str, Any] = {}
         self._has_servers = strategy.servers is not None
+        self._manager: CheckpointManager | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -147,6 +148,8 @@ class EstimatorTraining:
 
     def _prepare(self, feed: Feed) -> CheckpointManager:
         """Has the objects prepared and restored, if that has not been done."""
+        if self._manager is not None:
+            self._manager.checkpoint.wait()  # whose save was interrupted, it writes on
         if not self._is_prepared and self._has_servers:
             self._step = _prepare_on_servers(self.strategy, self._objects, self._model_dir, self._arguments)
             self._is_restored, self._job_start = True, self._step
@@ -160,7 +163,7 @@ class EstimatorTraining:
             objects["job_start"] = self._job_start
         checkpoint = Checkpoint(strategy=self.strategy, global_step=self._step, **objects)
         keep = self._config.keep_checkpoint_max or None
-        manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)
+        self._manager = manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)
         if not self._is_restored and (path := manager.restore_or_initialize()) is not None:
             members = CheckpointMembers(self.strategy.communicator)
             updates = members.from_first(lambda: _updates_in(describe(Path(path))))

@@ -84,6 +84,7 @@ class CheckpointManager(WithWaysOut):
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.
         """
+        self.checkpoint.wait()  # the newest may be about to be written
         fits = self.checkpoint._fits
         path: str = self.checkpoint._members.from_first(
             lambda: str(newest_undamaged(self.directory, self._name, fits) or "")

@@ -290,6 +290,27 @@ def test_an_asynchronous_save_keeps_the_moment(tmp_path: Path, monkeypatch: pyte
     assert same(load_checkpoint(path), moment) and not same(moment, script.state())
 
 
+def test_a_manager_restores_what_it_is_still_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the one before, of which nobody was told."""
+    write = Checkpoint._write
+    script = Script()
+    manager = CheckpointManager(script.checkpoint, tmp_path)
+    manager.save()
+    go_on = threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        assert go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(Checkpoint, "_write", slow)
+    path = manager.save(blocking=False)
+    timer = threading.Timer(0.2, go_on.set)
+    timer.start()
+    restored = manager.restore_or_initialize()
+    timer.join()
+    assert restored == path
+
+
 def test_an_interrupted_save_is_waited_for_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one took its number, and was refused because of it."""
     go_on, write = threading.Event(), Checkpoint._write

@@ -11,7 +11,9 @@ import logging
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from stratagem import Estimator, EstimatorSpec, ModeKeys, RunConfig, get_global_
 from stratagem.checkpoint.reading import describe
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.training.estimator import evaluation
+from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.object_states import put_back
 from tests.unit.training.checkpoint_objects import same
 from tests.unit.training.estimating import data, loader, make_net, model_fn, trained_by_hand
@@ -159,6 +162,30 @@ def test_an_interrupted_training_goes_on_from_the_newest_checkpoint(
     cut.train(loader, max_steps=7)
     assert steps_in(tmp_path / "cut") == [3, 6, 7]
     assert same(weights(cut), weights(whole))
+
+
+def test_a_checkpoint_whose_save_was_interrupted_is_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came while the next training was under way, which was told that another one saves there."""
+    go_on, write = threading.Event(), Checkpoint._write
+
+    def slow(*arguments: Any) -> None:
+        assert go_on.wait(60)
+        write(*arguments)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    estimator = make(tmp_path).train(loader, steps=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Checkpoint, "_write", slow)
+        patch.setattr(Future, "exception", interrupt)
+        estimator.train(loader, steps=2)
+    assert steps_in(tmp_path) == [2]
+    timer = threading.Timer(0.2, go_on.set)
+    timer.start()
+    estimator.train(loader, steps=1)
+    timer.join()
+    assert steps_in(tmp_path) == [2, 4, 5]
 
 
 def test_objects_whose_making_was_interrupted_are_made_anew(tmp_path: Path) -> None:
