@@ -223,8 +223,8 @@ class ModelState(WithWaysOut):
         if strategy is not None and strategy.num_replicas_in_sync > 1:
             raise ConfigurationError(
                 f"the module was built inside the scope of {type(strategy).__name__}, but this sg.Model outside, where "
-                "one device would train it: build the sg.Model inside `with strategy.scope():` too, or for one device of "
-                "copy.deepcopy(module)"
+                "one device would train it: build the sg.Model inside `with strategy.scope():` too, or for one device "
+                "of copy.deepcopy(module)"
             )
 
     # -- weights -----------------------------------------------------------------------------------------------
