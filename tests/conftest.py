@@ -10,6 +10,7 @@ import inspect
 import multiprocessing
 import os
 import re
+import signal
 import threading
 import time
 import zlib
@@ -20,6 +21,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: the processes of one test share two cores
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as stratagem does, before any test loads grpc
 os.environ.setdefault("GRPC_DNS_RESOLVER", "native")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in the background so
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import psutil

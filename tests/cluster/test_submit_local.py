@@ -268,11 +268,14 @@ def test_who_stops_looking_at_the_log_is_told_what_ends_the_job(desk: Desk) -> N
     command = [*STRATAGEM, "submit", "--stream-logs", "long.py"]
     options = {"cwd": desk.folder, "env": desk.environ, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with forks.Popen(command, **options) as looking:
-        assert looking.stdout is not None
-        while "began" not in (line := looking.stdout.readline()):
-            assert line, desk.log(desk.jobs()[0]["id"])
-        looking.send_signal(signal.SIGINT)
-        _, told = looking.communicate(timeout=DEADLINE_S)
+        try:
+            assert looking.stdout is not None
+            while "began" not in (line := looking.stdout.readline()):
+                assert line, desk.log(desk.jobs()[0]["id"])
+            looking.send_signal(signal.SIGINT)
+            _, told = looking.communicate(timeout=DEADLINE_S)
+        finally:
+            looking.kill()
     job = desk.jobs()[0]
     assert f"the job goes on; what ends it: stratagem jobs cancel {job['id']}" in told, told
     assert job["state"]["phase"] == "running"
