@@ -169,6 +169,7 @@ def test_a_process_that_reads_data_does_not_join_in_the_place_of_its_worker(clus
     assert "a new process joined" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> None:
     body = "optimizer = torch.optim.LBFGS(model.parameters())\nstrategy.prepare(model, optimizer)\n"
     done = cluster(1, 1, script(tmp_path, body)).finish()
@@ -185,6 +186,7 @@ for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(torch.ones(
 """
 
 
+@pytest.mark.thorough
 def test_a_slice_without_a_loss_at_staleness_0(cluster: Start, tmp_path: Path) -> None:
     """It was told to call optimizer.step(), which it did: there was no gradient."""
     done = cluster(1, 1, script(tmp_path, NO_LOSS), flags=["--staleness", "0"]).finish()
@@ -205,6 +207,7 @@ scaler.step(optimizer)
 """
 
 
+@pytest.mark.thorough
 def test_a_scaler_that_was_not_prepared_is_refused(cluster: Start, tmp_path: Path) -> None:
     """What had left during backward, of parameters of some kilobytes, was applied as scaled."""
     done = cluster(1, 1, script(tmp_path, SCALES)).finish()
@@ -235,6 +238,7 @@ optimizer.state[model.weight]["exp_avg"]
 """
 
 
+@pytest.mark.thorough
 def test_state_of_an_optimizer_that_is_on_the_ps_says_so(cluster: Start, tmp_path: Path) -> None:
     done = cluster(1, 1, script(tmp_path, STATE_ELSEWHERE)).finish()
     assert done.code == 2, done.stderr
@@ -271,6 +275,7 @@ strategy.prepare(torch.nn.Linear(2, 1))
 """
 
 
+@pytest.mark.thorough
 def test_workers_of_a_ring_that_compress_otherwise(cluster: Start, tmp_path: Path) -> None:
     """They heard that ranks make other calls: one had perhaps left its loop early."""
     path = tmp_path / "script.py"

@@ -166,6 +166,7 @@ def test_a_chief_that_stands_by_ends_with_the_job(start: Start, tmp_path: Path) 
     assert "is over, with exit code 0" in logs.texts[1], logs
 
 
+@pytest.mark.thorough
 def test_a_chief_that_lost_its_lock_acknowledges_nothing(start: Start, tmp_path: Path) -> None:
     state = ("--state-dir", tmp_path, "--num-workers", 1, "--num-ps", 1)
     chief = start("chief", *state)

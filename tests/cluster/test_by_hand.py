@@ -243,6 +243,7 @@ def test_a_worker_that_waits_for_a_chief_that_the_cluster_names_says_which_and_w
     assert line.endswith(": no answer yet\n") or "refused" in line  # on a busy machine it comes later
 
 
+@pytest.mark.thorough
 def test_a_worker_that_ends_before_there_is_a_chief_says_why_it_waits(
     tasks: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ def test_what_is_loaded_once_is_the_jobs(cluster: Start, num_ps: int, flags: lis
     cluster(2, num_ps, "changes_weights.py", "kept", flags=flags).succeed()
 
 
+@pytest.mark.thorough
 def test_a_worker_that_was_started_again_after_the_best_epoch_gets_its_weights(cluster: Start) -> None:
     """It has none to load, and the other one, which waits for it here, loads."""
     faults = [

@@ -70,6 +70,7 @@ def test_model_fit_trains_with_the_strategy_of_the_job(
     assert found["loss"] == pytest.approx(one["loss"], rel=2e-6)
 
 
+@pytest.mark.thorough
 def test_a_plain_script_trains_no_model_in_each_worker(cluster: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(PLAIN)
     done = cluster(2, 0, tmp_path / "plain.py").finish()

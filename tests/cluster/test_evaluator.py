@@ -26,6 +26,7 @@ def test_digits_with_an_evaluator(cluster: Start) -> None:
     assert evaluated[-1][1] == round(100 * done.summary["metrics"]["accuracy"], 2)
 
 
+@pytest.mark.thorough
 def test_a_script_that_ignores_being_the_evaluator_is_told(cluster: Start) -> None:
     done = cluster(1, 1, "train_small.py", flags=["--evaluator"]).finish()
     assert done.code == 2

@@ -45,6 +45,7 @@ def test_accumulation(cluster: Start, tmp_path: Path) -> None:
     check_counts(out, 2)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_accumulates_leaves_its_loop_after_an_update(cluster: Start, tmp_path: Path) -> None:
     """The last batch of that update went to the other worker, beside another one: no ps could take the two."""
     out = tmp_path / "out.pt"

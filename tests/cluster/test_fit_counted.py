@@ -61,6 +61,7 @@ def test_every_worker_has_the_same_history_and_one_stops_all(cluster: Start, tmp
     assert [one["num_steps"] for one in news] == [3 * NUM_TRAINED // 2] * 2  # a slice of each batch for each
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_started_again_has_the_epochs_that_were_over(cluster: Start, tmp_path: Path) -> None:
     out, flags = tmp_path / "out", ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     faults = [{"task": "worker:0", "step": NUM_TRAINED, "action": "terminate", "target": "launcher"}]  # 2 epochs
@@ -125,6 +126,7 @@ def test_chief_or_ps_killed_in_an_evaluation(cluster: Start, tmp_path: Path, kil
 
 
 @pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.thorough), "inf"])
+@pytest.mark.thorough
 def test_the_last_update_of_an_epoch_may_have_fewer_batches(cluster: Start, tmp_path: Path, staleness: str) -> None:
     out = tmp_path / "out.pt"
     cluster(2, 2, "fit_accumulated.py", "--out", out, flags=["--staleness", staleness]).succeed()

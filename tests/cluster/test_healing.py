@@ -130,6 +130,7 @@ def test_one_of_four_is_killed_and_comes_back(cluster: Start, tmp_path: Path, tr
     assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4]]
 
 
+@pytest.mark.thorough
 def test_a_newcomer_is_not_taken_in_after_the_last_batch_of_an_epoch(cluster: Start, tmp_path: Path) -> None:
     """Its loop would have none of that epoch, and a mean over them ends many scripts ("division by zero")."""
     arguments = ["--meet", 14]  # 100 examples are 7 batches of 16, and 8 where one worker's part comes again
@@ -141,6 +142,7 @@ def test_a_newcomer_is_not_taken_in_after_the_last_batch_of_an_epoch(cluster: St
     assert back["first"] == 16, "after the first step of the next epoch"
 
 
+@pytest.mark.thorough
 def test_a_newcomer_with_a_schedule_of_its_own_ends_alone(cluster: Start, tmp_path: Path) -> None:
     """It begins where the others began, which ended the whole job; and what comes again are more steps than a
     OneCycleLR was told of, which ended it too."""
@@ -165,6 +167,7 @@ def test_a_worker_comes_back_into_the_ring_of_an_example(cluster: Start) -> None
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_a_newcomer_in_another_collective_ends_alone(cluster: Start, tmp_path: Path, transport: str) -> None:
     """It counts its batches from 0, and the others have begun with the job: all ended with 1."""
     arguments = ["--barrier-every", 4, "--meet", 9]

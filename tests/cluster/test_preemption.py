@@ -95,6 +95,7 @@ def test_a_worker_of_parameter_servers_is_told_and_the_others_go_on(cluster: Sta
     assert weights(tmp_path / "a.pt").keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
 
 
+@pytest.mark.thorough
 def test_a_worker_of_parameter_servers_has_what_its_script_saved_last(cluster: Start, tmp_path: Path) -> None:
     """The batch of the signal has had its update and does not come again; that is after what was saved last."""
     arguments = ["--by", "hand", "--folder", tmp_path / "saved", "--out", tmp_path / "out.pt", "--every", 2]

@@ -75,6 +75,7 @@ def test_a_rank_that_fails_ends_and_the_other_is_told() -> None:
     assert len(told) == 2 and all("ended, at ValueError: rank 1 has had enough" in line for line in told), said[0]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_over_gloo_ends_its_job() -> None:
     """Though gloo would wait half an hour for the barrier that the rank has begun, and the other rank for its end."""
     command = ["run", "--workers", "2", "--strategy", "ring", str(SCRIPTS / "leaves_early.py"), "gloo"]

@@ -87,6 +87,7 @@ def test_a_worker_that_starts_again_has_the_jobs_place_in_a_schedule(cluster: St
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_a_job_that_resumes_has_its_place_in_a_schedule(cluster: Start, tmp_path: Path) -> None:
     """Its weights and data went on, and the rate began anew, without a word."""
     out = tmp_path / "ps.pt"

@@ -40,6 +40,7 @@ def test_two_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, op
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_rows_of_the_next_batch_come_with_an_update(cluster: Start) -> None:
     """The chief leases a few batches at a time: the first of those waits for its rows. The next one is read before the
     update leaves, which is time of the data."""

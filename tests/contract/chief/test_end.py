@@ -104,6 +104,7 @@ async def test_the_next_chief_stays_for_who_does_not_know_that_its_goodbye_was_h
         await until_late(again, again.job.finished.done)
 
 
+@pytest.mark.thorough
 async def test_the_next_chief_does_not_wait_twice_for_a_ps_that_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +232,7 @@ async def test_a_ps_to_which_nothing_could_be_given_back_is_in_no_last_checkpoin
     assert "No last checkpoint" in caplog.text
 
 
+@pytest.mark.thorough
 async def test_a_chief_that_follows_saves_no_ps_either_to_which_nothing_could_be_given_back(tmp_path: Path) -> None:
     """It took it for one that had been put back, and what was saved last had half of the model."""
     sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "state_dir": str(tmp_path / "s")}
@@ -433,6 +435,7 @@ async def test_a_goodbye_after_the_stop_is_heard_however_late_it_comes() -> None
         assert running.job.sessions.tasks["ps:0"].state is SessionState.DONE
 
 
+@pytest.mark.thorough
 async def test_a_worker_that_was_started_again_after_its_goodbye_does_not_begin_a_job_that_is_over_anew(
     tmp_path: Path,
 ) -> None:

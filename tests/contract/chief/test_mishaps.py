@@ -125,7 +125,7 @@ async def test_the_next_chief_knows_that_a_ps_had_initial_values_which_are_gone_
 
 
 @pytest.mark.parametrize("plan", [{}, SYNC], ids=["asynchronous", "staleness 0"])
-@pytest.mark.parametrize("ps_dies_first", [True, False])
+@pytest.mark.parametrize("ps_dies_first", [True, pytest.param(False, marks=pytest.mark.thorough)])
 async def test_what_a_ps_loses_when_all_workers_have_finished_and_no_chief_is_there_is_counted(
     tmp_path: Path, plan: dict[str, Any], ps_dies_first: bool
 ) -> None:

@@ -158,7 +158,7 @@ def test_a_rank_that_ends_because_of_another_says_so() -> None:
             waiting.wait()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("end", [ValueError("the sizes of its parameters are others"), StopIteration()], ids=repr)
 def test_the_others_hear_of_the_error_at_which_a_rank_ends(transport: str, end: Exception) -> None:
     """That data end is none."""

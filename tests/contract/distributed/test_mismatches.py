@@ -114,7 +114,7 @@ def test_every_rank_of_a_ring_hears_what_the_one_elsewhere_does() -> None:
     assert all("all_reduce SUM of float32 [3]" in text and "barrier" in text for text in said), said
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
 def test_a_rank_that_does_not_come_is_named_with_what_it_does(transport: str) -> None:
     def call(group: LaneProcessGroup) -> None:
         group.barrier().wait()

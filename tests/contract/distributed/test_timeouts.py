@@ -76,7 +76,7 @@ def test_ranks_that_come_to_two_groups_in_another_order_are_told_of_both(transpo
     assert any(map(str.__contains__, said, words)), said  # one has left when the other asks, perhaps
 
 
-@pytest.mark.parametrize("wait_all_ranks", [False, True])
+@pytest.mark.parametrize("wait_all_ranks", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_monitored_barrier_names_who_did_not_come_and_breaks_nothing(wait_all_ranks: bool) -> None:
     def call(group: LaneProcessGroup) -> str:
         group.monitored_barrier()

@@ -170,6 +170,7 @@ def build(optimizer: str, strategy: Strategy | None = None) -> tuple[Net, list[t
     return model, [OPTIMIZERS[optimizer](tables), torch.optim.SGD(model.head.parameters(), 0.1)]
 
 
+@pytest.mark.thorough
 def test_a_ps_whose_lanes_break_many_times_in_a_row_is_waited_for(
     start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -421,7 +421,7 @@ def test_close_wakes_a_call_that_waits(groups: Sequence[Group]) -> None:
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
-@pytest.mark.parametrize("length", [10, 20_000])
+@pytest.mark.parametrize("length", [10, pytest.param(20_000, marks=pytest.mark.thorough)])
 def test_a_rank_that_stands_still(kind: str, length: int) -> None:
     with connected(kind, 3, timeout_s=2.0) as groups:
         seen: set[int] = set()

@@ -415,6 +415,7 @@ def test_nobody_meets_again_for_a_rank_that_stands_still(transport: str) -> None
         assert [one.generation for one in ring] == [0] * 3
 
 
+@pytest.mark.thorough
 def test_two_between_whom_the_network_drops_large_packets_are_named() -> None:
     with ring_of(3, "tcp") as (_, ring), futures.ThreadPoolExecutor(3) as pool:
         drop_large_packets(ring[2].group._left_lane._sock)  # type: ignore[attr-defined]

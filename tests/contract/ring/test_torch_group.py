@@ -99,6 +99,7 @@ def test_a_barrier_tells_who_is_somewhere_else() -> None:
             assert again.value is outcome.error
 
 
+@pytest.mark.thorough
 def test_ranks_that_wait_in_different_collectives_find_each_other() -> None:
     with torch_groups(2, timeout_s=8.0) as groups:  # gloo, unlike NCCL, ends no sooner
         # Each waits for the other's values.
