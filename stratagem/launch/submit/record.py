@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+import pydantic
 
 from stratagem.arguments import nearest
 from stratagem.checkpoint.durable import replace_text
@@ -113,10 +116,12 @@ class JobStore:
 
     def load(self, job_id: str) -> JobRecord:
         """The record of a job. ConfigurationError: there is no such job (names the nearest), or its file is damaged."""
-        file = self.folder(job_id) / FILE
-        if "/" in job_id or job_id.startswith(".") or not file.is_file():
+        if "/" in job_id or job_id.startswith("."):
             raise self._unknown(job_id)
-        return _read(file)
+        try:
+            return _read(self.folder(job_id) / FILE)
+        except OSError:
+            raise self._unknown(job_id) from None
 
     def _unknown(self, job_id: str) -> ConfigurationError:
         known = [record.id for record in self.all()]
@@ -126,19 +131,15 @@ class JobStore:
     def all(self) -> list[JobRecord]:
         """Every job, the oldest first; a folder whose job was never submitted is passed over. ConfigurationError: the
         folder of all jobs cannot be read, or a record is damaged."""
+        found = []
         try:
-            files = [self.folder(job_id) / FILE for job_id in os.listdir(self.root)]
+            for job_id in os.listdir(self.root):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # or somebody has removed it meanwhile
+                    found.append(_read(self.folder(job_id) / FILE))
         except FileNotFoundError:
             return []
         except OSError as error:
             raise self._refusal("read", error) from None
-        found = []
-        for file in files:
-            try:
-                found.append(_read(file))
-            except ConfigurationError:
-                if file.exists():  # else somebody has removed that job meanwhile
-                    raise
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
     def remove(self, job_id: str) -> None:
@@ -152,7 +153,8 @@ class JobStore:
 
 def _read(file: Path) -> JobRecord:
     try:
-        values: dict[str, Any] = json.loads(file.read_text())
-        return JobRecord(**{**values, "args": tuple(values.get("args", ()))})
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(f"{file} is not a record of a job ({error}); delete its folder") from None
+        return pydantic.TypeAdapter(JobRecord).validate_json(file.read_bytes())
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        why = ": ".join([*map(str, first["loc"]), first["msg"].lower()])
+        raise ConfigurationError(f"{file} is not a record of a job ({why}); delete its folder") from None

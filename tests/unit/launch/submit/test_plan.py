@@ -111,14 +111,14 @@ def test_a_job_that_is_removed_meanwhile_is_not_listed(tmp_path: Path, monkeypat
     for job_id in ("train-1", "train-2"):
         store.create(job_id)
         store.save(JobRecord(job_id, "local", "train.py", "one", 1, 0, "2026-01-02T00:00:00+00:00"))
-    read = Path.read_text
+    read = Path.read_bytes
 
-    def removed_first(file: Path) -> str:
+    def removed_first(file: Path) -> bytes:
         if file.parent.name == "train-1":
             store.remove("train-1")
         return read(file)
 
-    monkeypatch.setattr(Path, "read_text", removed_first)
+    monkeypatch.setattr(Path, "read_bytes", removed_first)
     assert [record.id for record in store.all()] == ["train-2"]
 
 
@@ -184,6 +184,8 @@ def test_records_are_kept_and_a_damaged_one_is_named(tmp_path: Path, monkeypatch
         store.load("../jobs/train-1")
     with pytest.raises(FileExistsError):
         store.create("train-1")
-    (store.folder("train-1") / "job.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="not a record of a job"):
-        store.load("train-1")
+    file = store.folder("train-1") / "job.json"
+    for text in ("", "[]", "{}", "null", file.read_text().replace('"num_workers": 1', '"num_workers": "many"')):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match="not a record of a job"):
+            store.load("train-1")
