@@ -86,6 +86,9 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
         which = "message over its max_message_bytes" if "larger than max" in call.details() else "call over max_calls"
         return errors.LimitError(f"{peer} refused a {which}: {call.details()}")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        if "Failed parsing HTTP/2" in call.details():
+            words = "something that is no task, perhaps the page of a job, answers at the address of"
+            return errors.PeerUnavailableError(f"{words} {peer}")
         return errors.PeerUnavailableError(f"{peer} cannot be reached ({code.name}: {call.details()})")
     if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):  # to a probe: of a service it has not
         return errors.ConfigurationError(

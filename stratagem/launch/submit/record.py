@@ -120,7 +120,7 @@ class JobStore:
             raise self._unknown(job_id)
         try:
             return _read(self.folder(job_id) / FILE)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise self._unknown(job_id) from None
 
     def _unknown(self, job_id: str) -> ConfigurationError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -305,6 +307,18 @@ def test_a_file_without_the_address_of_a_chief_is_named(tmp_path: Path) -> None:
 def test_each_chief_that_does_not_answer_is_named() -> None:
     code, _, err = invoke("status", "--chief", "127.0.0.1:1,127.0.0.1:2")
     assert code == 1 and all(f"the chief at 127.0.0.1:{port} cannot be reached" in err for port in (1, 2))
+
+
+def test_the_address_of_a_page_is_told_from_one_where_nobody_answers() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            code, _, err = invoke("status", "--chief", f"127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            serving.join()
+    assert code == 1 and "perhaps the page of a job, answers at the address of the chief" in err
 
 
 def test_malformed_cluster_file(tmp_path: Path) -> None:
