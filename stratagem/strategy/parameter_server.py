@@ -32,10 +32,10 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.one_process import EvaluatorStrategy
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.prepared import Preparation, Prepared
+from stratagem.strategy.ps.buffers import LostBuffers
 from stratagem.strategy.ps.checks import check_asked, check_contents, check_prepared
 from stratagem.strategy.ps.schedules import follow, keep_up, push_of, warn_of_unprepared
 from stratagem.strategy.ps.servers import Servers
-from stratagem.strategy.ps.statistics import warn_of_lost_statistics
 from stratagem.strategy.ps.steps import step_by
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
@@ -186,7 +186,7 @@ class ParameterServerStrategy(Strategy):
         for model in models:
             self.prepared.add_model(model)
             chief, ordinal = self.servers.chief, len(self._missed)
-            self._missed.append(warn_of_lost_statistics(model, chief, f"{self.task}", ordinal))
+            self._missed.append(LostBuffers(model, chief, f"{self.task}", ordinal))
         for item in fresh.values():
             if isinstance(item, LRScheduler):
                 self._pace(item)
