@@ -241,6 +241,8 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
     else:
         try:
             settings = [set(group) for group in objects[name].param_groups] if kind == OPTIMIZER else []
+            if kind == OPTIMIZER:
+                _number_by_range(state["param_groups"])
             objects[name].load_state_dict(state)
             # Torch takes the state of any optimizer, fills in settings newer than that, and fails in the next step.
             for before, group in zip(settings, objects[name].param_groups if settings else (), strict=True):
@@ -254,3 +256,14 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
                 f"the checkpoint is of a different {kind} than {name}, which may have loaded a part of it ({way_out}): "
                 f"{error}"
             ) from error
+
+
+def _number_by_range(groups: list[dict[str, Any]]) -> None:
+    """Torch looks for the number of a parameter in its group once for each tensor of its state: with ten thousand
+    parameters a list takes as long as everything else of a restore."""
+    first = 0
+    for group in groups:
+        numbers = range(first, first + len(group["params"]))
+        if group["params"] == [*numbers]:
+            group["params"] = numbers
+        first = numbers.stop

@@ -488,6 +488,23 @@ def test_a_state_of_the_same_optimizer_that_lacks_a_setting_is_refused(tmp_path:
         Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)).restore(saved)
 
 
+def test_torch_finds_the_parameters_of_a_large_optimizer_without_a_search(tmp_path: Path) -> None:
+    """It looks into its group for the number of each tensor: in a list that is quadratic."""
+    layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam([{"params": layer.parameters()} for layer in layers])
+    sum(layer(torch.ones(2)).sum() for layer in layers).backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    saved = Checkpoint(optimizer=optimizer).save(tmp_path / "step")
+    given: list[Any] = []
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: given.extend(group["params"] for group in state["param_groups"])
+    )
+    Checkpoint(optimizer=optimizer).restore(saved)
+    assert given == [range(2), range(2, 4)]
+    assert str(optimizer.state_dict()) == str(before)
+
+
 def test_what_a_manager_saves_counts_as_saving(tmp_path: Path) -> None:
     script = Script()
     script.train(1)
