@@ -276,11 +276,12 @@ class StepAgreement:
                 )
         held = {number for place in gathered if (number := int(place[-1]))}
         if len(held) > 1 and self._communicator.rank == 0:
-            logger.warning(
+            warn_once(
+                logger,
                 "The workers hold different examples, and each gets only its share of every batch: the rest of what it "
                 "holds is not used. Give every worker the whole dataset (no x[rank::size], no dataset.shard), or give "
                 "distribute_dataset options=sg.DistributeOptions(auto_shard_policy=sg.AutoShardPolicy.OFF), with which "
-                "every worker reads all of its own"
+                "every worker reads all of its own",
             )
 
     def agree(self, parts: Parts | None, common: str) -> tuple[Parts, Totals] | None:

@@ -90,9 +90,10 @@ def test_a_warning_says_once_that_a_script_has_cut_its_data_by_rank(
         part = slice(placement.worker, None, 2) if by_rank else slice(None)
         options = DistributeOptions(auto_shard_policy=AutoShardPolicy[policy])
         loader = DataLoader(TensorDataset(X[part]), batch_size=2, shuffle=True)
-        dataset = distribute(loader, placement=placement, options=options)
-        for _ in range(2):
-            list(dataset)
+        for _ in range(2):  # as where a script distributes one for each epoch
+            dataset = distribute(loader, placement=placement, options=options)
+            for _ in range(2):
+                list(dataset)
 
     on_workers(2, work)
     assert caplog.text.count("The workers hold different examples") == warns
