@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,7 +138,8 @@ class WorkerRuntime:
         self.bytes = BytesMeter()
         self._process = ProcessUse()
         FLIGHT.values, FLIGHT.num_steps = self.meter.values, lambda: self.meter.steps
-        self.leases: dict[int, LeaseClient] = {}
+        self.leases: weakref.WeakValueDictionary[int, LeaseClient] = weakref.WeakValueDictionary()
+        """By ordinal of the dataset: those that the script has, since one that nobody goes through holds nothing."""
         self.clients: list[PsClient] = []
         """One a ps; others stand in this list after :meth:`reroute`."""
         security = security_of(config)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ class ParameterServerStrategy(Strategy):
         self._num_datasets = 0
         self._may_forget = True
         """The script may have forgotten to distribute its dataset, and nobody has said so."""
-        self._units: list[LeasedUnits] = []
+        self._units: weakref.WeakValueDictionary[int, LeasedUnits] = weakref.WeakValueDictionary()
         self._metrics: list[UnitListener] = []
         self._lease: Lease | None = None
         """Of the newest unit."""
@@ -204,7 +205,7 @@ class ParameterServerStrategy(Strategy):
         push = push_of(scheduler, self._groups.pushes)
 
         def is_in_loop() -> bool:
-            return not self._units or any(units.is_read for units in self._units)
+            return not self._num_datasets or any(units.is_read for units in self._units.values())
 
         chief, ordinal = self.servers.chief, len(self._missed)
         if self.staleness > 0:
@@ -278,7 +279,7 @@ class ParameterServerStrategy(Strategy):
             self._newest = lease.unit.dataset, lease.step
             self._lease = lease
             for push in self._groups.pushes if self.staleness == 0 else ():
-                push.weigh(self._units[lease.unit.dataset - 1].share(lease))
+                push.weigh(self._units[lease.unit.dataset].share(lease))
             self._batches[id(batch)] = batch, lease.unit
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -299,7 +300,8 @@ class ParameterServerStrategy(Strategy):
     def _accept(self, closed: Sequence[Unit]) -> None:
         self._groups.closes.add(closed)
         for unit in closed:
-            self._runtime.leases[unit.dataset].accept(unit)
+            if (client := self._runtime.leases.get(unit.dataset)) is not None:
+                client.accept(unit)
 
     def _roll_back(self) -> None:
         """All ps went back to a checkpoint: drop what belongs to the past that is gone, take their weights."""
@@ -335,7 +337,7 @@ class ParameterServerStrategy(Strategy):
             self._begin,
             lambda: [*self.servers.listeners, *self._metrics],
         )
-        self._units.append(units)
+        self._units[self._num_datasets] = units
         return DistributedDataset(loader, plan, self._num_datasets, units, self.device)
 
     @checked

@@ -164,3 +164,8 @@ def test_the_step_after_which_a_script_leaves_its_loop_is_one_of_its_worker(clus
     summary = cluster(1, 1, script).succeed().summary
     assert (summary["steps"], summary["examples"]) == (5, 20)
     assert summary["measures"]["worker:0"]["values"]["steps"] == 5
+
+
+def test_a_dataset_that_the_script_has_no_more_is_not_kept(cluster: Start) -> None:
+    """A script that distributes one for each epoch took 5 KB more of its worker with each."""
+    assert "kept 0" in cluster(1, 1, "fresh_datasets.py").succeed().stdout
