@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 ANY_HOST = ("0.0.0.0", "::")
 """To listen on, not to be called at."""
+ADDRESS_S = 1.0
+"""For the first attempt at each address of a name."""
 
 
 def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
@@ -57,19 +59,23 @@ def listening(host: str, port: int = 0) -> socket.socket:
 
 
 def connected(host: str, port: int, timeout_s: float) -> socket.socket:
-    """A TCP socket to what :func:`listening` has opened at ``host``: a name's IPv4 addresses are tried first here too,
-    since a firewall may let an IPv6 one wait for the whole of ``timeout_s``. OSError: nobody is there."""
+    """A TCP socket to what :func:`listening` has opened at ``host``: a name's IPv4 addresses are tried first here too.
+    Of several addresses each gets a second before any gets ``timeout_s``, since one may be a hole: of a machine that
+    is gone, or behind a firewall. OSError: nobody is there."""
+    found = _found(host, port)
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in _found(host, port):
-        sock = socket.socket(family, kind, protocol)
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(address)
-        except OSError as error:
-            sock.close()
-            failure = error
-        else:
-            return sock
+    for patience_s in [min(ADDRESS_S, timeout_s)] * (len(found) > 1) + [timeout_s]:
+        for family, kind, protocol, _, address in found:
+            sock = socket.socket(family, kind, protocol)
+            sock.settimeout(patience_s)
+            try:
+                sock.connect(address)
+            except OSError as error:
+                sock.close()
+                failure = error
+            else:
+                sock.settimeout(timeout_s)
+                return sock
     raise failure
 
 

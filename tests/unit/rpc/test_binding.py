@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.binding import advertised_address, check_binding, free_port, is_loopback, listening, warn_of_loopback
+from stratagem.rpc.binding import (
+    advertised_address,
+    check_binding,
+    connected,
+    free_port,
+    is_loopback,
+    listening,
+    warn_of_loopback,
+)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "example.org", "127.0.0.1.example.org"])
@@ -91,3 +101,23 @@ def test_a_name_of_this_machine_that_is_loopback_is_warned_of(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
     warn_of_loopback("host-a:0")
     assert "host-a resolves to 127.0.1.1 on this machine" in caplog.text
+
+
+def test_an_address_of_a_name_at_which_nothing_answers_does_not_take_the_time_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lane has seconds to open, and a name in /etc/hosts may have the address of a machine that is gone."""
+    with contextlib.ExitStack() as undo:
+        there = undo.enter_context(listening("127.0.0.1"))
+        port = there.getsockname()[1]
+        hole = undo.enter_context(socket.create_server(("127.0.0.2", port), backlog=0))
+        for _ in range(2):  # a full queue: the kernel drops who comes next
+            waiting = undo.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(hole.getsockname())
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+        deadline = time.monotonic() + 20.0
+        sock = undo.enter_context(connected("two-addresses", port, 20.0))
+        assert sock.getpeername() == ("127.0.0.1", port) and sock.gettimeout() == 20.0
+        assert time.monotonic() < deadline
