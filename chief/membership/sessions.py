@@ -261,8 +261,9 @@ class Sessions(Roster):
             for task, session in self.tasks.items()
             if session.state is SessionState.LOST and now - session.lost_at > config.worker_timeout_s
         }
-        for task in self.required if self.ready and not is_start else ():
-            if task in away_too_long and not self._goes_on:
+        # The first that was lost may have cost the others.
+        for task in sorted(away_too_long, key=lambda each: self.tasks[each].lost_at):
+            if self.ready and not is_start and task in self.required and not self._goes_on:
                 actions += self._give_up(away_too_long[task], now)
         for task, session in away_too_long.items():
             if not session.given_up and self.was_added(task):
