@@ -222,6 +222,9 @@ class ChiefJob(ChiefState):
                 await self.recovery.count_dropped()
                 await self.recovery.ps_return.lost_after_restarts(self.lease_book.positions())
             exit_code = await self._end.see_off(stop)
+        except JournalLostError as error:
+            logger.error("%s: the next chief ends the job", error)
+            exit_code = EXIT_PREEMPTED
         finally:
             if not self.finished.done():
                 self.finished.set_result(exit_code)

@@ -24,7 +24,7 @@ from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.membership import backup_of
 from stratagem.cluster.task import Incarnation
-from stratagem.errors import PeerUnavailableError, StratagemError
+from stratagem.errors import JournalLostError, PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,8 @@ class PsReturn(ChiefPart):
         """Nothing may be there that a ps can be put back to."""
         try:
             yield
+        except JournalLostError:
+            raise  # which says nothing of the checkpoints: the next chief puts it back
         except StratagemError as error:
             self._is_lost(server, 2, str(error))
 

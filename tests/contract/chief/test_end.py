@@ -18,16 +18,17 @@ from typing import Any
 import pytest
 
 from stratagem.checkpoint import ended
-from stratagem.chief.journal.journal import Journal
+from stratagem.chief.journal.journal import NAME, Journal
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import SessionState
 from stratagem.cluster.config import PsConfig
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.units import Unit
 from stratagem.errors import CheckpointError
 from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc import session as rpc_session
 from stratagem.rpc.session import SessionClient
-from tests.contract.chief.fakes import Chief, FakePs, Task, chief, cluster, ps, until
+from tests.contract.chief.fakes import Chief, FakePs, Task, chief, cluster, lose, ps, until
 
 
 async def until_late(running: Chief, condition: Callable[[], Any]) -> None:
@@ -515,3 +516,39 @@ async def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path
                     await session.stopped()
                 assert await second.exit_code() == 0
                 assert not servers[1].restored_from and second.job.get_status().updates_lost == 0
+
+
+def lose_journal(state_dir: Path) -> None:
+    """Another chief has written it."""
+    with (state_dir / NAME).open("a") as file:
+        file.write("\n")
+
+
+async def test_a_chief_that_loses_its_journal_while_it_puts_a_ps_back_does_not_end_the_job(tmp_path: Path) -> None:
+    """It took that for checkpoints that nobody can read, and exited with 2: no chief followed."""
+    state_dir = tmp_path / "state"
+    folders = {"state_dir": str(state_dir), "checkpoint_dir": str(tmp_path / "checkpoints")}
+
+    class Losing(FakePs):
+        async def RestoreShards(self, request: Any, context: Any) -> Any:
+            lose_journal(state_dir)
+            return await super().RestoreShards(request, context)
+
+    # Its clock looks at the journal, too: seldom enough for the ps to be first.
+    async with cluster(**folders, num_workers=1, heartbeat_interval_s=1.0) as (running, [worker], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await lose(running, servers[1])
+        joining = asyncio.create_task(ps(running.address, Losing(1)).__aenter__())
+        assert await running.exit_code() == EXIT_PREEMPTED
+        assert running.job.sessions.stopping is None
+        joining.cancel()
+        await asyncio.gather(joining, return_exceptions=True)
+
+
+async def test_a_chief_that_loses_its_journal_as_the_job_ends_leaves_the_end_to_the_next_one(tmp_path: Path) -> None:
+    """It exited with the code of the job, or with 1 where all was well: no chief followed."""
+    async with cluster(state_dir=str(tmp_path), heartbeat_interval_s=1.0) as (running, _, _):
+        lose_journal(tmp_path)
+        running.job.stop(2, "a worker failed")
+        assert await running.exit_code() == EXIT_PREEMPTED
