@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -14,6 +15,7 @@ import pathlib
 import socket
 import time
 
+from stratagem.chief.journal.journal import NAME as JOURNAL
 from stratagem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,10 @@ LOOK_S = 0.1
 """Between two looks whether it is free."""
 PREDECESSOR_S = 5.0
 """For the chief whose place is taken to end: its process may still be on its way out."""
+ROOM_S = 50.0
+"""For room on a full disk: a little less than tasks look for their chief."""
+ROOM_BYTES = 1 << 14
+"""What a chief writes until its job goes on, and some of what follows."""
 
 
 class JournalLock:
@@ -46,8 +52,9 @@ class JournalLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk, on which it is ours all the same
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         return True
 
     @property
@@ -58,8 +65,13 @@ class JournalLock:
     async def wait(self, standby: bool) -> bool:
         """Waits until it is ours, on ``standby`` for as long as that takes, otherwise for as long as a chief needs to
         end; returns whether another chief had it. ConfigurationError: another chief keeps it."""
-        if self.acquire():
-            return False
+        has_waited = not self.acquire()
+        if has_waited:
+            await self._wait(standby)
+        await _room(self._path.parent)
+        return has_waited
+
+    async def _wait(self, standby: bool) -> None:
         holder, where = self.holder, self._path.parent
         if standby:
             logger.info("Standing by: the chief is %s, with the journal in %s", holder, where)
@@ -75,7 +87,6 @@ class JournalLock:
         finally:
             if turn is not None:
                 turn.release()
-        return True
 
     def release(self) -> None:
         if self._fd >= 0:
@@ -93,6 +104,26 @@ class CheckpointsLock(JournalLock):
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory, ".chief.lock")
+
+
+async def _room(directory: pathlib.Path) -> None:
+    """Where the chief before may have left because it could not write its journal: waits until there is room."""
+    deadline, probe, is_told = time.monotonic() + ROOM_S, directory / "room", False
+    while (directory / JOURNAL).exists():
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(ROOM_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            probe.unlink()
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() > deadline:
+                return  # who writes there next says why that cannot be
+            if not is_told:
+                logger.warning("%s in %s; waiting up to %g s for room there", error.strerror, directory, ROOM_S)
+            is_told = True
+        await asyncio.sleep(LOOK_S)
 
 
 def standing_by(directory: str) -> str:

@@ -19,6 +19,7 @@ import pytest
 
 from stratagem.checkpoint import ended
 from stratagem.chief.journal.journal import NAME, Journal
+from stratagem.chief.journal.lock import JournalLock
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import SessionState
 from stratagem.cluster.config import PsConfig
@@ -552,3 +553,22 @@ async def test_a_chief_that_loses_its_journal_as_the_job_ends_leaves_the_end_to_
         lose_journal(tmp_path)
         running.job.stop(2, "a worker failed")
         assert await running.exit_code() == EXIT_PREEMPTED
+
+
+async def test_a_chief_that_follows_one_whose_disk_was_full_waits_for_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It exited with 1 at once, and so ended the job which the one before had left to it."""
+    (tmp_path / "room").symlink_to("/dev/full")
+    new = JournalLock(str(tmp_path))
+    assert not await new.wait(standby=False), "who begins a job is told at once"
+    new.release()
+    (tmp_path / NAME).touch()
+    lock = JournalLock(str(tmp_path))
+    waiting = asyncio.create_task(lock.wait(standby=False))
+    await until(lambda: "No space left on device" in caplog.text)
+    assert not waiting.done()
+    (tmp_path / "room").unlink()
+    assert not await waiting, "nobody else had it"
+    lock.release()
+    assert not (tmp_path / "room").exists()
