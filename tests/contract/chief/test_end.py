@@ -8,10 +8,11 @@ import functools
 import itertools
 import logging
 import os
+import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from stratagem.chief.journal.journal import NAME, Journal
 from stratagem.chief.journal.lock import JournalLock
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import SessionState
+from stratagem.chief.servicer import ChiefServicer
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.units import Unit
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, JournalLostError
 from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc import session as rpc_session
+from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.session import SessionClient
 from tests.contract.chief.fakes import Chief, FakePs, Task, chief, cluster, lose, ps, until
 
@@ -572,3 +575,28 @@ async def test_a_chief_that_follows_one_whose_disk_was_full_waits_for_room(
     assert not await waiting, "nobody else had it"
     lock.release()
     assert not (tmp_path / "room").exists()
+
+
+@contextlib.contextmanager
+def full(file: Path) -> Iterator[None]:
+    """For a process that may not make it any longer, as where its disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_chief_that_could_not_write_acknowledges_nothing_that_is_asked_again(tmp_path: Path) -> None:
+    """What the first call changed looked done to the second, and the next chief did not know of it."""
+    async with cluster(state_dir=str(tmp_path), heartbeat_interval_s=1.0) as (running, [worker, _], _):
+        await until(lambda: running.job.is_open)
+        asked = chief_pb2.OpenDatasetRequest(
+            sender=worker.sender, dataset=1, num_examples=8, batch_size=2, num_slices=1
+        )
+        with full(tmp_path / NAME):
+            for _ in range(3):  # a moment later it answers nobody
+                with pytest.raises((JournalLostError, TimeoutError)):
+                    await asyncio.wait_for(ChiefServicer(running.job).OpenDataset(asked, None), 1)
+        assert await running.exit_code() == EXIT_PREEMPTED
