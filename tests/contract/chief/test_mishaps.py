@@ -208,9 +208,9 @@ async def test_a_connection_that_breaks_during_the_last_checkpoint_does_not_cost
         await worker.die()
 
 
-async def test_a_chief_that_stumbles_while_it_ends_ends(tmp_path: Path) -> None:
-    async with cluster(state_dir=str(tmp_path)) as (running, _, _):
-        running.job.journal.close()  # its disk is gone, say
+async def test_a_chief_that_stumbles_while_it_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster() as (running, _, _):
+        monkeypatch.setattr(running.job, "_end", None)  # an error of its own, say
         running.job.stop(0, "all done")
         assert await running.exit_code() == 1
 
