@@ -18,7 +18,9 @@ import psutil
 from stratagem.chief import __main__ as chief_main
 from stratagem.chief.membership.session import SessionState
 from stratagem.cluster.config import ChiefConfig, PsConfig, WorkerConfig
+from stratagem.cluster.exit_codes import EXIT_PREEMPTED
 from stratagem.cluster.spec import ClusterSpec
+from stratagem.errors import JournalLostError
 from stratagem.launch.supervisor import AWAY_S
 from stratagem.ps import __main__ as ps_main
 from stratagem.worker import runtime as worker_runtime
@@ -285,6 +287,8 @@ class Cluster:
         async def serve() -> None:
             try:
                 process.globals["exit_code"] = await chief_main.serve(config)
+            except JournalLostError:  # as it starts; a supervisor starts it again
+                process.globals["exit_code"] = EXIT_PREEMPTED
             except Exception as error:
                 if self.world.closing:
                     return

@@ -26,6 +26,11 @@ class Disk:
         self.flipped: set[str] = set()
         """Names of the checkpoints that are not whole any more."""
         self.full_until = 0.0
+        """For checkpoints."""
+        self.state_full_until = 0.0
+        """For the chief's journal, and what else is in its folder."""
+        self.has_lost = False
+        """A chief could not write its journal, and none has followed it."""
         self.slow = 0.0
         """A sync takes up to so many seconds."""
 
@@ -41,8 +46,9 @@ class Disk:
             return
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode):
-            if self.full_until > world.now and "journal" not in os.readlink(f"/proc/self/fd/{fd}"):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            is_state = self._is_state(fd)
+            if world.now < (self.state_full_until if is_state else self.full_until):
+                self.refuse(is_state)
             self.synced[found.st_ino] = found.st_size
         if self.slow:
             took_s = self.slow * world.random.random()
@@ -50,6 +56,22 @@ class Disk:
                 world.block(took_s)
             else:
                 process.paused_until = max(process.paused_until, world.now + took_s)
+
+    def write(self, fd: int, data: Any) -> int:
+        """As ``os.write``; of what is too long for a full disk a part may be there."""
+        world = here()
+        if world.now < self.state_full_until and self._is_state(fd):
+            if world.random.random() < 0.6:
+                os.write(fd, bytes(data)[: world.random.randrange(len(data))])
+            self.refuse(True)
+        return os.write(fd, data)
+
+    def refuse(self, is_state: bool) -> None:
+        self.has_lost |= is_state
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _is_state(self, fd: int) -> bool:
+        return f"{self.folder}/state/" in os.readlink(f"/proc/self/fd/{fd}")
 
     def crash(self, path: pathlib.Path) -> bool:
         """The machine crashes: what was not synced may be there, in part or not at all. Whether something is gone."""
@@ -79,7 +101,8 @@ def _write(fd: int, data: Any) -> int:
     world = here()
     if world.closing or world.process is None or not world.process.alive:
         return len(data)
-    return os.write(fd, data)
+    disk: Disk = world.disk  # type: ignore[attr-defined]
+    return disk.write(fd, data)
 
 
 Os = types.SimpleNamespace(**{**vars(os), "fsync": _fsync, "write": _write})

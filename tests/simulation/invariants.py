@@ -21,7 +21,7 @@ from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.recovery import NOBODY, Recovery
 from stratagem.data.index_batches import epoch_order
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, JournalLostError
 from stratagem.ps import snapshot
 from stratagem.ps.published import Publisher
 from stratagem.ps.shard_group import ShardGroup
@@ -594,10 +594,17 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
     def on_job(real: Any) -> Any:
         def init(self: Any, *arguments: Any, **named: Any) -> None:
-            checks().cluster.chief_job = self
-            real(self, *arguments, **named)
-            if self.journal.history.is_new:  # it goes on from a checkpoint, and leases what that lacks
+            cluster = checks().cluster
+            before, cluster.chief_job = cluster.chief_job, self
+            try:
+                real(self, *arguments, **named)
+            except JournalLostError:
+                cluster.chief_job = before
+                raise
+            # It goes on from a checkpoint, and leases what that lacks; or only the memory of the one before had some.
+            if self.journal.history.is_new or cluster.disk.has_lost:
                 checks().accepted.clear()
+            cluster.disk.has_lost = False
 
         return init
 

@@ -35,6 +35,8 @@ AT_MOMENTS = 0.2
 """The share of jobs in which something goes wrong at a moment that has a name."""
 DIES_AGAIN = 0.03
 """The share of jobs whose chief dies again and again."""
+JOURNAL_FULL = 0.05
+"""The share of jobs whose chief finds no room for its journal, for a moment or for seconds."""
 MOMENTS = (
     *3 * ("join", "over", "prepared", "initialized", "accepted", "checkpoint", "step", "close_step"),
     *("put_back", "restored", "roll_back", "lost", "routed", "untold", "steps_per_unit", "ending", "begun", "plan"),
@@ -194,6 +196,10 @@ def plan(seed: int, form: str = "") -> Schedule:
     if (again := random.Random(-39 * seed - 1)).random() < DIES_AGAIN:
         faults += [Fault(3 * again.random(), "kill", "chief:0", moment=_moment(again, MOMENTS)) for _ in range(3)]
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
+    if (full := random.Random(-40 * seed - 1)).random() < JOURNAL_FULL:
+        for_s = full.choice((0.001, 0.3, 2.0)) * full.random()
+        moment = _moment(full, MOMENTS) if full.random() < 0.6 else None
+        faults.append(Fault(0.2 + 2.5 * full.random(), "journal full", for_s=for_s, moment=moment))
     if form == "storm":
         faults += _storm(random.Random(-20 * seed - 1), job, _fault)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from stratagem.chief.journal.journal import Journal
 from stratagem.chief.leasing import lease_book
-from stratagem.errors import ConfigurationError, JobStoppedError
+from stratagem.errors import ConfigurationError, JobStoppedError, JournalLostError
 from tests.simulation import fits
 from tests.simulation.cluster import Cluster, Job
 from tests.simulation.copies import Copies
@@ -136,6 +136,7 @@ class _Faults:
             "clock": self._clock,
             "leave": self._leave,
             "disk full": self._disk_full,
+            "journal full": self._journal_full,
             "flip": self._flip,
             "scale": self._scale,
             "end": self._end,
@@ -211,7 +212,7 @@ class _Faults:
             numbers = (fault.number, 0) if fault.task == "worker" else (0, fault.number)
             try:
                 cluster.chief_job.scaling.scale(*numbers)
-            except ConfigurationError:  # too early
+            except (ConfigurationError, JournalLostError):  # too early, or its disk is full
                 self._world.after(0.2, None, self._scale, fault)
                 return
             except JobStoppedError:
@@ -224,6 +225,9 @@ class _Faults:
 
     def _disk_full(self, fault: Fault) -> None:
         self._cluster.disk.full_until = self._world.now + fault.for_s
+
+    def _journal_full(self, fault: Fault) -> None:
+        self._cluster.disk.state_full_until = self._world.now + fault.for_s
 
     def _flip(self, fault: Fault) -> None:
         """Not between the moment in which ps find a checkpoint whole and that in which they have read it: as little as
