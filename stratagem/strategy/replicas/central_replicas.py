@@ -116,14 +116,17 @@ class CentralMirrors(Mirrors):
 
     def _weights(self) -> Iterator[tuple[Any, ...]]:
         """Name, the parameter, and its copy on each replica."""
-        for models, _ in self._models:
+        for models, _ in self._usable():
             names = (name for name, _ in models[0].named_parameters())
             yield from zip(names, *(model.parameters() for model in models), strict=True)
+
+    def _usable(self) -> list[tuple[Sequence[nn.Module], Sequence[int]]]:
+        return [each for each in self._models if id(each[0][0]) not in self.unusable]
 
     def record(self) -> None:
         """See :meth:`Mirrors.record`. The user's models get the gradients and the averages of buffers."""
         self.look_at_weights()
-        for (central, *replicas), before in self._models:
+        for (central, *replicas), before in self._usable():
             weights = [now - then for now, then in zip(self._num_seen(), before, strict=True)]
             for parameter, *copies in zip(*(model.parameters() for model in (central, *replicas)), strict=True):
                 gradient = copies[0].grad

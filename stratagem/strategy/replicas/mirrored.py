@@ -31,6 +31,8 @@ class Home(Protocol):
 
     which: Callable[[], int | None]
     """The local replica that asks; None: the code outside of replicas."""
+    unusable: dict[int, str]
+    """Why replicas cannot use an object, by the identity of the original."""
 
     def touch(self) -> None:
         """Code outside of replicas got hold of something that it may change without a trace."""
@@ -90,8 +92,12 @@ class Mirrored:
 
 def current(mirrored: Mirrored) -> Any:
     """The copy on the replica that asks."""
-    replica = mirrored._mirrored_home.which()
-    return mirrored._mirrored_copies[0 if replica is None else replica]
+    home, copies = mirrored._mirrored_home, mirrored._mirrored_copies
+    if (replica := home.which()) is None:
+        return copies[0]
+    if home.unusable and (why := home.unusable.get(id(copies[0]))):
+        raise ConfigurationError(why)
+    return copies[replica]
 
 
 def copies_of(mirrored: Mirrored) -> Sequence[Any]:

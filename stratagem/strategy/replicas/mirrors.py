@@ -67,6 +67,8 @@ class Mirrors:
         ]
         self._touched = False
         self._changes: list[ModelChanges | OptimizerChanges] = []
+        self.unusable: dict[int, str] = {}
+        """See :class:`stratagem.strategy.replicas.mirrored.Home`."""
         self._num_optimizers = 0
         self._has_warned = False
         self._scalers: list[list[torch.amp.GradScaler]] = []
@@ -121,6 +123,8 @@ class Mirrors:
             with self._opened():
                 for changes in self._changes:
                     changes.spread(fully)
+            models = (each for each in self._changes if isinstance(each, ModelChanges))
+            self.unusable = {id(each.original): each.unusable for each in models if each.unusable}
             if fully:
                 for first, *others in self._scalers:
                     for scaler in others:

@@ -147,6 +147,8 @@ class ModelChanges:
     _copies: Sequence[Copies]
     _device: torch.device
     _is_pending: Callable[[nn.Parameter], bool]
+    unusable: str = dataclasses.field(default="", init=False)
+    """Why replicas cannot use the model as it is now; one that is done with does not keep others from training."""
 
     def __post_init__(self) -> None:
         self._modules = list(zip(*(model.modules() for model in self._models), strict=True))
@@ -161,8 +163,14 @@ class ModelChanges:
         self._tensors = self._parameters + self._find_others()
         self.record()
 
+    @property
+    def original(self) -> nn.Module:
+        return self._models[0]
+
     def record(self) -> None:
         """The replicas have run, each has changed its own: these are not changes to be carried."""
+        if self.unusable:
+            return
         if not (self._buffers.is_same() and self._attributes.is_same()):
             self._tensors = self._parameters + self._find_others()
         for seen in (self._attributes, self._structure, self._buffers):
@@ -174,15 +182,16 @@ class ModelChanges:
         self._versions = _versions(self._tensors)
 
     def spread(self, fully: bool) -> None:
-        """Carries what has changed since :meth:`record`; a ConfigurationError where a parameter or a submodule was
-        added or replaced, the model was moved, or a gradient of ``no_sync`` changed. ``fully``: parameters may have
-        changed unseen."""
+        """Carries what has changed since :meth:`record`; a ConfigurationError where a gradient of ``no_sync`` changed.
+        A model that was moved, or of which a parameter or a submodule was added or replaced, is ``unusable`` until that
+        is undone. ``fully``: parameters may have changed unseen."""
         same = self._structure.is_same()
-        fully |= not same
-        if fully:
-            self._check_place()
+        fully |= not same or bool(self.unusable)
+        self.unusable = (fully and self._misplaced()) or (not same and self._rebuilt()) or ""
+        if self.unusable:
+            return
         if not same:
-            self._check_structure()
+            self._take_order()
         _spread_attributes(self._attributes, self._modules, self._copies, _OF_ONE_MODULE)
         self._hooks.spread(self._copies)
         self._gradient_hooks.spread()
@@ -229,28 +238,32 @@ class ModelChanges:
             else:
                 twin.data = tensor.detach().to(its.device, copy=True)
 
-    def _check_place(self) -> None:
+    def _misplaced(self) -> str:
         home = self._device
         for where in {parameter.device for parameter in self._models[0].parameters()}:
             if where.type != home.type or where.index not in (None, home.index or 0):
-                raise ConfigurationError(
+                return (
                     f"{type(self._models[0]).__name__} was moved to {where} after strategy.prepare had placed it on "
                     f"{home}; replicas stay where they are (copy.deepcopy gives a model that can be moved)"
                 )
+        return ""
 
-    def _check_structure(self) -> None:
-        """Takes what is there as before, in another order (``prune.remove`` leaves it so), and refuses all else."""
+    def _rebuilt(self) -> str:
         for index, name in self._structure.replaced():
             part = self._modules[index // 2][0]
             path = next(path for path, each in self._models[0].named_modules() if each is part)
             way = "build the whole model, then prepare it"
             if f"{name}_mask" in part._buffers:
                 way = f'to prune a prepared model, prune.identity(layer, "{name}") before strategy.prepare'
-            raise ConfigurationError(
+            return (
                 f"{path}{path and '.'}{name} of {type(self._models[0]).__name__} was added, replaced or removed after "
                 "strategy.prepare, so the other replicas and the optimizers do not have it: undo that"
-                f"{' (prune.remove)' if 'prune' in way else ''}, nothing runs until then; {way}"
+                f"{' (prune.remove)' if 'prune' in way else ''}, no step can use it until then; {way}"
             )
+        return ""
+
+    def _take_order(self) -> None:
+        """Nothing is new, but parts may be in another order (``prune.remove`` leaves them so)."""
         for first, *twins in self._modules:
             for kind in ("_parameters", "_modules"):
                 for its in (vars(twin)[kind] for twin in twins):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -112,6 +114,25 @@ def test_a_group_is_added_outside_of_steps() -> None:
     strategy.run(step)
     strategy.close()
     assert own.bias.item() == pytest.approx(before - 0.5)
+
+
+def test_a_model_that_is_done_with_loses_its_head() -> None:
+    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        before = model[0].weight.clone()
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        assert not torch.equal(model[0].weight, before)
+        del model[1]
+    with pytest.raises(sg.ConfigurationError, match="no step can use it until then"):
+        strategy.run(step)
+    strategy.close()
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

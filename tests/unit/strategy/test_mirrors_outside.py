@@ -308,7 +308,23 @@ def test_the_structure_is_fixed(replicas: Replicas, own: Net, change: Callable[[
     change(model)
     for _ in range(2):
         with pytest.raises(ConfigurationError, match=named + " was added, replaced or removed after strategy.prepare"):
-            replicas.run(lambda _: None)
+            replicas.run(lambda _: model.mode)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: setattr(m, "head", nn.Identity()), lambda m: m.to("meta")], ids=["head", "moved"]
+)
+def test_a_model_that_is_done_with_does_not_keep_others_from_training(
+    replicas: Replicas, own: Net, change: Callable[[Any], object]
+) -> None:
+    """The folds of a cross-validation, each stripped of its head or moved away when it has been trained."""
+    done = replicas.prepare(own)
+    replicas.run(lambda _: done(INPUTS[:, :4]))
+    change(done)
+    model = replicas.prepare(Net().eval())
+    assert torch.equal(*replicas.run(lambda _: model(INPUTS[:, :4])))
+    with pytest.raises(ConfigurationError, match=r"of Net was added, replaced or removed|Net was moved to meta"):
+        replicas.run(lambda _: done(INPUTS[:, :4]))
 
 
 def test_a_structure_that_is_undone_runs_again(replicas: Replicas, own: Net) -> None:
@@ -317,14 +333,14 @@ def test_a_structure_that_is_undone_runs_again(replicas: Replicas, own: Net) -> 
     last = own.body[1]
     for time in range(2):
         del own.body[1]
-        with pytest.raises(ConfigurationError, match=r"body\.1 of Net was .* nothing runs until then"):
-            replicas.run(lambda _: None)
+        with pytest.raises(ConfigurationError, match=r"body\.1 of Net was .* no step can use it until then"):
+            replicas.run(lambda _: model.mode)
         own.body.append(last)
         replicas.run(lambda _: None)
         assert equal(*replicas.copies(model)), time
     own.body[0] = nn.Linear(4, 4)
     with pytest.raises(ConfigurationError, match=r"body\.0 of Net was"):
-        replicas.run(lambda _: None)
+        replicas.run(lambda _: model.mode)
 
 
 def test_a_prepared_model_is_pruned(replicas: Replicas, own: Net) -> None:
@@ -336,7 +352,7 @@ def test_a_prepared_model_is_pruned(replicas: Replicas, own: Net) -> None:
     assert torch.equal(*outputs) and own.head.get_buffer("weight_mask").sum() == 4
     prune.l1_unstructured(own.body[0], "weight", 0.5)
     with pytest.raises(ConfigurationError, match=r"undo that \(prune\.remove\).*prune\.identity\(layer, \"weight\"\)"):
-        replicas.run(lambda _: None)
+        replicas.run(lambda _: model.mode)
     prune.remove(own.body[0], "weight")
     replicas.run(lambda _: None)
     assert equal(*replicas.copies(model)) and (own.body[0].get_parameter("weight") == 0).sum() == 8
@@ -349,7 +365,7 @@ def test_what_an_error_kept_back_is_carried_later(replicas: Replicas, own: Net) 
     model.start_again()
     model.tail = nn.ReLU()
     with pytest.raises(ConfigurationError, match="tail of Net was added"):
-        replicas.run(lambda _: None)
+        replicas.run(lambda _: model.mode)
     del own.tail
     assert replicas.run(lambda _: model.mode) == ["slow", "slow"]
     assert equal(*replicas.copies(model))
@@ -360,7 +376,7 @@ def test_a_model_that_was_moved_cannot_run(replicas: Replicas, own: Net) -> None
     model.to("meta")
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="Net was moved to meta after"):
-            replicas.run(lambda _: None)
+            replicas.run(lambda _: model.mode)
 
 
 def test_attributes_and_state_of_optimizers(replicas: Replicas, own: Net) -> None:
