@@ -89,7 +89,7 @@ def distribute(
         contents = contents_of(batched.dataset) if communicator is not None else 0
         sampler: Iterable[Any] = batched.sampler if batched.batch_sampler is None else batched.batch_sampler
         if (planned := _plan(batched, num_slices=1)) is not None:
-            batches = PlannedBatches(planned, ordinal, shift)
+            batches = PlannedBatches(planned, ordinal, shift, batched)
         else:
             batches = DrawnBatches(sampler, batched.batch_sampler is not None, ordinal, shift, communicator)
         if batched.batch_sampler is None:

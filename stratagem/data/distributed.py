@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Lease, Plan
 from stratagem.data.index_batches import epoch_order
-from stratagem.data.loaders import Batches, DropWatch, rebuild, seed_epoch, tell_epoch
+from stratagem.data.loaders import Batches, DropWatch, check_length, length_of, rebuild, seed_epoch, tell_epoch
 from stratagem.data.nested import empty_like, to_device
 from stratagem.errors import ConfigurationError
 from stratagem.tensorflow_names import WithWaysOut
@@ -115,6 +115,7 @@ class DistributedDataset(WithWaysOut):
 
     def __post_init__(self) -> None:
         self._drop_watch = DropWatch(self.loader, weighs=self.plan.num_slices > 1)
+        self._planned = length_of(self.loader.sampler)
         self._epoch = 0
         self._order = -1, torch.empty(0)
         self._current: object | None = None
@@ -172,6 +173,7 @@ class DistributedDataset(WithWaysOut):
         plan = self.plan
         self._epoch = epoch + 1
         tell_epoch(self.loader.dataset, epoch)
+        check_length(self.loader, self._planned)
         self._source.start_epoch(epoch, plan.units_of(stop - 1).stop if stop else 0)
         try:
             # A unit that a lost worker gave back may come after all others: then there is another loader.

@@ -11,9 +11,10 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Plan
-from stratagem.data.loaders import NumPasses, length_of, tell_epoch
+from stratagem.data.loaders import NumPasses, check_length, length_of, tell_epoch
 from stratagem.errors import ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
 
@@ -40,6 +41,8 @@ class PlannedBatches:
     """Of the dataset whose order this is; a position that is restored brings its own."""
     _shift: int
     """Added to the seed, for an order of this worker's own."""
+    _loader: DataLoader[Any]
+    """Knows how many examples there are now."""
 
     @property
     def num_batches(self) -> int | None:
@@ -49,6 +52,7 @@ class PlannedBatches:
     def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
         """The batches of an epoch from number ``first`` on."""
         plan = self._plan
+        check_length(self._loader, plan.num_examples)
         order = epoch_order(plan.num_examples, plan.shuffle, seed + self._shift, self.ordinal, epoch)
         for start in range(first * plan.batch_size, plan.num_batches * plan.batch_size, plan.batch_size):
             yield order[start : start + plan.batch_size].tolist()

@@ -78,6 +78,16 @@ def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
     )
 
 
+def check_length(loader: DataLoader[Any], planned: int | None) -> None:
+    """A ConfigurationError where there are not as many examples any more as epochs are planned for."""
+    if (now := length_of(loader.sampler)) != planned:
+        raise ConfigurationError(
+            f"the dataset had {planned} examples when it was distributed, and now has {now}: epochs are planned for "
+            "those that it had. Distribute it again, batches = strategy.distribute_dataset(loader), whenever it has "
+            "others"
+        )
+
+
 def why_not_planned(loader: Any) -> str:
     """Why :func:`plan_of` cannot plan it; empty: it can."""
     if not isinstance(loader, DataLoader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Iterator
 
@@ -10,12 +11,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stratagem.data.distribute import distribute
-from stratagem.data.loaders import why_not_planned
+from stratagem.data.distributed import DistributedDataset
+from stratagem.data.loaders import plan_of, why_not_planned
 from stratagem.data.placement import InputPlacement
+from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.training.fit.sources import source_of
 from tests.conformance.scenarios.examples import Numbers
 from tests.unit.data.reading import CPU
+from tests.unit.data.test_leased_parts import OneWorker
 
 
 def test_what_is_a_dataset_by_its_methods_gives_single_examples() -> None:
@@ -107,3 +111,24 @@ def test_a_pass_that_an_error_of_its_data_ended_does_not_seem_complete() -> None
         next(batches)
     with pytest.raises(StopIteration):  # a loop that goes on after any error ends too
         next(batches)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_a_dataset_that_has_other_examples_is_distributed_again(is_leased: bool, shuffle: bool) -> None:
+    """A curriculum, a replay buffer: later passes had the first examples alone, or ended in an IndexError."""
+    examples = [0, 1, 2]
+    loader: DataLoader[int] = DataLoader(examples, batch_size=2, shuffle=shuffle)  # type: ignore[arg-type]
+
+    def distributed() -> DistributedDataset | SplitDataset:
+        if not is_leased:
+            return distribute(loader, placement=InputPlacement((CPU,)))
+        plan = plan_of(loader, 1, math.inf)
+        return DistributedDataset(loader, plan, 1, OneWorker(plan), CPU)
+
+    batches = distributed()
+    assert sum(len(batch) for batch in batches) == 3
+    examples += [3, 4]
+    with pytest.raises(ConfigurationError, match=r"had 3 examples when .* now has 5: .* Distribute it again"):
+        next(iter(batches))
+    assert sum(len(batch) for batch in distributed()) == 5
