@@ -52,14 +52,17 @@ def have_seed_of_process(states: Mapping[str, torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def random_untouched() -> Iterator[None]:
+def random_untouched(strategy: Strategy | None = None) -> Iterator[None]:
     """Around what is done in the middle of a training that must not notice: afterwards the generators are where they
-    were."""
-    states = random_states()
+    were, and with a strategy the streams of its replicas, which may have run meanwhile."""
+    states = random_states() if strategy is None else all_random_states(strategy)
     try:
         yield
     finally:
-        set_random_states(states)
+        if strategy is None:
+            set_random_states(states)
+        else:
+            set_all_random_states(states, strategy)
 
 
 def all_random_states(strategy: Strategy) -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ from stratagem.checkpoint.catalog import newest, read_step, was_removed
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
 from stratagem.strategy import roles
-from stratagem.strategy.random_states import random_untouched
 from stratagem.training.estimator.estimator import Estimator, check_folder_name
 from stratagem.training.estimator.exporters import Exporter
 from stratagem.training.estimator.inputs import InputFunction
@@ -140,12 +139,11 @@ class _Evaluation:
     newest: Evaluated | None = None
 
     def after_saving(self, saved: SavedStep) -> None:
-        """Evaluates what training has just saved; training does not notice."""
-        with random_untouched():
-            if self.newest is None or self.newest.results["global_step"] != saved.step:
-                self.evaluate(saved.path, saved.is_last)
-            else:
-                self.export(self.newest.results, saved.path, saved.is_last)
+        """Evaluates what training has just saved."""
+        if self.newest is None or self.newest.results["global_step"] != saved.step:
+            self.evaluate(saved.path, saved.is_last)
+        else:
+            self.export(self.newest.results, saved.path, saved.is_last)
 
     def evaluate(self, path: str, is_last: bool) -> None:
         results = self.estimator.evaluate(self.spec.input_fn, self.spec.steps, path, self.spec.name)

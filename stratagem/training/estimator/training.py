@@ -22,6 +22,7 @@ from stratagem.checkpoint.reading import SavedCheckpoint, describe, kind_and_sta
 from stratagem.data.nested import is_rows, leaves
 from stratagem.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.random_states import random_untouched
 from stratagem.training.callbacks.tensorboard import Summaries
 from stratagem.training.estimator.feeds import Feed, NumberedBatch, open_feed
 from stratagem.training.estimator.inputs import Input, split
@@ -278,8 +279,10 @@ class EstimatorTraining:
 
     def _tell(self, saved: SavedStep, listeners: Sequence[SavingListener]) -> SavedStep:
         self._saved = saved
-        for listener in listeners:
-            listener(saved)
+        # Training goes on as from the checkpoint, which has none of what they draw.
+        with random_untouched(self.strategy):
+            for listener in listeners:
+                listener(saved)
         return saved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ TRAIN = TrainSpec(lambda: loader(shuffle=True), max_steps=11)
 
 
 def make(folder: Path, **choices: Any) -> Estimator:
-    config = RunConfig(train_distribute=sg.OneDeviceStrategy, **{"save_checkpoints_steps": 4, **choices})
+    config = RunConfig(**{"train_distribute": sg.OneDeviceStrategy, "save_checkpoints_steps": 4, **choices})
     return Estimator(model_fn, folder, config, {"dropout": 0.3})
 
 
@@ -82,6 +83,21 @@ def test_alone_each_checkpoint_is_evaluated_and_training_does_not_notice(tmp_pat
     assert len([*(estimator.model_dir / "eval").glob("events.*")]) == 1
     assert evaluated[-1][1] == pytest.approx(found.results["loss"])
     assert scalars(estimator.model_dir / "eval", "accuracy")[-1][1] == pytest.approx(found.results["accuracy"])
+
+
+def test_replicas_that_evaluate_draw_in_training_what_they_would_have(tmp_path: Path) -> None:
+    """The second one's dropout was another from the first evaluation on, and another again after an interrupt."""
+    found = []
+    for name, steps in {"plain": [11], "cut": [6, 11]}.items():
+        for max_steps in steps:
+            with contextlib.closing(sg.MirroredStrategy(["cpu:0", "cpu:1"])) as strategy:
+                estimator = make(tmp_path / name, train_distribute=strategy, eval_distribute=strategy)
+                if name == "plain":
+                    estimator.train(TRAIN.input_fn, max_steps=max_steps)
+                else:
+                    train_and_evaluate(estimator, TrainSpec(TRAIN.input_fn, max_steps=max_steps), EvalSpec(loader))
+        found.append(sg.load_checkpoint(str(estimator.latest_checkpoint()), "net"))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_listeners_of_a_spec_hear_of_each_checkpoint(tmp_path: Path) -> None:
