@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 logger = logging.getLogger(__name__)
-_unheard: list[Future[None]] = []
+_unheard: dict[Future[None], pathlib.Path] = {}
 
 
 def begin(writing: Future[None], write: Callable[[], None], path: pathlib.Path) -> None:
@@ -29,14 +29,21 @@ def begin(writing: Future[None], write: Callable[[], None], path: pathlib.Path) 
         else:
             writing.set_result(None)
 
-    _unheard.append(writing)
+    _unheard[writing] = path
     threading.Thread(target=run, name="checkpoint writer").start()
 
 
 def heard(writing: Future[None]) -> None:
     """The script hears of the end of this one."""
-    if writing in _unheard:
-        _unheard.remove(writing)
+    _unheard.pop(writing, None)
+
+
+def settle(folder: pathlib.Path) -> None:
+    """Returns when nothing is being written there, or in it, whichever object of the script began it: a cell that was
+    interrupted makes new ones. Those that wait for it hear how it ended."""
+    for writing, path in [*_unheard.items()]:
+        if folder.absolute() in (path.absolute(), path.parent.absolute()) and not writing.cancelled():
+            writing.exception()
 
 
 def failure() -> BaseException | None:

@@ -242,6 +242,7 @@ class Checkpoint:
         def look() -> dict[str, Any]:
             if path is None:
                 return {}
+            background_writes.settle(pathlib.Path(path))
             target = reading.find(path)
             check(target)
             saved = found["saved"] = reading.describe(target)
@@ -309,7 +310,12 @@ class Checkpoint:
                 states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
                 if writes:
                     states[RANDOM] = encode(generators, "random number generators", copy=False).of_kind("random")
-                chosen = self._members.from_first(lambda: choose(folder, name, step), self._first)
+
+                def place() -> dict[str, Any]:
+                    background_writes.settle(folder)
+                    return choose(folder, name, step)
+
+                chosen = self._members.from_first(place, self._first)
                 target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
                 is_there = self._servers is not None and not self._servers.claim(target)
                 if writes and not is_there:

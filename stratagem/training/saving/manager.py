@@ -12,6 +12,7 @@ from stratagem.checkpoint.manifest import Manifest
 from stratagem.errors import ForbiddenError
 from stratagem.tensorflow_names import WithWaysOut
 from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.worker import background_writes
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,12 @@ class CheckpointManager(WithWaysOut):
         """
         self.checkpoint.wait()  # the newest may be about to be written
         fits = self.checkpoint._fits
-        path: str = self.checkpoint._members.from_first(
-            lambda: str(newest_undamaged(self.directory, self._name, fits) or "")
-        )
+
+        def find() -> str:
+            background_writes.settle(self.directory)
+            return str(newest_undamaged(self.directory, self._name, fits) or "")
+
+        path: str = self.checkpoint._members.from_first(find)
         restored = self.checkpoint._restore(path or None, resumes=True)
         return None if restored is None else restored.path
 

@@ -311,6 +311,35 @@ def test_a_manager_restores_what_it_is_still_writing(tmp_path: Path, monkeypatch
     assert restored == path
 
 
+@pytest.mark.parametrize("what", ["restore", "restore_or_initialize", "save"])
+def test_new_objects_wait_for_what_those_before_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A cell that is run again found the checkpoint before, and took the number of the one being written."""
+    go_on, write = threading.Event(), Checkpoint._write
+
+    def slow(*arguments: Any) -> None:
+        assert go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(Checkpoint, "_write", slow)
+    old = Script()
+    path = old.checkpoint.save(tmp_path / "step", blocking=False)
+    timer = threading.Timer(0.2, go_on.set)
+    timer.start()
+    new = Script()
+    new.train()
+    manager = CheckpointManager(new.checkpoint, tmp_path)
+    if what == "save":
+        assert manager.save() == str(tmp_path / "step-00000002")
+    elif what == "restore":
+        new.checkpoint.restore(path)
+    else:
+        assert manager.restore_or_initialize() == path
+    timer.join()
+    assert (what == "save") != same(new.state(), old.state())
+
+
 def test_an_interrupted_save_is_waited_for_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one took its number, and was refused because of it."""
     go_on, write = threading.Event(), Checkpoint._write
