@@ -44,7 +44,10 @@ def open_tensors(path: pathlib.Path) -> Any:
     """Opens such a file to read, by the library, which would wait for a pipe's other end. Raises OSError: it cannot be
     read, or is no file. safetensors.SafetensorError: what it holds is not of this format."""
     open_file(path).close()
-    return safetensors.safe_open(path, "pt")
+    try:
+        return safetensors.safe_open(path, "pt")
+    except RuntimeError as error:  # torch opens it once more; whoever prunes the folder may have removed it meanwhile
+        raise OSError(str(error)) from None
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -478,6 +479,21 @@ def test_a_script_saves_at_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_a_checkpoint_that_is_removed_while_it_is_opened_is_refused_as_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Script().checkpoint.save(tmp_path / "step")
+    from_file = torch.UntypedStorage.from_file
+
+    def removed(file: str, *arguments: Any, **named: Any) -> Any:
+        shutil.rmtree(path)
+        return from_file(file, *arguments, **named)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", removed)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(path, "model")
+
+
 def test_what_was_read_is_given_back(tmp_path: Path) -> None:
     """Workers keep freed memory; a table of parameter servers is more than they need to train."""
     script = (
