@@ -48,7 +48,7 @@ def was_removed(path: pathlib.Path) -> bool:
 
 def scan(directory: pathlib.Path) -> list[pathlib.Path]:
     """Complete checkpoints in a directory and in the folders in it, oldest (step, time of creation) first."""
-    return [path for _, path in sorted(_scan(directory, depth=1))]
+    return [path for _, path in _found(directory)]
 
 
 def incomplete(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -95,7 +95,7 @@ def next_number(directory: str | os.PathLike[str], at_least: int) -> int:
 
 
 def steps(directory: pathlib.Path) -> list[int]:
-    return [step for (step, *_), _ in _scan(directory, depth=1)]
+    return [step for (step, *_), _ in _found(directory)]
 
 
 def choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
@@ -124,23 +124,43 @@ def _has_all_files(path: pathlib.Path, manifest: Manifest) -> bool:
         return False
 
 
-def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int, str, int], pathlib.Path]]:
+_Found = tuple[tuple[int, int, str, int], pathlib.Path]
+"""Step, epoch of the chief and time of creation of a checkpoint, by which they are sorted, and where it is."""
+
+
+def _found(directory: pathlib.Path) -> list[_Found]:
+    """Looks again where one that was listed is gone: a job that trains removes it once there is a newer one, which came
+    after the list."""
+    while True:
+        passed_by: list[pathlib.Path] = []
+        found = sorted(_scan(directory, passed_by, depth=1))
+        if not any(map(_is_gone, (*passed_by, *(path for _, path in found[-1:])))):
+            return found
+
+
+def _is_gone(path: pathlib.Path) -> bool:
+    with contextlib.suppress(OSError):
+        return not os.path.lexists(path) and path.name not in os.listdir(path.parent)
+    return False
+
+
+def _scan(directory: pathlib.Path, passed_by: list[pathlib.Path], depth: int) -> Iterator[_Found]:
     try:
-        children = [path for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir()]
+        children = [path for path in directory.iterdir() if not path.name.startswith(".")]
     except OSError:
         return
     for path in children:
         if os.path.exists(path / MANIFEST):  # False of a folder that may not be looked into, as lost+found
             manifest = Manifest.read(path)  # once: a folder may have thousands, and every save looks at all
             if manifest is not None and _has_all_files(path, manifest):
-                try:
+                with contextlib.suppress(FileNotFoundError):  # it is being removed
                     written = (path / MANIFEST).stat().st_mtime_ns
-                except FileNotFoundError:  # it is being removed
+                    step = (Manifest.read(path / HOST) or manifest).step
+                    yield (step, manifest.chief_epoch, manifest.created[:19], written), path
                     continue
-                step = (Manifest.read(path / HOST) or manifest).step
-                yield (step, manifest.chief_epoch, manifest.created[:19], written), path
-        elif depth:
-            yield from _scan(path, depth - 1)
+        elif depth and path.is_dir():
+            yield from _scan(path, passed_by, depth - 1)
+        passed_by.append(path)
 
 
 def find_damage(path: pathlib.Path) -> list[str]:

@@ -550,6 +550,25 @@ def test_torch_finds_the_parameters_of_a_large_optimizer_without_a_search(tmp_pa
     assert str(optimizer.state_dict()) == str(before)
 
 
+def test_the_newest_is_found_though_the_one_before_it_goes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that was told that there is none began anew. A link that leads nowhere is not gone."""
+    old = Path(Checkpoint(layer=nn.Linear(1, 1)).save(tmp_path / "jobs" / "ckpt", step=1))
+    (tmp_path / "jobs" / "link").symlink_to("nowhere")
+    listed = Path.iterdir
+
+    def replaced_after(folder: Path) -> Any:
+        found = [*listed(folder)]
+        if folder == old.parent and old.exists():
+            shutil.copytree(old, old.with_name("ckpt-00000002"))
+            shutil.rmtree(old)
+        return iter(found)
+
+    monkeypatch.setattr(Path, "iterdir", replaced_after)
+    assert latest_checkpoint(tmp_path) == str(old.with_name("ckpt-00000002"))
+
+
 def test_what_a_manager_saves_counts_as_saving(tmp_path: Path) -> None:
     script = Script()
     script.train(1)
