@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from stratagem.chief import wire
 from stratagem.chief.events import Event
 from stratagem.chief.job import ChiefJob
+from stratagem.errors import StratagemError
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.units import incarnation_from_proto
 
@@ -18,14 +20,10 @@ _Call = Callable[["ChiefServicer", Any, Any], Awaitable[Any]]
 
 
 def _acknowledged(call: _Call) -> _Call:
-    """No reply leaves a chief that could not write its journal: what a call asks for again may be done in the books and
-    not be known to the next chief."""
-
     @functools.wraps(call)
     async def answer(servicer: ChiefServicer, request: Any, context: Any) -> Any:
-        reply = await call(servicer, request, context)
-        servicer.job.journal.check()
-        return reply
+        with servicer.acknowledging():
+            return await call(servicer, request, context)
 
     return answer
 
@@ -35,12 +33,24 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self.job = job
         self._told: tuple[Event | None, chief_pb2.SessionEvent] = None, chief_pb2.SessionEvent()
 
+    @contextlib.contextmanager
+    def acknowledging(self) -> Iterator[None]:
+        """No reply or refusal leaves a chief that could not write its journal: what a task asks for again, or says
+        again, may be done in the books and not be known to the next chief."""
+        try:
+            yield
+        except StratagemError:
+            self.job.journal.check()
+            raise
+        self.job.journal.check()
+
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[chief_pb2.SessionEvent]:
         requests = (wire.request_from_proto(request) async for request in request_iterator)
-        async for event in self.job.streams.attend(requests):
-            if event is not self._told[0]:  # what all are told is encoded once
-                self._told = event, wire.event_to_proto(event)
-            yield self._told[1]
+        with self.acknowledging():
+            async for event in self.job.streams.attend(requests):
+                if event is not self._told[0]:  # what all are told is encoded once
+                    self._told = event, wire.event_to_proto(event)
+                yield self._told[1]
 
     @_acknowledged
     async def OpenDataset(self, request: chief_pb2.OpenDatasetRequest, context: Any) -> chief_pb2.OpenDatasetReply:

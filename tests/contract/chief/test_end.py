@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from stratagem.checkpoint import ended
@@ -600,3 +601,17 @@ async def test_a_chief_that_could_not_write_acknowledges_nothing_that_is_asked_a
                 with pytest.raises((JournalLostError, TimeoutError)):
                     await asyncio.wait_for(ChiefServicer(running.job).OpenDataset(asked, None), 1)
         assert await running.exit_code() == EXIT_PREEMPTED
+
+
+async def test_a_goodbye_that_a_chief_could_not_write_is_not_heard(tmp_path: Path) -> None:
+    """Said again, it was refused as of one that is done: the worker ended, and the next chief waited for it in vain."""
+    async with cluster(state_dir=str(tmp_path), heartbeat_interval_s=1.0) as (running, [worker, _], _):
+        await until(lambda: running.job.is_open)
+        with full(tmp_path / NAME):
+            worker.goodbye()
+            await until(lambda: worker.error)
+            again = Task(running.address, worker.task, resume=worker.incarnation)
+            await until(lambda: again.error)
+            await again.die()
+        for each in (worker, again):
+            assert each.error is not None and each.error.code() is grpc.StatusCode.UNAVAILABLE, each.error
