@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +14,12 @@ import torch
 from stratagem.arguments import warn_once
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.gradient_weight import Weight
+from stratagem.worker.ring.communicator import bytes_of
 
 logger = logging.getLogger(__name__)
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Of a sparse gradient: indices of rows, and their values ``(rows, dense dims)``."""
 
 
 class ParameterGradient:
@@ -239,24 +245,50 @@ class SparseSlot(OwnSlot):
             )
         super().add(delta.detach().coalesce(), weight)
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this rank contributes: indices (rows, sparse dims) and values (rows, dense dims); maybe of no rows."""
+    def rows(self) -> Rows:
+        """What this rank contributes; maybe of no rows."""
         self.take()
         if not (self.fired or self.pending) or self._own is None:
             self.counted = False
             weight = self.parameter
-            empty = torch.empty((0, 1), dtype=torch.int64, device=weight.device)
+            empty = torch.empty(0, dtype=torch.int64, device=weight.device)
             return empty, torch.empty((0, *weight.shape[1:]), dtype=weight.dtype, device=weight.device)
         own = self._own.coalesce()
-        return own.indices().t().contiguous(), own.values()
+        return own.indices()[0], own.values()
 
-    def assemble(self, indices: list[torch.Tensor], values: list[torch.Tensor], divisor: float | None) -> torch.Tensor:
+    def assemble(self, every: Sequence[Rows], divisor: float | None) -> torch.Tensor:
         """One gradient of all ranks' rows, the same on every rank."""
-        joined = torch.cat(values)
+        indices, values = map(torch.cat, zip(*every, strict=True))
+        joined = values.to(self.parameter.device)
         if divisor is not None:
             joined.div_(divisor)
         with torch.sparse.check_sparse_tensor_invariants(False):
-            return torch.sparse_coo_tensor(torch.cat(indices).t(), joined, self.parameter.shape).coalesce()
+            return torch.sparse_coo_tensor(indices[None].to(joined.device), joined, self.parameter.shape).coalesce()
+
+
+def packed(slots: Sequence[SparseSlot]) -> torch.Tensor:
+    """What this rank contributes to several gradients, as bytes: how many rows each has, then their indices and values,
+    slot by slot."""
+    every = [slot.rows() for slot in slots]
+    counts = torch.tensor([len(indices) for indices, _ in every], device=every[0][0].device)
+    parts = (part.resolve_conj().resolve_neg().contiguous() for part in (counts, *itertools.chain(*every)))
+    return torch.cat([bytes_of(part).to(counts.device) for part in parts])
+
+
+def unpacked(data: torch.Tensor, slots: Sequence[SparseSlot]) -> list[Rows]:
+    """By slot, what the rank contributes that has packed this."""
+    head = len(slots) * torch.int64.itemsize
+    counts = data[:head].view(torch.int64).tolist()
+    forms = [
+        ((count, *slot.parameter.shape[1:]), slot.parameter.dtype) for count, slot in zip(counts, slots, strict=True)
+    ]
+    sizes = [(shape[0] * torch.int64.itemsize, math.prod(shape) * dtype.itemsize) for shape, dtype in forms]
+    parts = iter(data[head:].split([*itertools.chain(*sizes)]))
+    return [
+        # Copied, for a view of another dtype begins at a multiple of its size.
+        (next(parts).clone().view(torch.int64), next(parts).clone().view(dtype).view(shape))
+        for shape, dtype in forms
+    ]
 
 
 def _is_zeroed(values: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from stratagem.worker.reduction.gradient_layout import (
     PlacedBucket,
     check_parameter,
 )
-from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
+from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot, packed, unpacked
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.reduction.same_bits import SameBits
 from stratagem.worker.ring.communicator import Communicator
@@ -267,7 +267,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
             if not slot.taken:
                 continue
             if isinstance(slot, SparseSlot):
-                slot.merge(sparse[slot.index])
+                slot.merge(sparse.get(slot.index))
             else:
                 slot.merge(slot.result if merged.present[slot.index] else None)
 
@@ -291,9 +291,9 @@ class GradientReducer(BackwardReducer["_Backward"]):
                 self._launch(backward, bucket)
         while self._futures:
             self._futures.pop(0).result()  # in no variable: see _failed in worker/ring/communicator.py
-        sparse = {slot.index: self._gather(slot, merged) for slot in self._slots if isinstance(slot, SparseSlot)}
-        backward.is_short = backward.is_short and not sparse
-        return merged, sparse
+        of_rows = [slot for slot in self._slots if isinstance(slot, SparseSlot)]
+        backward.is_short = backward.is_short and not of_rows
+        return merged, self._gather([slot for slot in of_rows if merged.present[slot.index]], merged.divisor)
 
     def _pack(self, backward: _Backward, _: _Exchanged) -> Kept | None:
         """What a rank lacks that has done all but the last collective: the status, if that came last."""
@@ -325,12 +325,12 @@ class GradientReducer(BackwardReducer["_Backward"]):
         self._futures.append(self._communicator.submit(all_reduce, is_awaited=not failed))
         return status, total
 
-    def _gather(self, slot: SparseSlot, merged: MergedStatus) -> torch.Tensor | None:
-        if not merged.present[slot.index]:
-            return None
-        indices, values = slot.rows()
-        every = self._communicator.all_gather(indices), self._communicator.all_gather(values)
-        return slot.assemble(*every, merged.divisor)
+    def _gather(self, slots: Sequence[SparseSlot], divisor: float | None) -> dict[int, torch.Tensor]:
+        """Those of all slots together: a collective is a round trip, and a model may have dozens of tables."""
+        if not slots:
+            return {}
+        every = [unpacked(data, slots) for data in self._communicator.all_gather(packed(slots))]
+        return {slot.index: slot.assemble([rows[at] for rows in every], divisor) for at, slot in enumerate(slots)}
 
     def _drain(self) -> None:
         """Waits for collectives of a backward that failed: they read and write the buckets."""
@@ -359,5 +359,5 @@ class _Backward(Backward):
     """Whether the status was its last collective."""
 
 
-_Exchanged = tuple[MergedStatus, dict[int, torch.Tensor | None]]
+_Exchanged = tuple[MergedStatus, dict[int, torch.Tensor]]
 """What all ranks know, and the gathered gradients of sparse parameters by index."""

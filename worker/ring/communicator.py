@@ -166,10 +166,10 @@ class Communicator:
             return size
 
         def take_over(kept: Kept) -> int:
-            _bytes(target).copy_(kept.data)
+            bytes_of(target).copy_(kept.data)
             return kept.lengths[0]
 
-        size = self.atomic(reduce, lambda size: Kept([size], _bytes(target.cpu())), take_over)
+        size = self.atomic(reduce, lambda size: Kept([size], bytes_of(target.cpu())), take_over)
         if op is ReduceOp.MEAN:
             target.div_(size)
         if target is not result:
@@ -178,7 +178,7 @@ class Communicator:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order; the first dimension may differ between ranks, 0 included."""
-        flat = _bytes(self._flat(tensor))
+        flat = bytes_of(self._flat(tensor))
         mine = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int64)
         rest = tensor.shape[1:]
         row_bytes = math.prod(rest) * tensor.itemsize
@@ -210,7 +210,7 @@ class Communicator:
 
         def send() -> None:
             place = root if self.healing is None else self.healing.rank_of(sender)
-            self.collective(what, lambda tag: self.group.broadcast(_bytes(buffer), place, tag))
+            self.collective(what, lambda tag: self.group.broadcast(bytes_of(buffer), place, tag))
 
         self.atomic(send)
         if buffer.data_ptr() != tensor.data_ptr():
@@ -375,10 +375,10 @@ def _kept(parts: Sequence[torch.Tensor]) -> Kept | None:
     """Flat tensors of one dtype as one."""
     if sum(part.nbytes for part in parts) > KEPT_BYTES:
         return None
-    return Kept([part.numel() for part in parts], _bytes(torch.cat(list(parts)).cpu()))
+    return Kept([part.numel() for part in parts], bytes_of(torch.cat(list(parts)).cpu()))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # view(-1) leaves a single element any stride
     return flat.view(torch.uint8)

@@ -151,6 +151,39 @@ def test_only_rows_in_use_move() -> None:
     assert max(run_ranks(2, work)) < ROWS * 4 * 4  # less than one table
 
 
+class Tables(torch.nn.Module):
+    """Of a recommender, where each feature has a table; rows of odd sizes and of several dtypes."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        dtypes = [torch.float32, torch.bfloat16, torch.float64]
+        made = (torch.nn.Embedding(ROWS, 1 + at % 3, sparse=True, dtype=dtypes[at % 3]) for at in range(num))
+        self.tables = torch.nn.ModuleList(made)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table((ids + at) % ROWS).double() for at, table in enumerate(self.tables)], -1).exp()
+
+
+def test_many_tables_take_the_round_trips_of_one() -> None:
+    def run(num: int, communicator: Communicator | None) -> tuple[int, list[torch.Tensor | None]]:
+        model = build(lambda: Tables(num))
+        if communicator is None:
+            model(IDS).mean().backward()
+            return 0, dense(model)
+        every = [*model.parameters()]
+        with reducing(model, communicator, weight_of([3, 1], communicator.rank), sparse=every):
+            before = communicator.position.ordinal
+            model(ids_of([3, 1], communicator.rank)).mean().backward()
+            return communicator.position.ordinal - before, dense(model)
+
+    [(one, _), *_] = run_ranks(2, lambda communicator: run(1, communicator))
+    ranks = run_ranks(2, lambda communicator: run(26, communicator))
+    assert {trips for trips, _ in ranks} == {one}
+    for found, expected in zip(ranks[1][1], run(26, None)[1], strict=True):
+        assert found is not None and expected is not None
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_sparse_table_with_a_dense_gradient_is_refused() -> None:
     def work(communicator: Communicator) -> None:
         model = build(Bag)
