@@ -66,11 +66,11 @@ class TableLayer(nn.Module):
         return make(embeddings, freeze, *args, **kwargs)
 
     def export_form(self) -> Any:
-        """A plain layer of ``torch.nn`` with a copy of all rows."""
+        """A plain layer of ``torch.nn`` with a copy of all rows, frozen if this one is."""
         plain: Any = nn.EmbeddingBag if isinstance(self, nn.EmbeddingBag) else nn.Embedding
         settings = {name: getattr(self, name) for name in plain.__constants__}
         settings["sparse"] = not self.scale_grad_by_freq
-        return plain(**settings, _weight=self.whole_weight())
+        return plain(**settings, _weight=self.whole_weight()).requires_grad_(self.weight.requires_grad)
 
     def whole_weight(self) -> torch.Tensor:
         """A copy of all rows, ``(num_embeddings, embedding_dim)``."""

@@ -41,7 +41,7 @@ class TableLink:
     runtime: WorkerRuntime
     placement: RowPlacement
     group: int
-    on_backward: Callable[[], None]
+    on_backward: Callable[[], object]
     """Called whenever a gradient was accumulated."""
     recover: Callable[[PsClient], None]
     """Connects anew to a ps whose lane has broken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -11,7 +12,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from stratagem.errors import ClusterTimeoutError, PeerUnavailableError, StaleStoreError, VariableError
+from stratagem.errors import (
+    ClusterTimeoutError,
+    PeerUnavailableError,
+    StaleStoreError,
+    UnsupportedOptimizerError,
+    VariableError,
+)
 from stratagem.ps.optimizers import check_for_rows
 from stratagem.strategy.model_parts import saved_buffers_of
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
@@ -91,9 +98,15 @@ class VariableGroups:
                 name = names[id(parameter)]
                 if (table := every.get(id(parameter))) is None:
                     dense.append((name, parameter, group))
-                else:
-                    check_for_rows(kind, optimizer.param_groups[group])
+                    continue
+                check = functools.partial(check_for_rows, kind, optimizer.param_groups[group])
+                try:
+                    check()
                     by_row.append((table, name, group))
+                except UnsupportedOptimizerError:
+                    if parameter.requires_grad:
+                        raise
+                    self._place_tables([(table, name, 0)], "", check)  # refused once it is trained
             tables = self._place_tables(by_row, kind, on_backward)
             trained.append((optimizer, [parameter for _, parameter, _ in dense], self._place(dense, kind), tables))
         others = [(table, names[identity], 0) for identity, table in every.items() if identity not in taken]
@@ -297,7 +310,7 @@ class VariableGroups:
             self.closes.clear()
 
     def _place_tables(
-        self, named: Sequence[tuple[RemoteTable, str, int]], optimizer: str, on_backward: Callable[[], None]
+        self, named: Sequence[tuple[RemoteTable, str, int]], optimizer: str, on_backward: Callable[[], object]
     ) -> list[RemoteTables]:
         """Distributes tables, each with its name and its param_group; those that are alike make one group."""
         alike: dict[tuple[int, int, torch.dtype], list[tuple[RemoteTable, str]]] = {}

@@ -459,6 +459,34 @@ def test_zero_grad_eval_and_frozen_tables_send_nothing(start: Callable[..., Job]
     assert not torch.equal(model.bags.whole_weight(), build("SGD")[0].bags.weight)
 
 
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)], ids=["Adam", "SGD"]
+)
+def test_a_frozen_table_may_be_among_the_parameters_of_any_optimizer(
+    start: Callable[..., Job], make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    def frozen(strategy: Strategy) -> tuple[Net, torch.optim.Optimizer]:
+        model, _ = build("SGD", strategy)
+        model.table.requires_grad_(False)
+        model.bags.requires_grad_(False)
+        return model, make(model.parameters())
+
+    job = start("tcp")
+    (plain, optimizer), (model, remote) = frozen(DefaultStrategy()), frozen(Remote())
+    job.prepare(model, remote)
+    for step in range(3):
+        backward(plain, step)
+        backward(model, step)
+        optimizer.step()
+        job.step()
+    torch.testing.assert_close(model.head.weight, plain.head.weight)
+    exported = model.table.export_form()
+    assert torch.equal(exported.weight, plain.table.weight) and not exported.weight.requires_grad
+    model.table.requires_grad_(True)
+    with pytest.raises(UnsupportedOptimizerError, match="every row"):
+        backward(model, 4)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_lane_that_breaks_is_opened_again(start: Callable[..., Job], transport: Transport) -> None:
     job = start(transport)
