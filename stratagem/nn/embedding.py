@@ -176,8 +176,14 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One row a bag, ``(bags, embedding_dim)``; arguments as of ``torch.nn.EmbeddingBag``."""
+        # Of others torch computes with memory that is not its own.
+        if offsets is not None and len(falls := (offsets.diff() < 0).nonzero()):
+            at = int(falls[0, -1])
+            raise ConfigurationError(
+                f"expected offsets in ascending order, where each bag begins, got {offsets[..., at : at + 2].tolist()}"
+            )
         if self.include_last_offset and offsets is not None and int(offsets[-1:].sum()) != input.numel():
-            raise ConfigurationError(  # torch computes with memory that is not its own
+            raise ConfigurationError(
                 f"expected offsets whose last one is the number of ids, {input.numel()} (include_last_offset=True), "
                 f"got {offsets.tolist()[-1:]} at their end"
             )

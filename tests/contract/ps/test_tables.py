@@ -389,16 +389,20 @@ def test_a_batch_of_empty_bags_is_an_update_of_the_table(start: Callable[..., Jo
     torch.testing.assert_close(train(Remote(), start("tcp")), train(DefaultStrategy()), rtol=2e-6, atol=2e-6)
 
 
-def test_offsets_that_do_not_end_with_the_number_of_ids_are_refused(start: Callable[..., Job]) -> None:
-    """In torch a backward with weights reads beyond its memory."""
+def test_offsets_of_no_bags_are_refused(start: Callable[..., Job]) -> None:
+    """Torch computes with memory beyond its own."""
     with Remote().scope():
         bags = sg.nn.EmbeddingBag(ROWS, WIDTH, mode="sum", include_last_offset=True)
-    start().prepare(bags)
+        starts = sg.nn.EmbeddingBag(ROWS, WIDTH, mode="sum")
+    start().prepare(nn.ModuleList([bags, starts]))
     ids = torch.tensor([5, 0, 3])
     assert bags(ids, torch.tensor([0, 1, 3])).shape == (2, WIDTH)
     for offsets in ([0], [0, 2], []):
         with pytest.raises(ConfigurationError, match=r"offsets whose last one is the number of ids, 3 \(include_last"):
             bags(ids, torch.tensor(offsets, dtype=torch.int64), torch.ones(3, requires_grad=True))
+    for layer, offsets in ((bags, [0, 2, 1, 3]), (starts, [0, 2, 1])):
+        with pytest.raises(ConfigurationError, match=r"ascending order, where each bag begins, got \[2, 1\]"):
+            layer(ids, torch.tensor(offsets))
 
 
 @pytest.mark.parametrize("padding_idx", [None, 5])
