@@ -13,7 +13,7 @@ import dataclasses
 import json
 import types
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -180,7 +180,9 @@ def num_examples(batch: Any) -> int:
             shapes += f" and {num_more} more"
         raise ConfigurationError(
             f"expected a batch whose tensors share their first dimension, the examples, got {shapes}; "
-            "distribute_datasets_from_function takes batches of any form"
+            "a DataLoader over a map-style dataset takes what its collate_fn makes, in any form; otherwise let "
+            "distribute_datasets_from_function give nested tensors, torch.nested.nested_tensor_from_jagged(values, "
+            "offsets)"
         )
     raise ConfigurationError(
         f"expected a batch with tensors or arrays in lists, tuples, dicts or dataclasses, got {type(batch).__name__}; "
@@ -219,10 +221,19 @@ def empty_like(batch: Any) -> Any:
     counts = {len(leaf) for leaf in leaves(batch) if is_rows(leaf)}
 
     def emptied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.jagged:  # which torch does not slice
+            return _no_bags(leaf.shape[2:], leaf.dtype).to(leaf.device)
         is_cut = is_rows(leaf) or (_may_have_examples(leaf, bool(counts)) and (not counts or len(leaf) in counts))
         return leaf[:0] if is_cut else leaf
 
     return map_leaves(batch, emptied)
+
+
+def _no_bags(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A nested tensor (``torch.jagged``) of no components; ``shape``: of an element of one."""
+    no_offsets = torch.zeros(1, dtype=torch.int64)
+    nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(torch.empty(0, *shape, dtype=dtype), no_offsets)
+    return nested
 
 
 def _may_have_examples(leaf: Any, has_rows: bool) -> bool:
@@ -264,6 +275,8 @@ def form_of(batch: Any) -> Any:
         return {"fields": {name: form_of(getattr(batch, name)) for name in names}}
     if is_sequence(batch):
         return {"tuple" if isinstance(batch, tuple) else "list": [form_of(item) for item in batch]}
+    if isinstance(batch, torch.Tensor) and batch.layout is torch.jagged:
+        return {"jagged": str(batch.dtype).removeprefix("torch."), "shape": list(batch.shape[2:])}
     if isinstance(batch, torch.Tensor):
         rest: dict[str, Any] = {"shape": list(batch.shape[1:])} if batch.ndim else {"value": batch.item()}
         return {"tensor": str(batch.dtype).removeprefix("torch."), **rest}
@@ -292,6 +305,8 @@ def empty_of(form: Any) -> Any:
         return (
             torch.empty(0, *form["shape"], dtype=dtype) if "shape" in form else torch.tensor(form["value"], dtype=dtype)
         )
+    if "jagged" in form:
+        return _no_bags(form["shape"], getattr(torch, form["jagged"]))
     if "array" in form:
         return np.empty((0, *form["shape"]), np.dtype(form["array"]))
     return form["value"]

@@ -136,8 +136,14 @@ def test_tensors_that_have_no_rows_to_cut(layout: str) -> None:
             epoch(lambda: [(torch.arange(2), made[layout]())], workers, replicas=2)
 
 
+def test_a_worker_without_data_gets_nested_tensors_of_no_components() -> None:
+    batch = torch.nested.nested_tensor([torch.ones(1, 3), torch.ones(2, 3)], layout=torch.jagged)
+    for empty in (empty_like(batch), empty_of(json.loads(json.dumps(form_of(batch))))):
+        assert empty.layout is torch.jagged and len(empty) == 0 and empty.values().shape == (0, 3)
+
+
 def test_batches_that_say_no_number_of_examples() -> None:
-    with pytest.raises(ConfigurationError, match=r"share their first dimension.*\[3\], \[2, 5\]"):
+    with pytest.raises(ConfigurationError, match=r"share their first.*\[3\], \[2, 5\]; .*map-style.*from_jagged"):
         num_examples({"x": torch.zeros(3), "y": torch.zeros(2, 5)})
     for opaque in (object(), 3, torch.tensor(1.0), {"x": None}):
         with pytest.raises(ConfigurationError, match="first dimension"):
