@@ -15,6 +15,9 @@ from pathlib import Path
 _FORWARDED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
 
 _CGROUP = Path("/sys/fs/cgroup")
+# What has been counted, and its limit: version 2, version 1.
+_MEMORY = (("memory.events", "memory.max"), ("memory/memory.oom_control", "memory/memory.limit_in_bytes"))
+_PIDS = (("pids.events", "pids.max"), ("pids/pids.events", "pids/pids.max"))
 
 
 def stand_by_if_first() -> None:
@@ -36,9 +39,9 @@ def fork_and_stand_by() -> None:
         # What the terminal sends (si_code > 0) the child has got already: it is in the same process group.
         if came.si_signo in _FORWARDED and came.si_code <= 0:
             os.kill(child, came.si_signo)
-    if code == 128 + signal.SIGKILL and (limit := _exceeded_limit()):
-        message = f"stratagem: the kernel killed this task, because its container reached its memory limit of {limit}"
-        os.write(2, f"{message}; give it more\n".encode())
+    if limit := _exceeded_limit(code):
+        cause = "the kernel killed this task, because" if code == 128 + signal.SIGKILL else "before this task ended,"
+        os.write(2, f"stratagem: {cause} its container reached its {limit}; give it more\n".encode())
     os._exit(code)
 
 
@@ -53,15 +56,21 @@ def _reap(child: int) -> int | None:
     return code
 
 
-def _exceeded_limit() -> str:
-    """The memory limit, if the kernel has killed for it in this control group; else empty."""
-    places = (("memory.events", "memory.max"), ("memory/memory.oom_control", "memory/memory.limit_in_bytes"))
-    for events, limit in places:  # version 2, version 1
+def _exceeded_limit(code: int) -> str:
+    """The limit of this control group for which the kernel has killed, or refused a thread, before the task ended with
+    ``code``; else empty."""
+    if code == 128 + signal.SIGKILL:
+        what, count, files = "memory limit", "oom_kill", _MEMORY
+    elif code not in (0, 128 + signal.SIGTERM):
+        what, count, files = "limit of processes and threads (pids limit)", "max", _PIDS
+    else:
+        return ""
+    for events, limit in files:
         try:
             counts = dict(line.split() for line in (_CGROUP / events).read_text().splitlines())
             text = (_CGROUP / limit).read_text().strip()
         except (OSError, ValueError):
             continue
-        if int(counts.get("oom_kill", 0)) and text.isdigit():
-            return f"{int(text) / (1 << 20):,.0f} MiB"
+        if int(counts.get(count, 0)) and text.isdigit():
+            return f"{what} of {int(text) / (1 << 20):,.0f} MiB" if files is _MEMORY else f"{what}: {text}"
     return ""

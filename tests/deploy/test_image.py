@@ -106,6 +106,13 @@ def test_a_container_without_memory_says_so(image: str, name: str) -> None:
     assert state["OOMKilled"] and state["ExitCode"] == 137
 
 
+def test_a_container_without_threads_says_so(image: str, name: str) -> None:
+    command = ["chief", "--num-workers", "1", "--bind", "127.0.0.1:2222"]
+    done = run(["docker", "run", "--name", name, *LOCKED, "--pids-limit", "5", image, *command], code=None)
+    assert "its container reached its limit of processes and threads (pids limit): 5" in done.stderr
+    assert done.returncode not in (0, 137, 143)
+
+
 def test_a_full_disk_ends_the_job_with_the_reason(image: str, name: str) -> None:
     room = ["--tmpfs", "/small:size=64k,uid=10001"]
     command = ["run", "--workers", "1", "--ps", "1", "--checkpoint-dir", "/small/checkpoints", "examples/digits.py"]

@@ -70,26 +70,31 @@ def test_elsewhere_it_does_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("code", "files", "words"),
     [
-        ({"memory.events": "low 0\noom 1\noom_kill 1\n", "memory.max": "268435456\n"}, "256 MiB"),
-        ({"memory.events": "low 0\noom_kill 0\n", "memory.max": "268435456\n"}, ""),
-        ({"memory.events": "low 0\noom_kill 2\n", "memory.max": "max\n"}, ""),
+        (137, {"memory.events": "low 0\noom 1\noom_kill 1\n", "memory.max": "268435456\n"}, "memory limit of 256 MiB"),
+        (137, {"memory.events": "low 0\noom_kill 0\n", "memory.max": "268435456\n"}, ""),
+        (137, {"memory.events": "low 0\noom_kill 2\n", "memory.max": "max\n"}, ""),
         (
+            137,
             {
                 "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
                 "memory/memory.limit_in_bytes": "67108864\n",
             },
-            "64 MiB",
+            "memory limit of 64 MiB",
         ),
-        ({}, ""),
+        (137, {}, ""),
+        (134, {"pids.events": "max 3\n", "pids.max": "30\n"}, "limit of processes and threads (pids limit): 30"),
+        (1, {"pids/pids.events": "max 1\n", "pids/pids.max": "9\n"}, "limit of processes and threads (pids limit): 9"),
+        (1, {"pids.events": "max 0\n", "pids.max": "30\n"}, ""),
+        (143, {"pids.events": "max 3\n", "pids.max": "30\n"}, ""),
     ],
 )
-def test_a_reached_memory_limit_is_named(
-    files: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_reached_limit_is_named(
+    code: int, files: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(first_process, "_CGROUP", tmp_path)
-    assert first_process._exceeded_limit() == words
+    assert first_process._exceeded_limit(code) == words
