@@ -149,6 +149,8 @@ KEPT: list[tuple[dict[str, Any], dict[str, Any], str, bool]] = [
     ({"staleness": 0}, {"staleness": 0, "worker": {"count": 3}}, "keeps its staleness 0 and worker.count 2", False),
     ({"staleness": 0}, {"staleness": 0, "ps": {"count": 3}}, "another number of tasks", True),
     ({"ps": {"count": 0}}, {"ps": {"count": 0}, "worker": {"count": 3}}, "another number of tasks", True),
+    ({}, {"volume": {"accessMode": "ReadWriteOnce"}}, "accessMode ReadWriteMany and storageClassName", False),
+    ({}, {"volume": {"storageClassName": "another"}}, "which Kubernetes never changes", False),
     ({}, {"ps": {"count": 0}}, "another image, script, argument, machine or strategy", True),
 ]
 

@@ -41,6 +41,11 @@
 {{- if dig "metadata" "deletionTimestamp" "" $volume -}}
 {{- fail (printf "the volume of the last job %s is still being deleted, and its pods would wait for it for ever. Say this again after: kubectl --namespace %s wait --for=delete --timeout=-1s pvc/%s" .Release.Name .Release.Namespace .Release.Name) -}}
 {{- end -}}
+{{- $mode := dig "spec" "accessModes" (list .Values.volume.accessMode) $volume | first -}}
+{{- $class := dig "spec" "storageClassName" "" $volume -}}
+{{- if or (ne .Values.volume.accessMode $mode) (and $class .Values.volume.storageClassName (ne .Values.volume.storageClassName $class)) -}}
+{{- fail (printf "the volume of the job %s is there with accessMode %s and storageClassName %q, which Kubernetes never changes: take these again, or begin anew (helm --namespace %s uninstall --wait %s deletes the volume, with its checkpoints)" .Release.Name $mode $class .Release.Namespace .Release.Name) -}}
+{{- end -}}
 {{- $before := dig "metadata" "annotations" "stratagem/kept" $kept $volume -}}
 {{- if and $kept (ne $kept $before) -}}
 {{- fail (printf "the job %s keeps its %s, and would end with 2 at %s: take that again, or a release of another name (helm uninstall deletes the volume, with its checkpoints)" .Release.Name $before $kept) -}}
