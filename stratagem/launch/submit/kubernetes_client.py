@@ -50,28 +50,26 @@ class Cluster:
                 config.load_incluster_config()
                 self._api = self._library.client.ApiClient()
                 return "", ""
-            contexts, current = config.list_kube_config_contexts(config_file=self.kubeconfig or None)
-            named = {one["name"]: one for one in contexts}
-            chosen = named[context] if context else current
+            found = ""
+            if not context:  # the library lists none where the current one is missing, which a job may do without
+                current = config.list_kube_config_contexts(config_file=self.kubeconfig or None)[1]
+                context, found = str(current["name"]), str(current["context"].get("namespace", ""))
             self._api = config.new_client_from_config(
-                config_file=self.kubeconfig or None, context=chosen["name"], persist_config=False
+                config_file=self.kubeconfig or None, context=context, persist_config=False
             )
             if not self._api.configuration.verify_ssl:  # that was meant: no warning at each call
                 import urllib3
 
                 urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-            return str(chosen["name"]), str(chosen["context"].get("namespace", ""))
-        except KeyError:
-            raise ConfigurationError(
-                f"the kubeconfig has no context {context!r} any more; it has {', '.join(sorted(named))}"
-            ) from None
-        except (config.ConfigException, yaml.YAMLError, *_NO_KUBECONFIG) as error:
+            return context, found
+        except (config.ConfigException, yaml.YAMLError, KeyError, *_NO_KUBECONFIG) as error:
             file = self.kubeconfig or os.path.expanduser("~/.kube/config")
             if not any(map(os.path.exists, file.split(os.pathsep))):
                 words = f"there is no kubeconfig {file}: put it there, or for a new job set KUBECONFIG to another"
             else:
                 said = " ".join(str(error).split())
                 words = f"the kubeconfig {file} cannot be used ({said}); `kubectl config view` shows what is read of it"
+                words += ", and `kubectl config use-context NAME` chooses among its contexts"
             raise ConfigurationError(words) from None
 
     def close(self) -> None:
