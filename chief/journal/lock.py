@@ -13,6 +13,7 @@ import logging
 import os
 import pathlib
 import socket
+import tempfile
 import time
 
 from stratagem.chief.journal.journal import NAME as JOURNAL
@@ -108,14 +109,13 @@ class CheckpointsLock(JournalLock):
 
 async def _room(directory: pathlib.Path) -> None:
     """Where the chief before may have left because it could not write its journal: waits until there is room."""
-    deadline, probe, is_told = time.monotonic() + ROOM_S, directory / "room", False
+    deadline, is_told = time.monotonic() + ROOM_S, False
     while (directory / JOURNAL).exists():
         try:
-            with probe.open("wb") as file:
+            with tempfile.TemporaryFile(dir=directory) as file:  # which takes no room once it is closed
                 file.write(bytes(ROOM_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
-            probe.unlink()
             return
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() > deadline:

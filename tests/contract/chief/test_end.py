@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import resource
+import tempfile
 import socket
 import threading
 import time
@@ -560,10 +561,10 @@ async def test_a_chief_that_loses_its_journal_as_the_job_ends_leaves_the_end_to_
 
 
 async def test_a_chief_that_follows_one_whose_disk_was_full_waits_for_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It exited with 1 at once, and so ended the job which the one before had left to it."""
-    (tmp_path / "room").symlink_to("/dev/full")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("wb"))
     new = JournalLock(str(tmp_path))
     assert not await new.wait(standby=False), "who begins a job is told at once"
     new.release()
@@ -572,10 +573,19 @@ async def test_a_chief_that_follows_one_whose_disk_was_full_waits_for_room(
     waiting = asyncio.create_task(lock.wait(standby=False))
     await until(lambda: "No space left on device" in caplog.text)
     assert not waiting.done()
-    (tmp_path / "room").unlink()
+    monkeypatch.undo()
     assert not await waiting, "nobody else had it"
     lock.release()
-    assert not (tmp_path / "room").exists()
+
+
+async def test_a_chief_that_looks_for_room_takes_none(tmp_path: Path) -> None:
+    """What it had tried to write stayed there, in the last of the room that its journal needed."""
+    (tmp_path / NAME).write_bytes(bytes(8))
+    lock = JournalLock(str(tmp_path))
+    with full(tmp_path / NAME):
+        await lock.wait(standby=False)
+    lock.release()
+    assert {file.name for file in tmp_path.iterdir()} == {NAME, "journal.lock"}
 
 
 @contextlib.contextmanager
