@@ -241,7 +241,7 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
     else:
         try:
             settings = [set(group) for group in objects[name].param_groups] if kind == OPTIMIZER else []
-            if kind == OPTIMIZER:
+            if kind == OPTIMIZER and objects[name].__class__.load_state_dict is torch.optim.Optimizer.load_state_dict:
                 _number_by_range(state["param_groups"])
             objects[name].load_state_dict(state)
             # Torch takes the state of any optimizer, fills in settings newer than that, and fails in the next step.

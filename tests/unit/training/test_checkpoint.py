@@ -569,6 +569,40 @@ def test_the_newest_is_found_though_the_one_before_it_goes_meanwhile(
     assert latest_checkpoint(tmp_path) == str(old.with_name("ckpt-00000002"))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Has a form of its own for its state."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base, self.num_steps = base, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict(), "steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict["base"])
+        self.num_steps = state_dict["steps"]
+
+
+class Counting(torch.optim.SGD):
+    """Reads the groups that it loads as torch saves them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.numbers = sum((group["params"] for group in state_dict["param_groups"]), [])
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_that_loads_its_state_in_its_own_way_gets_what_it_saved(tmp_path: Path) -> None:
+    parameters = list(torch.nn.Linear(2, 1).parameters())
+    ahead, fresh = (Lookahead(torch.optim.SGD(parameters, 0.1)) for _ in range(2))
+    ahead.num_steps = 3
+    Checkpoint(optimizer=fresh).restore(Checkpoint(optimizer=ahead).save(tmp_path / "ahead"))
+    assert fresh.num_steps == 3
+    counting = Counting(parameters, 0.1)
+    Checkpoint(optimizer=counting).restore(Checkpoint(optimizer=counting).save(tmp_path / "counting"))
+    assert counting.numbers == [0, 1]
+
+
 def test_what_a_manager_saves_counts_as_saving(tmp_path: Path) -> None:
     script = Script()
     script.train(1)
