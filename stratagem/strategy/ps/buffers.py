@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,7 +56,8 @@ class LostBuffers:
         self._num_batches += 1
 
     def _compare(self, changed: Sequence[str]) -> None:
-        total = sum(self._first[name][2] for name in changed)
+        # Observers of a range begin at infinities, the sum of which equals nothing.
+        total = sum(filter(math.isfinite, (self._first[name][2] for name in changed)))
         told = self._chief.logs(*self._topic)
         if told is None:
             self._chief.record_logs(*self._topic, {"total": total})

@@ -42,12 +42,32 @@ def bank(pretrained: bool) -> nn.Module:
     return Bank()
 
 
+class Range(nn.Module):
+    """Observes the range of what it sees, as quantization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.tensor(torch.inf))
+        self.register_buffer("most", torch.tensor(-torch.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            for buffer, seen in zip(self.buffers(), x.aminmax(), strict=True):
+                buffer.copy_(seen)
+        return x
+
+
+def observed(pretrained: bool) -> nn.Module:
+    return Range()
+
+
 @pytest.mark.parametrize(
     ("make", "pretrained", "named"),
     [
         (norms, False, "1.running_mean, 1.running_var, 1.num_batches_tracked"),
         (norms, True, "1.running_mean, 1.running_var, 1.num_batches_tracked"),
         (bank, False, "bank"),
+        (observed, False, "least, most"),
     ],
 )
 def test_a_worker_that_starts_again_says_which_are_those_of_before(
