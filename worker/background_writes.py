@@ -29,7 +29,7 @@ def begin(writing: Future[None], write: Callable[[], None], path: pathlib.Path) 
         else:
             writing.set_result(None)
 
-    _unheard[writing] = path
+    _unheard[writing] = path.resolve()
     threading.Thread(target=run, name="checkpoint writer").start()
 
 
@@ -41,8 +41,9 @@ def heard(writing: Future[None]) -> None:
 def settle(folder: pathlib.Path) -> None:
     """Returns when nothing is being written there, or in it, whichever object of the script began it: a cell that was
     interrupted makes new ones. Those that wait for it hear how it ended."""
+    folder = folder.resolve()
     for writing, path in [*_unheard.items()]:
-        if folder.absolute() in (path.absolute(), path.parent.absolute()) and not writing.cancelled():
+        if folder in (path, path.parent) and not writing.cancelled():
             writing.exception()
 
 

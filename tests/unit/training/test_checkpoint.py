@@ -312,12 +312,14 @@ def test_a_manager_restores_what_it_is_still_writing(tmp_path: Path, monkeypatch
     assert restored == path
 
 
+@pytest.mark.parametrize("by", ["real", "real/../real", "link"])
 @pytest.mark.parametrize("what", ["restore", "restore_or_initialize", "save"])
 def test_new_objects_wait_for_what_those_before_still_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, by: str
 ) -> None:
     """A cell that is run again found the checkpoint before, and took the number of the one being written."""
     go_on, write = threading.Event(), Checkpoint._write
+    (tmp_path / "link").symlink_to("real")
 
     def slow(*arguments: Any) -> None:
         assert go_on.wait(60)
@@ -325,18 +327,19 @@ def test_new_objects_wait_for_what_those_before_still_write(
 
     monkeypatch.setattr(Checkpoint, "_write", slow)
     old = Script()
-    path = old.checkpoint.save(tmp_path / "step", blocking=False)
+    old.checkpoint.save(tmp_path / "real" / "step", blocking=False)
     timer = threading.Timer(0.2, go_on.set)
     timer.start()
     new = Script()
     new.train()
-    manager = CheckpointManager(new.checkpoint, tmp_path)
+    folder = tmp_path / by
+    manager = CheckpointManager(new.checkpoint, folder)
     if what == "save":
-        assert manager.save() == str(tmp_path / "step-00000002")
+        assert manager.save() == str(folder / "step-00000002")
     elif what == "restore":
-        new.checkpoint.restore(path)
+        new.checkpoint.restore(folder / "step-00000001")
     else:
-        assert manager.restore_or_initialize() == path
+        assert manager.restore_or_initialize() == str(folder / "step-00000001")
     timer.join()
     assert (what == "save") != same(new.state(), old.state())
 
