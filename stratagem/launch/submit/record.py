@@ -154,6 +154,10 @@ class JobStore:
 def _read(file: Path) -> JobRecord:
     try:
         return pydantic.TypeAdapter(JobRecord).validate_json(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = ": ".join([*map(str, first["loc"]), first["msg"].lower()])

@@ -189,3 +189,8 @@ def test_records_are_kept_and_a_damaged_one_is_named(tmp_path: Path, monkeypatch
         file.write_text(text)
         with pytest.raises(ConfigurationError, match="not a record of a job"):
             store.load("train-1")
+    file.unlink()
+    file.mkdir()
+    for look in (store.all, lambda: store.load("train-1")):
+        with pytest.raises(ConfigurationError, match=f"{file} cannot be read: Is a directory"):
+            look()
