@@ -9,8 +9,8 @@ import itertools
 import logging
 import os
 import resource
-import tempfile
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -564,7 +564,11 @@ async def test_a_chief_that_follows_one_whose_disk_was_full_waits_for_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It exited with 1 at once, and so ended the job which the one before had left to it."""
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("wb"))
+
+    def on_full_disk(dir: Path) -> Any:
+        return Path("/dev/full").open("wb")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", on_full_disk)
     new = JournalLock(str(tmp_path))
     assert not await new.wait(standby=False), "who begins a job is told at once"
     new.release()

@@ -591,7 +591,9 @@ class Counting(torch.optim.SGD):
     """Reads the groups that it loads as torch saves them."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.numbers = sum((group["params"] for group in state_dict["param_groups"]), [])
+        self.numbers: list[int] = []
+        for group in state_dict["param_groups"]:
+            self.numbers = self.numbers + group["params"]
         super().load_state_dict(state_dict)
 
 
