@@ -104,6 +104,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
         sparse_ids = {id(parameter) for parameter in sparse}
         group_of = {id(parameter): index for index, group in reversed(list(enumerate(groups))) for parameter in group}
         self._num_groups = len(groups) + 1
+        self._restarts = communicator.restarts
         self._follow: list[set[int]] = [set() for _ in range(self._num_groups)]
         """By group: which had gradients in the newest backward that began with it. The same on every rank."""
         self._groups = [group_of.get(id(parameter), len(groups)) for parameter in unique]
@@ -131,17 +132,23 @@ class GradientReducer(BackwardReducer["_Backward"]):
         A backward does that too, but not one that reaches none of the parameters known so far. Collective if there is
         a change.
         """
+        if self._restarts != self._communicator.restarts:  # in that step perhaps not every rank came to a backward
+            self._forget()
         if self._is_for_others():  # a newcomer has no past
-            self._num_reduced = 0
-            self._follow = [set() for _ in self._follow]
-            if self._same_bits is not None:
-                self._same_bits.begin_anew()
+            self._forget()
             self._lay_out()
         elif any(
             slot.parameter.requires_grad if not slot.handles else isinstance(slot, DenseSlot) and not slot.fits
             for slot in self._slots
         ):
             self._lay_out()
+
+    def _forget(self) -> None:
+        self._restarts = self._communicator.restarts
+        self._num_reduced = 0
+        self._follow = [set() for _ in self._follow]
+        if self._same_bits is not None:
+            self._same_bits.begin_anew()
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -184,6 +191,10 @@ class GradientReducer(BackwardReducer["_Backward"]):
         self.buckets = self._layout.buckets
 
     # -- one backward ------------------------------------------------------------------------------------------
+
+    def _on_leaf(self, slot: ParameterGradient, gradient: torch.Tensor) -> None:
+        self._communicator.check_caller()  # before the lock, which its own rank holds while it waits for the caller's
+        super()._on_leaf(slot, gradient)
 
     def _begin(self, backward: _Backward, first: ParameterGradient) -> None:
         self._drain()

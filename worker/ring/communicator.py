@@ -69,6 +69,8 @@ class Communicator:
         self.healing = healing
         self.generation = 0
         """How often the group was replaced by one of other ranks."""
+        self.restarts = 0
+        """How often it was made to work again, on all ranks, after an error in a step."""
         self.step = 0
         """Step of the job, set by the strategy; ranks at different steps do not mix."""
         self.position = Position()
@@ -89,6 +91,9 @@ class Communicator:
     def is_alone(self) -> bool:
         """Whether no other rank can come to a collective now."""
         return False
+
+    def check_caller(self) -> None:
+        """ConfigurationError: the thread that calls runs another rank's step."""
 
     @property
     def rank(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from stratagem.errors import CollectiveError
+from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.measuring import measures
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.replicas.context import ReplicaContext
@@ -48,6 +48,13 @@ class ReplicaCommunicator(Communicator):
         with self._meeting.replica_threads.changed:
             return self._meeting.replica_threads.doing(self._local) is None
 
+    def check_caller(self) -> None:
+        if (replica := current_replica()) not in (None, self._local):
+            raise ConfigurationError(
+                f"local replica {replica} used a parameter of replica {self._local}: what is taken from a model "
+                "outside of the step (w = model[0].weight) belongs to one replica. Take it from the model inside"
+            )
+
     def submit(self, work: Callable[[], T], is_awaited: bool = False) -> Future[T]:
         self._meeting.changed_queue(self._local, 1)
         try:
@@ -75,6 +82,7 @@ def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
     ordinal = max(communicator.position.ordinal for communicator in communicators)
     for communicator in communicators:
         communicator._error = None
+        communicator.restarts += 1
         communicator.position = Position(ordinal, communicator.step, "restarted after an error")
 
 

@@ -307,3 +307,50 @@ def test_a_model_that_another_strategy_trains(other: str) -> None:
     torch.testing.assert_close(trained(second, twin), twice)
     for strategy in (first, second):
         strategy.close()
+
+
+def test_a_parameter_that_was_taken_outside_of_the_step() -> None:
+    """The replica to which it belongs waited for the other one, and that for its lock."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model: Any = net()
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    weight = model[0].weight
+
+    def step(taken: Callable[[], torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        taken().sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ConfigurationError, match=r"used a parameter of replica 0.* Take it from the model inside"):
+        strategy.run(step, args=(lambda: weight,))
+    strategy.run(step, args=(lambda: model[0].weight,))
+    strategy.close()
+
+
+def test_after_an_error_in_the_step_of_one_replica_the_others_go_on_with_it() -> None:
+    """Each later backward was refused: one replica had begun one more than the other."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model: Any = net()
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def step(fails: bool) -> None:
+        optimizer.zero_grad()
+        if fails and sg.get_replica_context().replica_id_in_sync_group == 1:
+            raise LookupError("no such word")
+        model(INPUTS).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(LookupError, match="no such word"):
+        strategy.run(step, args=(True,))
+    for _ in range(2):
+        strategy.run(step, args=(False,))
+    expected = net()
+    alone = torch.optim.SGD(expected.parameters(), 0.1)
+    for _ in range(2):
+        alone.zero_grad()
+        expected(INPUTS).sum().backward()
+        alone.step()
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    strategy.close()
