@@ -337,7 +337,9 @@ def test_after_an_error_in_the_step_of_one_replica_the_others_go_on_with_it() ->
 
     def step(fails: bool) -> None:
         optimizer.zero_grad()
-        if fails and sg.get_replica_context().replica_id_in_sync_group == 1:
+        context = sg.get_replica_context()
+        assert context is not None
+        if fails and context.replica_id_in_sync_group == 1:
             raise LookupError("no such word")
         model(INPUTS).sum().backward()
         optimizer.step()
