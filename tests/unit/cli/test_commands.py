@@ -291,7 +291,7 @@ def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, monkeypatch:
     (tmp_path / "stratagem/jobs").mkdir(parents=True)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     code, _, err = invoke("jobs", "logs", "n" * 300)
-    assert code == 1 and "/job.json: File name too long" in err and "Traceback" not in err
+    assert code == 2 and "/job.json cannot be read: File name too long" in err and "Traceback" not in err
 
 
 def test_what_a_dry_run_shows_can_be_run() -> None:
