@@ -172,10 +172,13 @@ class PsClient:
                     silent_until = math.inf
                 if left <= 0:
                     refusal = explain_refusal(info.address, self.task, self.session.security) if info else ""
+                    how = "it did not come back", "Look at its log; a job with --checkpoint-dir can be resumed."
+                    if info is not None and info.live and not refusal:
+                        where = f"Its port, {info.address}, has to be open to this machine"
+                        how = "cannot reach it, though the chief hears from it", f"Is there a firewall? {where}."
                     raise PeerUnavailableError(
-                        f"{self.session.task} waited {self._config.peer_timeout_s:.0f} s for {self.task} and it did "
-                        f"not come back: {refusal or error}. Look at its log; a job with --checkpoint-dir can be "
-                        "resumed."
+                        f"{self.session.task} waited {self._config.peer_timeout_s:.0f} s for {self.task} and {how[0]}: "
+                        f"{refusal or error}. {how[1]}"
                     ) from None
                 self.session.wait_stopped(min(left, RETRY_S))
 

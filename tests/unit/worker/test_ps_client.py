@@ -15,15 +15,19 @@ from stratagem.worker.push import ps_client
 
 
 @pytest.mark.parametrize(
-    ("member", "why"),
+    ("member", "why", "words"),
     [
-        (Member("ps:0", "127.0.0.1:1", 1, live=True), "ps:0 cannot be reached"),
-        (Member("ps:0", "", 0, live=False), "ps:0 has not joined the cluster"),
-        (Member("ps:0", "127.0.0.1:1", 1, live=False), "ps:0 is gone, and not back yet"),
+        (
+            Member("ps:0", "127.0.0.1:1", 1, live=True),
+            "ps:0 cannot be reached",
+            r"firewall\? Its port, 127.0.0.1:1, has",
+        ),
+        (Member("ps:0", "", 0, live=False), "ps:0 has not joined the cluster", "it did not come back"),
+        (Member("ps:0", "127.0.0.1:1", 1, live=False), "ps:0 is gone, and not back yet", "it did not come back"),
     ],
 )
 def test_a_ps_that_cannot_be_reached_is_not_waited_for_in_silence(
-    member: Member, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    member: Member, why: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ps_client, "SILENCE_S", 0.0, raising=False)
     membership = Membership(members=(member,), num_ps=1)
@@ -37,7 +41,10 @@ def test_a_ps_that_cannot_be_reached_is_not_waited_for_in_silence(
     )
     config = WorkerConfig(task="worker:0", chief="127.0.0.1:1", peer_timeout_s=0.1)
     client = ps_client.PsClient(session, 0, BytesMeter(), config)
-    with caplog.at_level(logging.WARNING), pytest.raises(PeerUnavailableError, match=r"waited 0 s for ps:0"):
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(PeerUnavailableError, match=f"waited 0 s for ps:0 and .*{words}"),
+    ):
         client.connect()
     [waiting] = [record.getMessage() for record in caplog.records if "Waiting for ps:0" in record.getMessage()]
     assert why in waiting
