@@ -79,6 +79,7 @@ class Session:
     heartbeats: Heartbeats = dataclasses.field(default_factory=lambda: Heartbeats(1.0))
     """How regularly this process was heard of."""
     lost_at: float = 0.0
+    lost_why: str = ""
     served: int = 0
     """ps: the newest process that workers were sent to."""
     resumed: bool = False

@@ -298,7 +298,7 @@ class Sessions(Roster):
         how_long = f"{now - session.lost_at:.0f} s ago"
         way_out = "worker_timeout_s; one that takes longer to start needs a larger STRATAGEM_WORKER_TIMEOUT_S"
         reason = f"{session.task} was lost {how_long} and did not return ({way_out})"
-        return self.stop(1, reason + self.first_failure_words)
+        return self.stop(1, reason + (self.first_failure_words or (session.lost_why and f"; {session.lost_why}")))
 
     @property
     def first_failure_words(self) -> str:
@@ -323,7 +323,7 @@ class Sessions(Roster):
         return [Announce()]
 
     def _lose(self, session: Session, now: float, why: str, exit_code: int = EXIT_FAILED) -> list[Action]:
-        session.state, session.lost_at = SessionState.LOST, now
+        session.state, session.lost_at, session.lost_why = SessionState.LOST, now, why
         session.given_up = self.is_dismissed(session)
         reason = f"{session.incarnation} is lost: {why}"
         actions: list[Action] = [Dismiss(session.incarnation, session.stream, reason)]

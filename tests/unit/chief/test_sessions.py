@@ -693,7 +693,8 @@ def test_a_job_that_all_have_left_has_the_time_of_a_start_to_come_again() -> Non
 def test_of_several_workers_that_did_not_return_the_first_that_was_lost_is_named() -> None:
     """The others of its ring end with it, and within the same tick."""
     sessions = ready()
-    sessions.goodbye("worker:1", 2, 1, "", 1.0)
-    sessions.goodbye("worker:0", 1, 1, "", 1.1)
+    sessions.stream_ended("worker:1", 2, 1.0)
+    sessions.goodbye("worker:0", 1, 1, "", 1.1, follows=True)
     [stop] = [action for action in sessions.tick(62.0) if isinstance(action, StopJob)]
     assert stop.reason.startswith("worker:1 was lost 61 s ago")
+    assert stop.reason.endswith("; its connection broke without a goodbye")
