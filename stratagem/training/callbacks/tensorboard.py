@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stratagem.arguments import checked, warn_once
+from stratagem.checkpoint.durable import way_out
 from stratagem.errors import ConfigurationError
 from stratagem.measuring import measures
 from stratagem.training.callbacks.base import Callback, LogsArgument
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MISSING = "TensorBoard is not installed: pip install 'stratagem[tensorboard]'"
+AGAIN_S = 30.0
 
 
 @checked
@@ -96,11 +100,13 @@ class TensorBoard(Callback):
 
 class Summaries:
     """Writes one file in a folder, which the first scalar makes, until it is closed or collected. Without TensorBoard
-    says so once, writes nothing."""
+    says so once, writes nothing. Where it cannot be written, as on a full disk, says so once, and goes on with another
+    file :data:`AGAIN_S` later, without the scalars of the time between."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: SummaryWriter | None = None
+        self._next_s = 0.0
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -108,21 +114,38 @@ class Summaries:
         self.flush()
 
     def add(self, name: str, value: float, step: int) -> None:
-        if self._writer is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                warn_once(logger, f"no summaries: {_MISSING}")
-                return
-            self._writer = SummaryWriter(self._folder)
-            self._end = weakref.finalize(self, self._writer.close)
-        self._writer.add_scalar(name, value, step)
+        with self._going_on():
+            if self._writer is None:
+                if time.monotonic() < self._next_s:
+                    return
+                try:
+                    from torch.utils.tensorboard import SummaryWriter
+                except ImportError:
+                    warn_once(logger, f"no summaries: {_MISSING}")
+                    return
+                self._writer = SummaryWriter(self._folder)
+                self._end = weakref.finalize(self, self._writer.close)
+            self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
         if self._writer is not None:
-            self._writer.flush()
+            with self._going_on():
+                self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:
-            self._end()
+            with self._going_on():
+                self._end()
             self._writer = None
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            advice = way_out(error, "name another folder, or make this one writable")
+            warn_once(logger, f"no summaries in {self._folder} at present: {error.strerror}; {advice}")
+            self._next_s = time.monotonic() + AGAIN_S
+            if self._writer is not None:
+                self._end.detach()
+                self._writer = None

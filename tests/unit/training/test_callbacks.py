@@ -8,6 +8,7 @@ import functools
 import io
 import logging
 import math
+import resource
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from stratagem.training.callbacks import (
     ModelCheckpoint,
     ReduceLROnPlateau,
     TensorBoard,
+    tensorboard,
 )
 from stratagem.training.callbacks.monitor import Monitor
 from stratagem.training.fit.position import FitPosition
@@ -426,6 +428,31 @@ def test_csv_has_the_values_of_a_validation_that_comes_later(tmp_path: Path) -> 
     rows = list(csv.DictReader(path.read_text().splitlines(), delimiter=";"))
     assert [row["val_loss"] for row in rows] == ["NA", str(history["val_loss"][0]), "NA", "NA"]
     assert [row["warmth"] for row in rows] == ["NA", "NA", "NA", "7"] and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_scalars_that_cannot_be_written_are_said_once_and_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setattr(tensorboard, "AGAIN_S", 0.0)
+    folder = tmp_path / "curves"
+    summaries = tensorboard.Summaries(folder)
+    summaries.write({"loss": 0.0}, step=0)
+    (path,) = folder.iterdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    try:
+        for step in (1, 2):
+            summaries.write({"loss": 0.0}, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    summaries.write({"loss": 0.0}, step=3)
+    summaries.close()
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"no summaries in {folder} at present: File too large; raise `ulimit -f`")
+    steps = [event.step for event in accumulators.EventAccumulator(str(folder)).Reload().Scalars("loss")]
+    assert (steps[0], steps[-1]) == (0, 3)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
