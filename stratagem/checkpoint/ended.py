@@ -29,8 +29,11 @@ def write_end(directory: str, reason: str, missing: Iterable[str]) -> None:
     for task in missing:
         temporary = folder / f".ended-{os.getpid()}"
         temporary.unlink(missing_ok=True)
-        write_durably(temporary, reason.encode())
-        temporary.replace(_path(directory, task))
+        try:
+            write_durably(temporary, reason.encode())
+            temporary.replace(_path(directory, task))
+        finally:
+            temporary.unlink(missing_ok=True)
     if folder.is_dir():
         sync(folder)
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
+import locale
+import logging
 import os
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stratagem.arguments import checked
+from stratagem.arguments import checked, warn_once
+from stratagem.checkpoint.durable import append, way_out
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
+
+logger = logging.getLogger(__name__)
 
 
 class History(Callback):
@@ -51,7 +58,7 @@ class History(Callback):
 @checked
 class CSVLogger(Callback):
     """Writes a line for each epoch, on the lead. The columns are those of the logs; a column that appears
-    later, for example with a first validation, is added to the earlier lines.
+    later, for example with a first validation, is added to the earlier lines. Lines that cannot be written wait.
 
     Args:
         filename: path of the file, in an existing folder.
@@ -66,10 +73,12 @@ class CSVLogger(Callback):
         self._separator = separator
         self._append = append
         self._columns: list[str] | None = None
+        self._waiting: deque[dict[str, Any]] = deque()
         self._takes_over = False
 
     def on_train_begin(self, logs: LogsArgument = None) -> None:
         self._columns, self._takes_over = None, False
+        self._waiting.clear()
         if self.model.strategy.is_lead and not self._path.parent.is_dir():
             raise ConfigurationError(f"CSVLogger cannot write {self._path}: there is no folder {self._path.parent}")
 
@@ -77,13 +86,23 @@ class CSVLogger(Callback):
         if not self.model.strategy.is_lead:  # asked each time: a lead may die
             self._takes_over = True
             return
-        values = {"epoch": epoch, **(logs or {})}
+        self._waiting.append({"epoch": epoch, **(logs or {})})
+        try:
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            advice = way_out(error, "make it writable")
+            warn_once(logger, f"no lines in {self._path} at present: {error.strerror}; {advice}, and they go on")
+
+    def _write(self, values: Mapping[str, Any]) -> None:
         if self._columns is None:
-            self._columns = self._begin(list(values), epoch)
+            self._columns = self._begin(list(values), values["epoch"])
         if new := [name for name in values if name not in self._columns]:
             self._columns = self._add(new)
-        with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns, "NA", delimiter=self._separator).writerow(values)
+        line = io.StringIO(newline="")
+        csv.DictWriter(line, self._columns, "NA", delimiter=self._separator).writerow(values)
+        append(self._path, line.getvalue().encode(locale.getpreferredencoding(False)))
 
     def on_epoch_missed(self, epoch: int, logs: LogsArgument = None) -> None:
         if self._columns is not None or not self._append:  # else this process before it may have written it

@@ -629,3 +629,14 @@ async def test_a_goodbye_that_a_chief_could_not_write_is_not_heard(tmp_path: Pat
             await again.die()
         for each in (worker, again):
             assert each.error is not None and each.error.code() is grpc.StatusCode.UNAVAILABLE, each.error
+
+
+def test_an_end_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            ended.write_end(str(tmp_path), "every worker has finished", ["ps:0"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

@@ -420,6 +420,25 @@ def test_csv_has_the_first_epoch_once_when_it_is_gone_on_with(tmp_path: Path) ->
     assert [row.partition(",")[0] for row in path.read_text().splitlines()] == ["epoch", "0", "1"]
 
 
+def test_lines_of_a_csv_that_cannot_be_written_are_said_once_and_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    path = folder / "log.csv"
+
+    def change(epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            folder.rename(tmp_path / "away")
+        elif epoch == 3:
+            (tmp_path / "away").rename(folder)
+
+    fit(make_model(), [LambdaCallback(on_epoch_begin=change), CSVLogger(path)], epochs=4)
+    assert [row["epoch"] for row in csv.DictReader(path.read_text().splitlines())] == ["0", "1", "2", "3"]
+    said = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
+    assert said == [f"no lines in {path} at present: No such file or directory; make it writable, and they go on"]
+
+
 def test_csv_has_the_values_of_a_validation_that_comes_later(tmp_path: Path) -> None:
     path, data = tmp_path / "log.csv", (X, Y)
     model = make_model()
