@@ -16,7 +16,15 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_replicas import SeveralReplicas
-from stratagem.strategy.replicas.mirrored import Mirrored, MirroredOptimizer, current, foreign, mirrored, original
+from stratagem.strategy.replicas.mirrored import (
+    Mirrored,
+    MirroredOptimizer,
+    current,
+    foreign,
+    mirrored,
+    original,
+    taken_outside,
+)
 from stratagem.strategy.replicas.mirrors import Mirrors, otherwise, snapshot
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.gradient_guard import parameters_of
@@ -161,10 +169,16 @@ class CentralMirrors(Mirrors):
         if isinstance(item, nn.Module):
             self._models.append((copies, tuple(self._num_seen())))
             for parameter, *twins in zip(*(model.parameters() for model in copies), strict=True):
+                if parameter.requires_grad:
+                    parameter.register_hook(self._refuse_in_replica)
                 for twin in twins:
                     if twin.device == parameter.device:
                         twin.data = parameter.data
         return super()._install(item, copies, others)
+
+    def _refuse_in_replica(self, _: torch.Tensor) -> None:
+        if (here := self.which()) is not None:
+            raise taken_outside(here - 1, "all replicas")
 
 
 class CentralOptimizer(MirroredOptimizer):

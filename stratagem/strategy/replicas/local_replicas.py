@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.errors import CollectiveError
 from stratagem.measuring import measures
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.replicas.context import ReplicaContext
 from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_group import LocalGroup
+from stratagem.strategy.replicas.mirrored import taken_outside
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 from stratagem.strategy.replicas.variable import keep_variables
@@ -50,10 +51,7 @@ class ReplicaCommunicator(Communicator):
 
     def check_caller(self) -> None:
         if (replica := current_replica()) not in (None, self._local):
-            raise ConfigurationError(
-                f"local replica {replica} used a parameter of replica {self._local}: what is taken from a model "
-                "outside of the step (w = model[0].weight) belongs to one replica. Take it from the model inside"
-            )
+            raise taken_outside(replica, f"replica {self._local}")
 
     def submit(self, work: Callable[[], T], is_awaited: bool = False) -> Future[T]:
         self._meeting.changed_queue(self._local, 1)
@@ -243,7 +241,7 @@ class SeveralReplicas(LocalReplicas):
                 )
             except BaseException:
                 reopen(self._own)
-                self._mirrors.touch()
+                self._mirrors.begin_anew()
                 raise
 
     def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:

@@ -129,6 +129,8 @@ class Mirrors:
                 for first, *others in self._scalers:
                     for scaler in others:
                         scaler.load_state_dict(first.state_dict())
+                        if not first._per_optimizer_states:  # as after its update()
+                            scaler._per_optimizer_states.clear()
         except BaseException:
             self._touched = fully
             raise
@@ -157,6 +159,12 @@ class Mirrors:
 
     def touch(self) -> None:
         self._touched = True
+
+    def begin_anew(self) -> None:
+        """A step has failed: of the next one nothing is unscaled yet, whichever replica had come how far."""
+        self.touch()
+        for first, *_ in self._scalers:
+            first._per_optimizer_states.clear()
 
     # -- adding ------------------------------------------------------------------------------------------------
 
@@ -201,7 +209,8 @@ class Mirrors:
             name = f"step() of {type(item).__name__} {self._num_optimizers - 1}"
             return self._install_optimizer(name, copies)
         if isinstance(item, torch.amp.GradScaler):
-            self._scalers.append(copies)
+            if item.is_enabled():  # else it has no state
+                self._scalers.append(copies)
             return mirrored(MirroredScaler, copies, self, largest=self._largest, optimizer_of=self._own)
         optimizer = {**self._all, **others}[id(original(item.optimizer))]
         return mirrored(MirroredScheduler, [item] * len(self.devices), self, optimizer=optimizer)

@@ -309,9 +309,11 @@ def test_a_model_that_another_strategy_trains(other: str) -> None:
         strategy.close()
 
 
-def test_a_parameter_that_was_taken_outside_of_the_step() -> None:
-    """The replica to which it belongs waited for the other one, and that for its lock."""
-    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+@pytest.mark.parametrize("kind", [sg.MirroredStrategy, sg.CentralStorageStrategy])
+def test_a_parameter_that_was_taken_outside_of_the_step(kind: Callable[[list[str]], sg.Strategy]) -> None:
+    """Mirrored, the replica to which it belongs waited for the other one, and that for its lock; the only copy of a
+    central storage got a gradient that trained nothing."""
+    strategy = kind(["cpu:0", "cpu:1"])
     with strategy.scope():
         model: Any = net()
     model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -322,7 +324,9 @@ def test_a_parameter_that_was_taken_outside_of_the_step() -> None:
         taken().sum().backward()
         optimizer.step()
 
-    with pytest.raises(ConfigurationError, match=r"used a parameter of replica 0.* Take it from the model inside"):
+    with pytest.raises(
+        ConfigurationError, match=r"used a parameter of (all|replica 0).* Take it from the model inside"
+    ):
         strategy.run(step, args=(lambda: weight,))
     strategy.run(step, args=(lambda: model[0].weight,))
     strategy.close()
@@ -355,4 +359,41 @@ def test_after_an_error_in_the_step_of_one_replica_the_others_go_on_with_it() ->
         expected(INPUTS).sum().backward()
         alone.step()
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    strategy.close()
+
+
+@pytest.mark.parametrize("place", ["before the step", "after the step"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_after_an_error_in_one_replica_all_unscale_alike(place: str, who: int) -> None:
+    """One had unscaled for the failed step, or not updated after it, did not in the next one, and they parted."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model: Any = net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, optimizer, scaler = strategy.prepare(model, optimizer, scaler)
+
+    def step(fails: str) -> None:
+        context = sg.get_replica_context()
+        assert context is not None
+        fails = fails if context.replica_id_in_sync_group == who else ""
+        optimizer.zero_grad()
+        scaler.scale(model(INPUTS).square().mean()).backward()
+        if fails == "before the step":
+            raise LookupError
+        scaler.step(optimizer)
+        if fails:
+            raise LookupError
+        scaler.update()
+
+    with pytest.raises(LookupError):
+        strategy.run(step, args=(place,))
+    alone = net()
+    alone.load_state_dict(model.state_dict())
+    own = torch.optim.SGD(alone.parameters(), 0.1)
+    for _ in range(3):
+        strategy.run(step, args=("",))
+        own.zero_grad()
+        alone(INPUTS).square().mean().backward()
+        own.step()
+    torch.testing.assert_close(model.state_dict(), alone.state_dict())
     strategy.close()
