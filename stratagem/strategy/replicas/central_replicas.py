@@ -26,6 +26,7 @@ from stratagem.strategy.replicas.mirrored import (
     taken_outside,
 )
 from stratagem.strategy.replicas.mirrors import Mirrors, otherwise, snapshot
+from stratagem.strategy.replicas.outside_changes import gradient_of
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.reduction.same_bits import checksums
@@ -86,6 +87,7 @@ class CentralMirrors(Mirrors):
         self._models: list[tuple[Sequence[nn.Module], Sequence[int]]] = []
         self._settings: list[OwnSettings] = []
         self._versions: list[list[int]] = []
+        self._gradients: list[tuple[torch.Tensor | None, int]] = []
         self._has_warned_of_writes = False
 
     def add(self, objects: Sequence[Any]) -> list[Any]:
@@ -107,6 +109,17 @@ class CentralMirrors(Mirrors):
     def note_weights(self) -> None:
         """Replicas have the weights that they should have."""
         self._versions = [[copy._version for copy in copies] for _, _, *copies in self._weights()]
+        for _, parameter, *_ in self._weights():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.data  # with a version that is not that of replica 0's gradient
+        self._gradients = [gradient_of(parameter) for _, parameter, *_ in self._weights()]
+
+    def check_gradients(self) -> None:
+        """ConfigurationError: a step has changed gradients where no replica has its own."""
+        for (_, parameter, *_), (gradient, version) in zip(self._weights(), self._gradients, strict=False):
+            now, now_version = gradient_of(parameter)
+            if now is not gradient or now_version != version:
+                raise taken_outside("the step", "the gradient of a parameter", "all replicas")
 
     def look_at_weights(self) -> None:
         """Warns of weights that a step has written to itself."""
@@ -178,7 +191,7 @@ class CentralMirrors(Mirrors):
 
     def _refuse_in_replica(self, _: torch.Tensor) -> None:
         if (here := self.which()) is not None:
-            raise taken_outside(here - 1, "all replicas")
+            raise taken_outside(f"local replica {here - 1}", "a parameter", "all replicas")
 
 
 class CentralOptimizer(MirroredOptimizer):
@@ -235,6 +248,7 @@ class CentralOptimizer(MirroredOptimizer):
             for what in self._mirrored_settings.set_otherwise():
                 self._mirrored_home._warn(f"{self._mirrored_name}: {what}")
             self._mirrored_home.look_at_weights()
+            self._mirrored_home.check_gradients()
             pairs = [(parameter, self._mirrored_home.twins_of(parameter)) for parameter in parameters_of(optimizer)]
             for parameter, copies in pairs:
                 gradient = copies[0].grad  # after backward all have the same

@@ -51,7 +51,7 @@ class ReplicaCommunicator(Communicator):
 
     def check_caller(self) -> None:
         if (replica := current_replica()) not in (None, self._local):
-            raise taken_outside(replica, f"replica {self._local}")
+            raise taken_outside(f"local replica {replica}", "a parameter", f"replica {self._local}")
 
     def submit(self, work: Callable[[], T], is_awaited: bool = False) -> Future[T]:
         self._meeting.changed_queue(self._local, 1)

@@ -221,10 +221,10 @@ def foreign(did: str, here: int, owner: int | None) -> ConfigurationError:
     )
 
 
-def taken_outside(here: int | None, owner: str) -> ConfigurationError:
-    """The error for a parameter in a step of another replica than its ``owner``, or of any where no replica's is."""
+def taken_outside(who: str, what: str, owner: str) -> ConfigurationError:
+    """The error for using in a step what is another replica's, or no replica's own."""
     return ConfigurationError(
-        f"local replica {here} used a parameter of {owner}: what is taken from a model outside of the step "
+        f"{who} used {what} of {owner}: what is taken from a model outside of the step "
         "(w = model[0].weight) is not each replica's own. Take it from the model inside"
     )
 

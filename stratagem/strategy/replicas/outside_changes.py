@@ -178,7 +178,7 @@ class ModelChanges:
         self._hooks.record()
         self._gradient_hooks.record()
         self._frozen = [parameter.requires_grad for parameter, *_ in self._parameters]
-        self._gradients = [_gradient_of(parameter) for parameter, *_ in self._parameters]
+        self._gradients = [gradient_of(parameter) for parameter, *_ in self._parameters]
         self._versions = _versions(self._tensors)
 
     def spread(self, fully: bool) -> None:
@@ -353,7 +353,7 @@ def _same_groups(one: torch.optim.Optimizer, other: torch.optim.Optimizer, copie
         copies.take_settings(settings_of(mine), theirs)
 
 
-def _gradient_of(parameter: nn.Parameter) -> tuple[torch.Tensor | None, int]:
+def gradient_of(parameter: nn.Parameter) -> tuple[torch.Tensor | None, int]:
     """Itself, and a number that grows with each write."""
     gradient = parameter.grad
     return gradient, -1 if gradient is None else gradient._version

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import stratagem as sg
+from stratagem.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -137,3 +139,34 @@ def test_a_model_that_is_done_with_loses_its_head() -> None:
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_gradients_of_parameters_that_were_taken_outside_of_the_step() -> None:
+    """They are those of the step before: nothing was clipped, or set to None, without a word."""
+    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    model, optimizer = strategy.prepare(own := torch.nn.Linear(2, 1), torch.optim.SGD(own.parameters(), 0.1))
+    outside = list(model.parameters())
+
+    def clip(parameters: list[torch.Tensor]) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    def clear(parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def step(use: Callable[[list[torch.Tensor]], None], taken: list[torch.Tensor] | None = None) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(2, 2)).sum().backward()
+        use(taken or list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+
+    for use in (clip, clear):
+        for _ in range(2):
+            strategy.run(step, args=(clip,))
+        with pytest.raises(ConfigurationError, match=r"the gradient of a parameter of all replicas.*Take it"):
+            strategy.run(step, args=(use, outside))
+    strategy.run(step, args=(clip,))
+    strategy.close()
