@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+import stratagem as sg
 from stratagem.errors import ConfigurationError
 from tests.unit.strategy.mirrored_replicas import Replicas, equal, loss_of, net, train_step
 
@@ -277,3 +278,23 @@ def test_a_scaler_is_loaded_on_all_and_steps_inside(replicas: Replicas) -> None:
 
     replicas.run(step)
     assert equal(*replicas.copies(model))
+
+
+def test_a_scaler_is_updated_outside() -> None:
+    """Only replica 0's was: "step() has already been called" in the next step of the others."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    own = torch.nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    model, optimizer, scaler = strategy.prepare(own, torch.optim.SGD(own.parameters(), 0.1), scaler)
+
+    def step() -> float:
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        scaler.step(optimizer)
+        return float(scaler.get_scale())
+
+    scales = []
+    for _ in range(3):
+        scales.append(strategy.local_results(strategy.run(step)))
+        scaler.update()
+    assert scales == [(8.0, 8.0), (8.0, 8.0), (16.0, 16.0)]
+    strategy.close()
