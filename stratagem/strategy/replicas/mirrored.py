@@ -214,7 +214,8 @@ def drop_checks(model: nn.Module) -> None:
 
 def foreign(did: str, here: int, owner: int | None) -> ConfigurationError:
     """The error for using what is another replica's, or (None) that of all."""
-    what = "an object that it kept" if owner else "the object that was given to strategy.prepare"
+    given = "the object that was given to strategy.prepare, or a part of a model that was taken outside of the step"
+    what = "an object that it kept" if owner else given
     whose, own = ("all", "") if owner is None else (f"replica {owner}", ", which is each replica's own")
     return ConfigurationError(
         f"replica {here} {did} of {whose}: the step uses {what}; use what strategy.prepare returned{own}"

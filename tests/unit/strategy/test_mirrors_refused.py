@@ -134,6 +134,9 @@ def test_the_original_model_in_another_replica(replicas: Replicas, use: Callable
     with pytest.raises(ConfigurationError, match=r"replica 1 called \w+ of replica 0: .* given to strategy.prepare"):
         replicas.run(lambda _: use(own))
     replicas.run(lambda _: use(model))
+    block = model[1]
+    with pytest.raises(ConfigurationError, match=r"called Sequential of replica 0: .* taken outside of the step"):
+        replicas.run(lambda _: block(INPUTS))
     with pytest.raises(ConfigurationError, match=r"replica 0 called .* of replica 1"):
         replicas.run(lambda replica: replica or use(replicas.copies(model)[1]))
 
