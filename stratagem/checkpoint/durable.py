@@ -39,12 +39,10 @@ def replace_text(path: pathlib.Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def append(path: pathlib.Path, content: bytes, header: bytes = b"") -> None:
-    """Adds all of it to a file or, where that fails, nothing; ``header`` before it if the file is new or empty. Raises
-    OSError: it cannot be written."""
+def append(path: pathlib.Path, content: bytes) -> None:
+    """Adds all of it to a file or, where that fails, nothing. Raises OSError: it cannot be written."""
     with open(path, "ab", buffering=0) as file:
         size = file.tell()
-        content = content if size else header + content
         try:
             if (written := file.write(content)) < len(content):
                 file.write(content[written:])  # says why

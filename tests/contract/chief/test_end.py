@@ -8,12 +8,11 @@ import functools
 import itertools
 import logging
 import os
-import resource
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from stratagem.rpc import session as rpc_session
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.session import SessionClient
 from tests.contract.chief.fakes import Chief, FakePs, Task, chief, cluster, lose, ps, until
+from tests.file_sizes import file_size_limit
 
 
 async def until_late(running: Chief, condition: Callable[[], Any]) -> None:
@@ -586,21 +586,10 @@ async def test_a_chief_that_looks_for_room_takes_none(tmp_path: Path) -> None:
     """What it had tried to write stayed there, in the last of the room that its journal needed."""
     (tmp_path / NAME).write_bytes(bytes(8))
     lock = JournalLock(str(tmp_path))
-    with full(tmp_path / NAME):
+    with file_size_limit((tmp_path / NAME).stat().st_size):
         await lock.wait(standby=False)
     lock.release()
     assert {file.name for file in tmp_path.iterdir()} == {NAME, "journal.lock"}
-
-
-@contextlib.contextmanager
-def full(file: Path) -> Iterator[None]:
-    """For a process that may not make it any longer, as where its disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def test_a_chief_that_could_not_write_acknowledges_nothing_that_is_asked_again(tmp_path: Path) -> None:
@@ -610,7 +599,7 @@ async def test_a_chief_that_could_not_write_acknowledges_nothing_that_is_asked_a
         asked = chief_pb2.OpenDatasetRequest(
             sender=worker.sender, dataset=1, num_examples=8, batch_size=2, num_slices=1
         )
-        with full(tmp_path / NAME):
+        with file_size_limit((tmp_path / NAME).stat().st_size):
             for _ in range(3):  # a moment later it answers nobody
                 with pytest.raises((JournalLostError, TimeoutError)):
                     await asyncio.wait_for(ChiefServicer(running.job).OpenDataset(asked, None), 1)
@@ -621,7 +610,7 @@ async def test_a_goodbye_that_a_chief_could_not_write_is_not_heard(tmp_path: Pat
     """Said again, it was refused as of one that is done: the worker ended, and the next chief waited for it in vain."""
     async with cluster(state_dir=str(tmp_path), heartbeat_interval_s=1.0) as (running, [worker, _], _):
         await until(lambda: running.job.is_open)
-        with full(tmp_path / NAME):
+        with file_size_limit((tmp_path / NAME).stat().st_size):
             worker.goodbye()
             await until(lambda: worker.error)
             again = Task(running.address, worker.task, resume=worker.incarnation)
@@ -632,11 +621,6 @@ async def test_a_goodbye_that_a_chief_could_not_write_is_not_heard(tmp_path: Pat
 
 
 def test_an_end_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            ended.write_end(str(tmp_path), "every worker has finished", ["ps:0"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(0), pytest.raises(OSError, match="File too large"):
+        ended.write_end(str(tmp_path), "every worker has finished", ["ps:0"])
     assert not list(tmp_path.iterdir())

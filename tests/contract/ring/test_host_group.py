@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import random
-import resource
 import socket
 import struct
 import threading
@@ -34,6 +33,7 @@ from stratagem.worker.ring.host_memory import Scratch
 from stratagem.worker.ring.host_signals import Signals
 from stratagem.worker.ring.schedule import cut
 from tests.contract.ring.groups import Outcome, host_groups, in_threads, outcomes_of
+from tests.file_sizes import file_size_limit
 from tests.polling import until
 from tests.thorough import all_but_each_third
 from tests.unit.reduction.reducing import reducing, weight_of
@@ -435,16 +435,6 @@ def test_random_collectives_with_random_delays(size: int, monkeypatch: pytest.Mo
 
 
 # -- memory that cannot be had --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_an_arena_over_the_limit_is_refused_and_the_group_goes_on() -> None:

@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from stratagem.chief.journal.journal import NAME, Journal, replay
 from stratagem.chief.leasing.evaluations import Pin
 from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, JournalLostError
+from tests.file_sizes import file_size_limit
 
 PLAN = {"num_examples": 9, "batch_size": 2, "drop_last": True, "shuffle": False, "num_slices": 2}
 
@@ -78,14 +78,11 @@ def test_a_chief_knows_what_another_writes_while_it_reads(tmp_path: Path, monkey
 
 
 def test_a_journal_that_cannot_be_written_takes_nothing_more(tmp_path: Path) -> None:
-    journal, limits = Journal(str(tmp_path)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = Journal(str(tmp_path))
     journal.write("chief", epoch=1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
-        with pytest.raises(JournalLostError, match=r"cannot be written .*File too large.*--state-dir"):
-            journal.write("ready")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    refused = pytest.raises(JournalLostError, match=r"cannot be written .*File too large.*--state-dir")
+    with file_size_limit(10), refused:
+        journal.write("ready")
     with pytest.raises(JournalLostError):
         journal.write("ready")
     journal.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import resource
 import stat
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch import certificates
 from stratagem.launch.certificates import Authority, make_throw_away
 from stratagem.rpc.security import make_security
+from tests.file_sizes import file_size_limit
 
 
 def invoke(*arguments: object) -> str:
@@ -114,13 +114,9 @@ def test_where_nothing_can_be_written_is_said(folder: Path, tmp_path: Path) -> N
 
 
 def test_of_what_was_not_written_to_its_end_nothing_stays_in_the_way(tmp_path: Path) -> None:
-    authority, limits = Authority.create(1), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with pytest.raises(ConfigurationError, match=r"cannot write .*ca\.key: File too large"):
-            authority.save(tmp_path, with_key=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    authority = Authority.create(1)
+    with file_size_limit(100), pytest.raises(ConfigurationError, match=r"cannot write .*ca\.key: File too large"):
+        authority.save(tmp_path, with_key=True)
     assert not list(tmp_path.iterdir())
     authority.save(tmp_path, with_key=True)
 

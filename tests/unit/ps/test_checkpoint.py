@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pathlib
-import resource
 import threading
 import time
 from functools import partial
@@ -25,6 +24,7 @@ from stratagem.ps.requests import TransferRef
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitLedger
+from tests.file_sizes import file_size_limit
 from tests.polling import until
 from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, in_thread, make_spec, weights
 
@@ -180,13 +180,9 @@ def test_a_damaged_part_is_refused_and_the_store_stays_as_it_is(tmp_path: pathli
 def test_a_part_larger_than_files_may_be_is_refused_with_the_way_out(tmp_path: pathlib.Path) -> None:
     store = new_store()
     DirectWorker(store, "worker:0", make_spec([(10_000,)])).create(torch.zeros(10_000))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-        with pytest.raises(CheckpointError, match=r"ps:0 cannot write .*: File too large; raise `ulimit -f`"):
-            checkpoint(tmp_path, [store], 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    refused = pytest.raises(CheckpointError, match=r"ps:0 cannot write .*: File too large; raise `ulimit -f`")
+    with file_size_limit(20_000), refused:
+        checkpoint(tmp_path, [store], 1)
 
 
 def test_the_nonce_proves_the_directory(tmp_path: pathlib.Path) -> None:

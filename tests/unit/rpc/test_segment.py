@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import resource
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 from stratagem.errors import SegmentError
 from stratagem.rpc import segment as module
 from stratagem.rpc.segment import Segment, free_bytes, receive_descriptor
+from tests.file_sizes import file_size_limit
 
 NUM_BYTES = 10_000
 
@@ -150,13 +150,9 @@ def test_only_memory_that_stays_is_mapped(make: Callable[[], int], message: str)
 
 def test_a_limit_on_file_sizes() -> None:
     before = num_mappings(), num_descriptors()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, limits[1]))
-    try:
-        with pytest.raises(SegmentError, match=r"67,108,865 bytes: File too large \(RLIMIT_FSIZE") as caught:
-            Segment.create((64 << 20) + 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    refused = pytest.raises(SegmentError, match=r"67,108,865 bytes: File too large \(RLIMIT_FSIZE")
+    with file_size_limit(64 << 20), refused as caught:
+        Segment.create((64 << 20) + 1)
     assert caught.value.errno == errno.EFBIG
     assert (num_mappings(), num_descriptors()) == before
 

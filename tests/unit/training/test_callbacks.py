@@ -8,7 +8,6 @@ import functools
 import io
 import logging
 import math
-import resource
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,6 +43,7 @@ from stratagem.training.model import Model
 from stratagem.worker import interrupts
 from stratagem.worker.interrupts import preemption
 from stratagem.worker.step_meter import active_meter
+from tests.file_sizes import file_size_limit
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
@@ -459,13 +459,9 @@ def test_scalars_that_cannot_be_written_are_said_once_and_end_nothing(
     summaries = tensorboard.Summaries(folder)
     summaries.write({"loss": 0.0}, step=0)
     (path,) = folder.iterdir()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
-    try:
+    with file_size_limit(path.stat().st_size + 10):
         for step in (1, 2):
             summaries.write({"loss": 0.0}, step)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     summaries.write({"loss": 0.0}, step=3)
     summaries.close()
     [said] = [record.getMessage() for record in caplog.records]

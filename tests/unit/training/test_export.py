@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import warnings
 from contextlib import closing
@@ -22,6 +21,7 @@ from stratagem.training.export.export import export_model
 from stratagem.training.export.inputs import TensorSpec
 from stratagem.training.export.loaded_model import load_model
 from stratagem.worker.reduction.batch_norm import convert_batch_norm
+from tests.file_sizes import file_size_limit
 from tests.unit.strategy.mirrored_replicas import Replicas
 from tests.unit.training.exporting import answer_of, exported_reader, reader, words
 
@@ -244,13 +244,8 @@ class ModuleHolder:
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a file may not grow further, as on a full disk
-    try:
-        with pytest.raises(ExportError, match=r"cannot write the export .*out: "):
-            export_model(nn.Linear(100, 9), tmp_path / "out", TensorSpec((None, 100)), onnx=False)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with file_size_limit(1000), pytest.raises(ExportError, match=r"cannot write the export .*out: "):
+        export_model(nn.Linear(100, 9), tmp_path / "out", TensorSpec((None, 100)), onnx=False)
     assert list(tmp_path.iterdir()) == []
 
 
