@@ -28,6 +28,8 @@ LOOK_S = 0.1
 """Between two looks whether it is free."""
 PREDECESSOR_S = 5.0
 """For the chief whose place is taken to end: its process may still be on its way out."""
+PRECEDENCE_S = 2.0
+"""For the chief that stood by already, which goes first; one that stands still does not keep others from it."""
 ROOM_S = 50.0
 """For room on a full disk: a little less than tasks look for their chief."""
 ROOM_BYTES = 1 << 14
@@ -66,8 +68,12 @@ class JournalLock:
     async def wait(self, standby: bool) -> bool:
         """Waits until it is ours, on ``standby`` for as long as that takes, otherwise for as long as a chief needs to
         end; returns whether another chief had it. ConfigurationError: another chief keeps it."""
-        has_waited = not self.acquire()
-        if has_waited:
+        deadline, has_waited = time.monotonic() + PRECEDENCE_S, False
+        while standby and time.monotonic() < deadline and standing_by(str(self._path.parent)):
+            has_waited = True
+            await asyncio.sleep(LOOK_S)
+        if not self.acquire():
+            has_waited = True
             await self._wait(standby)
         await _room(self._path.parent)
         return has_waited

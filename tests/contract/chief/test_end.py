@@ -21,7 +21,7 @@ import pytest
 
 from stratagem.checkpoint import ended
 from stratagem.chief.journal.journal import NAME, Journal
-from stratagem.chief.journal.lock import JournalLock
+from stratagem.chief.journal.lock import STANDBY_NAME, JournalLock, standing_by
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servicer import ChiefServicer
@@ -580,6 +580,30 @@ async def test_a_chief_that_follows_one_whose_disk_was_full_waits_for_room(
     monkeypatch.undo()
     assert not await waiting, "nobody else had it"
     lock.release()
+
+
+async def test_the_chief_that_stands_by_goes_before_one_that_is_started_anew(tmp_path: Path) -> None:
+    """It was overtaken now and then, by the one that the launcher restarted: then that was no takeover."""
+    serving = JournalLock(str(tmp_path))
+    assert serving.acquire()
+    first, second = (JournalLock(str(tmp_path)) for _ in range(2))
+    standing = asyncio.create_task(first.wait(standby=True))
+    await until(lambda: standing_by(str(tmp_path)))
+    serving.release()
+    restarted = asyncio.create_task(second.wait(standby=True))
+    assert await asyncio.wait_for(standing, 30) and not restarted.done()
+    first.release()
+    assert await asyncio.wait_for(restarted, 30), "another chief had it: its job may be over"
+    second.release()
+
+
+async def test_a_chief_that_stands_by_and_stands_still_keeps_no_other_from_the_journal(tmp_path: Path) -> None:
+    still = JournalLock(str(tmp_path), STANDBY_NAME)
+    assert still.acquire()
+    lock = JournalLock(str(tmp_path))
+    assert await asyncio.wait_for(lock.wait(standby=True), 30)
+    lock.release()
+    still.release()
 
 
 async def test_a_chief_that_looks_for_room_takes_none(tmp_path: Path) -> None:
