@@ -86,6 +86,25 @@ class Cluster:
             v1 = self._group("v1")
             v1.read_namespace(self.namespace, _preload_content=False, _request_timeout=TIMEOUT_S).release_conn()
 
+    def check_rights(self, objects: Sequence[Object]) -> None:
+        """Refuses (SubmitError) to go on where the server says that the caller may not create one of the objects."""
+        for version, kind in dict.fromkeys((one["apiVersion"], one["kind"]) for one in objects):
+            plural = kind.lower().removesuffix("y") + ("ies" if kind.endswith("y") else "s")
+            asked = {"namespace": self.namespace, "verb": "create", "group": version.rpartition("/")[0]}
+            body = {"spec": {"resourceAttributes": {**asked, "resource": plural}}}
+            with contextlib.suppress(SubmitError), self._refusals("say what you may create"):
+                api = self._library.client.AuthorizationV1Api(self._api)
+                said = api.create_self_subject_access_review(body, _request_timeout=TIMEOUT_S).status
+                if said is not None and not said.allowed:
+                    break
+        else:
+            return
+        raise SubmitError(
+            f"the cluster does not let you create {plural} in the namespace {self.namespace}, which the job needs: ask "
+            f"whoever gives rights in it (`kubectl --namespace {self.namespace} auth can-i --list` shows yours), or "
+            "submit to another --namespace"
+        )
+
     def is_at_least(self, minor: int) -> bool:
         """Whether the server is of Kubernetes 1.``minor`` or newer, as far as it says."""
         try:

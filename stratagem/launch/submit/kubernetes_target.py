@@ -54,6 +54,7 @@ def submit(plan: JobPlan, folder: Path, record: Record) -> None:
     assert plan.image is not None
     with contextlib.closing(Cluster(namespace=plan.request.kubernetes_namespace or "")) as cluster:
         cluster.check_namespace()
+        cluster.check_rights(kubernetes.render(plan.workload()))
         build(plan.image)
         try:
             image = push(plan.image.name)

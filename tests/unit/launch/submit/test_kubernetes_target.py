@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from kmock import Request
 from urllib3.exceptions import InsecureRequestWarning
 
 from stratagem.errors import ConfigurationError, SubmitError
@@ -81,6 +82,26 @@ def test_a_namespace_that_is_not_there_is_noticed_at_once(server: ApiServer, clu
     server.handler["get /api/v1/namespaces/nowhere"] << 404 << {"message": 'namespaces "nowhere" not found'}
     with pytest.raises(SubmitError, match=r'use the namespace nowhere \(`kubectl .* 404 namespaces "nowhere'):
         cluster.check_namespace()
+
+
+def test_missing_rights_are_said_before_an_image_is_built(server: ApiServer, cluster: Cluster) -> None:
+    asked: list[dict[str, str]] = []
+
+    def answer(request: Request) -> dict[str, Any]:
+        asked.append(request.data["spec"]["resourceAttributes"])
+        return {"spec": {}, "status": {"allowed": False}}
+
+    server.handler["post /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"] << answer
+    policies = [one for one in OBJECTS if one["kind"] == "NetworkPolicy"]
+    words = rf"not let you create networkpolicies in the namespace {NAMESPACE}, .* auth can-i"
+    with pytest.raises(SubmitError, match=words):
+        cluster.check_rights(policies)
+    wanted = {"namespace": NAMESPACE, "verb": "create", "group": "networking.k8s.io", "resource": "networkpolicies"}
+    assert asked == [wanted]
+
+
+def test_a_server_that_does_not_say_what_may_be_created_says_so_later(server: ApiServer, cluster: Cluster) -> None:
+    cluster.check_rights(OBJECTS)
 
 
 def test_a_refused_object_takes_back_the_others(server: ApiServer, cluster: Cluster) -> None:
