@@ -112,6 +112,13 @@ class ServerState:
         add_first_sums(state, param_groups, lambda index: self.variables.get(names[index]))  # of tables: the worker
         return state
 
+    def num_updates(self, names: Collection[str]) -> int:
+        """The updates that the job has made to variables of these names; of several the most. Raises CheckpointError: a
+        file is missing or damaged."""
+        with _reading(self._path):
+            numbers = [one["num_updates"] for _, one, _, shard in _shards(self._path) if shard["variable"] in names]
+        return max(numbers, default=0)
+
     def _value(self, name: str, slot: str = "") -> torch.Tensor | StateOnServers:
         if name in self._tables:
             return StateOnServers(f"slot/{slot}/{name}" if slot else name)

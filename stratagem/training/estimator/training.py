@@ -17,8 +17,8 @@ from torch import nn
 from stratagem.arguments import check_kind
 from stratagem.checkpoint.catalog import find_damage, newest, newest_undamaged, read_step
 from stratagem.checkpoint.draft import CheckpointDraft
-from stratagem.checkpoint.manifest import Manifest
-from stratagem.checkpoint.reading import SavedCheckpoint, describe, kind_and_state, read_states
+from stratagem.checkpoint.reading import SERVED_OPTIMIZER, SavedCheckpoint, describe, kind_and_state, read_states
+from stratagem.checkpoint.server_state import ServerState
 from stratagem.data.nested import is_rows, leaves
 from stratagem.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
 from stratagem.strategy.base import Strategy
@@ -317,11 +317,13 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
 
 def _updates_in(saved: SavedCheckpoint) -> int:
     """The updates in a checkpoint. The lead numbers it by its own batches; asynchronous parameter servers have what all
-    workers have made since the job started."""
-    counted = Manifest.read(saved.path)
-    if "job_start" not in saved.objects or counted is None:
+    workers have made with its optimizer since the job started, in which other models may have been trained too."""
+    if "job_start" not in saved.objects:
         return saved.step
-    return int(kind_and_state(read_states(saved, ["job_start"])["job_start"])[1]) + counted.step
+    start = kind_and_state(read_states(saved, ["job_start"])["job_start"])[1]
+    optimizers = (one for one in saved.objects.values() if one.kind == SERVED_OPTIMIZER)
+    names = {name for each in optimizers for name in each.tree["variables"]}
+    return int(start) + ServerState(saved.path).num_updates(names)
 
 
 def _read_newest(model_dir: Path, made: dict[str, Any]) -> tuple[Path | None, int, dict[str, tuple[str, Any]]]:

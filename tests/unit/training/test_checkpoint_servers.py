@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.checkpoint.catalog import check, find_damage, next_number
 from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
-from stratagem.checkpoint.reading import LEASED, OBJECT, latest_checkpoint, load_checkpoint, summarize
+from stratagem.checkpoint.reading import LEASED, OBJECT, describe, latest_checkpoint, load_checkpoint, summarize
 from stratagem.checkpoint.server_state import SavedRows, ServerState, consolidate
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute
@@ -26,6 +26,7 @@ from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps.servers import Servers, place_of
+from stratagem.training.estimator.training import _updates_in
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
 from stratagem.training.saving.object_states import put_back, take
@@ -42,8 +43,8 @@ def by_chief(tmp_path: Path) -> Path:
     return written_by_servers(tmp_path)
 
 
-def written_by_servers(folder: Path) -> Path:
-    """One weight cut in two, a bias whole, and three steps of Adam by two ps."""
+def written_by_servers(folder: Path, num_others: int = 0) -> Path:
+    """One weight cut in two, a bias whole, and three steps of Adam by two ps; so many of another model."""
     torch.manual_seed(0)
     stores = [Store(f"ps:{index}") for index in range(2)]
     for index, (store, (first, count)) in enumerate(zip(stores, [(0, 3), (3, 2)], strict=True)):
@@ -56,7 +57,12 @@ def written_by_servers(folder: Path) -> Path:
         worker.create(start()[index])
         for step in range(3):
             worker.commit(gradients(step)[index], unit(step))
-    return taken(folder, stores, 3)
+    if num_others:
+        other = DirectWorker(stores[0], "worker:0", GroupSpec(2, "SGD", torch.float32, (ShardSpec("x", (), 0, 1, 0),)))
+        other.create(torch.zeros(1))
+        for step in range(3, 3 + num_others):
+            other.commit(torch.ones(1), unit(step))
+    return taken(folder, stores, max(3, num_others))
 
 
 def taken(folder: Path, stores: list[Store], step: int) -> Path:
@@ -199,6 +205,7 @@ class FakeServers(Servers):
         self._model = model
         self.error: Exception | None = None
         self.saved: list[Path] = []
+        self.num_others = 0
         said: dict[str, dict[str, float]] = {}
         self.chief: Any = SimpleNamespace(
             record_logs=lambda group, ordinal, logs: said.update({group: logs}),
@@ -209,7 +216,7 @@ class FakeServers(Servers):
         if self.error is not None:
             raise self.error
         self.saved.append(directory)
-        return written_by_servers(directory)
+        return written_by_servers(directory, self.num_others)
 
     def check(self, modules: Iterable[nn.Module]) -> None:
         """They are as the servers have them."""
@@ -230,7 +237,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, FakeServers]:
     model, optimizer = trained_here(0)
     servers = FakeServers(model)
     monkeypatch.setattr(DefaultStrategy, "servers", servers)
-    made = Checkpoint(net=model, adam=optimizer, epoch=2)
+    made = Checkpoint(net=model, adam=optimizer, epoch=2, job_start=40)
     monkeypatch.undo()
     return made, servers
 
@@ -258,6 +265,15 @@ def test_what_servers_do_not_hold_is_committed_with_them(
     (path / "host" / "host.json").write_bytes(flipped)
     with pytest.raises(CheckpointError, match=r"host/host.json was altered"):
         plain.restore(path)
+
+
+def test_an_estimator_goes_on_after_the_updates_of_its_own_model(
+    tmp_path: Path, served: tuple[Checkpoint, FakeServers]
+) -> None:
+    """Those of a model trained before it in the job were counted, and it ended before its max_steps."""
+    checkpoint, servers = served
+    servers.num_others = 5
+    assert _updates_in(describe(Path(checkpoint.save(tmp_path / "step", step=41)))) == 40 + 3
 
 
 def test_the_script_s_number_counts_not_the_servers(tmp_path: Path, served: tuple[Checkpoint, FakeServers]) -> None:
