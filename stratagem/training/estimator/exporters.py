@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -124,7 +125,8 @@ class BestExporter(LatestExporter):
     Args:
         name: name of the folder; its ``best.json`` holds the best results.
         example_inputs: see :class:`LatestExporter`.
-        compare_fn: gets the best results and the current ones, and says whether the current ones are better.
+        compare_fn: gets the best results and the current ones (as ``best_eval_result`` and ``current_eval_result``, if
+            it has these names), and says whether the current ones are better.
         exports_to_keep: None: all.
     """
 
@@ -132,7 +134,7 @@ class BestExporter(LatestExporter):
         self,
         name: str = "best",
         example_inputs: Any = None,
-        compare_fn: Callable[[Results, Results], bool] = loss_smaller,
+        compare_fn: Callable[..., bool] = loss_smaller,
         exports_to_keep: int | None = 5,
     ) -> None:
         super().__init__(name, example_inputs, exports_to_keep)
@@ -140,7 +142,13 @@ class BestExporter(LatestExporter):
 
     def _is_wanted(self, export_path: Path, eval_result: Results, is_final: bool) -> bool:
         file = export_path / "best.json"
-        return not file.exists() or self._is_better(json.loads(file.read_text()), eval_result)
+        if not file.exists():
+            return True
+        best = json.loads(file.read_text())
+        named = {"best_eval_result": best, "current_eval_result": eval_result}  # TensorFlow's, in whatever order
+        if named.keys() <= inspect.signature(self._is_better).parameters.keys():
+            return self._is_better(**named)
+        return self._is_better(best, eval_result)
 
     def _exported(self, export_path: Path, eval_result: Results) -> None:
         replace_text(export_path / "best.json", json.dumps(dict(eval_result)))

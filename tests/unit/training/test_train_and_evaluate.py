@@ -189,6 +189,18 @@ def test_the_best_has_the_smallest_loss(tmp_path: Path) -> None:
     assert [path is not None for path in written] == [True, False, True, False, True, False, False]
 
 
+def test_what_compares_gets_its_arguments_by_the_names_that_tensorflow_gives_them(tmp_path: Path) -> None:
+    """In the other order it kept the worst, without a word."""
+
+    def better(current_eval_result: Mapping[str, float], best_eval_result: Mapping[str, float]) -> bool:
+        return current_eval_result["loss"] < best_eval_result["loss"]
+
+    exporter, estimator = BestExporter(compare_fn=better), Told(model_fn, tmp_path)
+    for step, loss in enumerate([3.0, 4.0, 2.0]):
+        exporter.export(estimator, tmp_path / "best", "", {"loss": loss, "global_step": step}, False)
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["loss"] == 2
+
+
 def test_specs_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="each exporter needs a name of its own"):
         EvalSpec(loader, exporters=[LatestExporter(), LatestExporter()])
