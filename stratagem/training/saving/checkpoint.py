@@ -307,11 +307,13 @@ class Checkpoint:
                 writes = self._members.rank == 0
                 own: States = {**all_random_states(self._strategy)}
                 generators = states_of_all(self._strategy, [own])
-                states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
+                states, refused = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
                 if writes:
                     states[RANDOM] = encode(generators, "random number generators", copy=False).of_kind("random")
 
                 def place() -> dict[str, Any]:
+                    if refused:
+                        raise refused[0]
                     background_writes.settle(folder)
                     return choose(folder, name, step)
 

@@ -69,16 +69,17 @@ def kind_of(name: str, item: Any) -> str:
 
 def take(
     objects: Mapping[str, Any], strategy: Strategy, servers: Servers | None, *, copy: bool, keep: bool
-) -> dict[str, EncodedState]:
-    """The states of objects. Under a synchronous strategy every worker has to call it. ``copy``: later changes must not
-    show; ``keep``: this process is the one that writes, the others only do their part. ConfigurationError: a state
-    cannot be written, or its weights here are not those of the parameter servers."""
+) -> tuple[dict[str, EncodedState], list[ConfigurationError]]:
+    """The states of objects, and of those that cannot be written why. Under a synchronous strategy every worker has to
+    call it. ``copy``: later changes must not show; ``keep``: this process is the one that writes, the others only do
+    their part. ConfigurationError: weights here are not those of the parameter servers."""
     models = [item for item in objects.values() if isinstance(item, torch.nn.Module)]
     names: Mapping[Place, str] = {}
     if servers is not None:
         servers.check(models)
         names = servers.names()
     states: dict[str, EncodedState] = {}
+    refused: list[ConfigurationError] = []  # here alone: what follows is still done together
     with strategy.averaged_buffers(*models) if models else contextlib.nullcontext():
         # Averaged buffers are there only now: they are copied in any case.
         copy = copy or strategy.num_replicas_in_sync > 1
@@ -93,8 +94,11 @@ def take(
             if kind in (OPTIMIZER, SERVED_OPTIMIZER):
                 state = {**state, CLASS: type(item).__name__}
             if keep:
-                states[name] = encode(state, name, copy=copy).of_kind(kind)
-    return states
+                try:
+                    states[name] = encode(state, name, copy=copy).of_kind(kind)
+                except ConfigurationError as error:
+                    refused.append(error)
+    return states, refused
 
 
 def _warn_of_accumulation(name: str, optimizer: torch.optim.Optimizer) -> None:

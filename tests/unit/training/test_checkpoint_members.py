@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stratagem.checkpoint.reading import load_checkpoint
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.metric_states import States, states_of_all
 from stratagem.training.saving import members
@@ -74,6 +74,23 @@ def test_one_checkpoint_with_averaged_buffers_whoever_calls(tmp_path: Path) -> N
     assert {path for path, _ in found} == {str(tmp_path / "step-00000001")}
     assert load_checkpoint(tmp_path)["running_mean"].tolist() == [1.0, 1.0]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
+
+
+def test_a_state_that_cannot_be_written_is_refused_on_every_worker(tmp_path: Path) -> None:
+    """It was refused on the first alone: the others waited for that one, who was out of step with them from then on."""
+
+    class Odd(nn.BatchNorm1d):
+        def get_extra_state(self) -> Any:
+            return torch.eye(2).to_sparse()
+
+    def save(communicator: Communicator) -> float:
+        strategy = InStep(communicator)
+        checkpoint = Checkpoint(strategy=strategy, odd=Odd(2), model=model_of(communicator.rank))
+        with pytest.raises((ConfigurationError, CheckpointError), match="odd holds a tensor at _extra_state that"):
+            checkpoint.save(tmp_path / "step")
+        return float(communicator.all_reduce(torch.ones(1)))
+
+    assert run_ranks(2, save) == [2.0, 2.0]
 
 
 def test_a_worker_with_a_directory_of_its_own_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
