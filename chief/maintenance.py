@@ -234,7 +234,12 @@ class Maintenance(ChiefPart):
                 check_taken([*described])  # once they have all of it, that may be what is there already
                 await self.save()
             except (CheckpointError, ForbiddenError) as error:  # as it is, a ps was not started for the folder
-                self._stop(2, str(error))
+                if newest is None or not (is_trained or self._lease_book.has_leased):
+                    self._stop(2, str(error))
+                else:  # a chief that was restarted: without that, training would have gone on too
+                    self._tell_delay("No checkpoint", error, True)
+                    self.newest = newest
+                    self._clock_next()
             except StratagemError as error:
                 which = "The first" if newest is None else "A"
                 self._tell_delay(f"{which} checkpoint has to wait", error, is_trained)

@@ -155,6 +155,29 @@ async def test_a_job_that_is_told_to_end_and_not_saved_is_not_preempted(
     assert (f"the newest is {tmp_path}/step-00000000. A job that is started resumes from" in caplog.text) is stays
 
 
+async def test_a_job_whose_chief_is_restarted_while_no_checkpoint_can_be_written_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next chief ended it with 2: to it, its first checkpoint was that of the job."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path / "checkpoints")}
+    config["state_dir"] = str(tmp_path / "state")
+    async with chief(**config) as running, ps(running.address, Full(0)) as server:
+        worker = await Task(running.address, "worker:0").ready()
+        await worker.open()
+        await worker.next()
+        server.apply(Unit(1, 0, 0))
+        place = running.job.sessions.tasks["ps:0"].address
+        await running.kill()
+        async with chief(running.address, **config) as following:
+            stays = Task(running.address, "ps:0", place, server.session.incarnation, store_epoch=1)
+            tasks = [await Task(running.address, "worker:0").welcomed(), await stays.welcomed()]
+            await until(lambda: "No checkpoint: ps:0 cannot write its shards: no space left" in caplog.text)
+            await tasks[0].open()
+            assert (await tasks[0].next()).leases and following.job.sessions.stopping is None
+            for task in tasks:
+                await task.die()
+
+
 @pytest.mark.parametrize("stays", [True, False])
 async def test_work_that_is_done_and_not_saved_is_not_done_well_unless_nobody_asked_for_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stays: bool
