@@ -29,9 +29,9 @@ from tests.simulation.disk import Disk
 from tests.simulation.loop import Loop
 from tests.simulation.network import AioChannel, Channel, Network, Server
 from tests.simulation.threads import enter, here
-from tests.simulation.world import START, Process, World
+from tests.simulation.world import CHIEFS, STANDBY, START, Process, World
 
-CHIEF = "10.0.0.1:7000"
+CHIEF, OTHER_CHIEF = "10.0.0.1:7000", "10.0.0.3:7001"
 DEADLINE_S = 400.0
 """Virtual seconds in which every job has to be over."""
 
@@ -69,6 +69,10 @@ class Job:
     """Batches of an epoch of ``Model.fit``, fewer than there are; 0: all."""
     ps_replicas: int = 1
     max_ps: int = 0
+    num_chiefs: int = 1
+    """Of two one stands by, and takes the other's place at another address."""
+    reads_address: bool = False
+    """Tasks read where the chief is from the file in the folder of its journal; else they know both addresses."""
     num_datasets: int = 1
     """Of two each has every second pass; ``epochs`` counts the passes over all."""
     peeks: bool = False
@@ -211,7 +215,7 @@ class Cluster:
     def start(self) -> None:
         """Starts all tasks."""
         names = [*(f"ps:{i}" for i in range(self.job.num_ps)), *(f"worker:{i}" for i in range(self.job.num_workers))]
-        for name in ["chief:0", *names]:
+        for name in [*CHIEFS[: self.job.num_chiefs], *names]:
             self.world.after(self.world.random.random() * 0.2, None, self.start_task, name)
         if self.job.calm_s:  # else nobody has time to miss it
             self.world.after(1.0, None, self._end_lost)
@@ -225,19 +229,22 @@ class Cluster:
             self.start_task(name)
 
     def start_task(self, name: str) -> None:
-        """Starts a task, unless it is there or nobody needs it any more."""
+        """Starts a task, unless it is there or nobody needs it any more; beside a chief that is there, another."""
+        if name == "chief:0" and self.job.num_chiefs > 1 and name in self.tasks and self.tasks[name].alive:
+            name = STANDBY
         if self.finished is not None or (name in self.tasks and self.tasks[name].alive):
             return
         self._num_started += 1
         kind = name.partition(":")[0]
-        address = CHIEF if kind == "chief" else f"10.0.0.2:{8000 + self._num_started}"
+        is_chief = name in CHIEFS
+        address = self._chief_address() if is_chief else f"10.0.0.2:{8000 + self._num_started}"
         process = Process(self.world, name, address)
         if name in self.tasks:
             process.wall_offset_s = self.tasks[name].wall_offset_s
         self.tasks[name] = process
         process.on_death.append(lambda: self._died(process))
         self.world.note(f"{name} starts")
-        if kind == "chief":
+        if is_chief:
             self._start_chief(process)
         elif kind == "ps":
             process.spawn(lambda: process.end(ps_main.run(self._ps_config(name))), "main")
@@ -248,6 +255,22 @@ class Cluster:
             else:
                 train = rings.train if is_ring else script.train
             process.spawn(lambda: process.end(script.run(self, process, train)), "main")
+
+    def _chief_address(self) -> str:
+        """Of the next one: where the other is not, or where none has been."""
+        if self.job.reads_address:
+            return f"10.0.0.1:{7000 + self._num_started}"
+        taken = [self.tasks[name].address for name in CHIEFS if name in self.tasks and self.tasks[name].alive]
+        return OTHER_CHIEF if CHIEF in taken else CHIEF
+
+    def _takes_place(self, process: Process) -> None:
+        """A chief that stood by serves: the faults of the chief are its own from now on."""
+        if process.name == STANDBY:
+            other = self.tasks.pop("chief:0", None)
+            self.tasks["chief:0"], process.name = self.tasks.pop(STANDBY), "chief:0"
+            if other is not None:
+                self.tasks[STANDBY], other.name = other, STANDBY
+            self.world.note(f"{process.name} is {process.address} now")
 
     def _end_lost(self) -> None:
         """As `stratagem run` does: a worker that the chief has lost and that does not end is killed."""
@@ -276,6 +299,7 @@ class Cluster:
             max_ps=job.max_ps,
             insecure=True,
             state_dir=str(self.folder / "state"),
+            standby=job.num_chiefs > 1,
             checkpoint_dir=self.checkpoint_dir,
             checkpoint_every_s=job.checkpoint_every_s,
             checkpoint_roots=self.own_dir,
@@ -301,11 +325,18 @@ class Cluster:
 
         self.world.after(0.0, process, loop.enter, begin)
 
+    @property
+    def _said_address(self) -> str:
+        """Where tasks look for the chief."""
+        if self.job.num_chiefs == 1:
+            return CHIEF
+        return f"file:{self.folder}/state/chief.address" if self.job.reads_address else f"{CHIEF},{OTHER_CHIEF}"
+
     def _ps_config(self, name: str) -> PsConfig:
         return PsConfig(
             task=name,
             bind="10.0.0.2:0",
-            chief=CHIEF,
+            chief=self._said_address,
             insecure=True,
             transport="grpc",
             checkpoint_dir=self.checkpoint_dir,
@@ -320,7 +351,7 @@ class Cluster:
         config = WorkerConfig(
             task=self.world.process.name,
             bind="10.0.0.2:0",
-            chief=CHIEF,
+            chief=self._said_address,
             insecure=True,
             transport="grpc",
             chunk_bytes=64,
@@ -351,11 +382,21 @@ class Cluster:
             return
         if code == 0 and (kind != "ps" or stopping is not None):
             self.served.add(process.name)
-        if process.name == "chief:0" and code is not None and code != 143:
-            self.finished = code
+        if process.name in CHIEFS and code is not None and code != 143:
+            self._job_ended(process, code)
         elif code != 0 or process.name.startswith("ps:"):
             again_s = 0.1 + 2 * self.world.random.random() ** 2
-            self.world.after(again_s, None, self.start_task, process.name)
+            self.world.after(again_s, None, lambda: self.start_task(process.name))  # a chief's may be another by then
+
+    def _job_ended(self, process: Process, code: int) -> None:
+        """So says a chief: with 0 one that stands by says the same, else the launcher ends it."""
+        if self.finished is None:
+            self.finished = code
+        elif self.finished == 0 and code:
+            self.world.fail(f"{process} ended with {code}, though the job had ended with 0")
+        for name in CHIEFS if code else ():
+            if name in self.tasks:
+                self.tasks[name].kill()
 
     def _want_all(self) -> None:
         self.wanted = {"ps": self.job.max_ps} if self.job.max_ps else {}
@@ -393,6 +434,7 @@ class Cluster:
         assert process is not None
         loop: Any = asyncio.get_running_loop()
         assert isinstance(loop, Loop)
+        self._takes_place(process)
         server = Server(self.network, process, loop)
         server.is_stopped = lambda: self.chief_job.finished.done()
         register(server)

@@ -27,6 +27,8 @@ class Disk:
         """Names of the checkpoints that are not whole any more."""
         self.full_until = 0.0
         """For checkpoints."""
+        self.full_for = ""
+        """The only task for which it is; empty: all."""
         self.state_full_until = 0.0
         """For the chief's journal, and what else is in its folder."""
         self.has_lost = False
@@ -47,7 +49,8 @@ class Disk:
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode):
             is_state = self._is_state(fd)
-            if world.now < (self.state_full_until if is_state else self.full_until):
+            is_others = not is_state and self.full_for not in ("", process.name)
+            if world.now < (self.state_full_until if is_state else self.full_until) and not is_others:
                 self.refuse(is_state)
             self.synced[found.st_ino] = found.st_size
         if self.slow:

@@ -74,11 +74,11 @@ def _slow(read: Callable[..., bool]) -> Callable[..., bool]:
     return check
 
 
-def _taken_from_the_dead(kind: type[JournalLock]) -> Callable[[str], JournalLock]:
+def _taken_from_the_dead(kind: type[JournalLock]) -> Callable[..., JournalLock]:
     """As the system does it."""
 
-    def make(directory: str) -> JournalLock:
-        lock = kind(directory)
+    def make(*arguments: str) -> JournalLock:
+        lock = kind(*arguments)
         here().process.on_death.append(lock.release)  # type: ignore[union-attr]
         return lock
 
@@ -170,6 +170,7 @@ def installed() -> Iterator[None]:
     put(sys.modules["stratagem.chief.__main__"], "serve_aio", lambda *a, **k: _cluster().serve_aio(*a, **k))
     for lock in (JournalLock, CheckpointsLock):
         put(sys.modules["stratagem.chief.__main__"], lock.__name__, _taken_from_the_dead(lock))
+    put(sys.modules["stratagem.chief.journal.lock"], "JournalLock", _taken_from_the_dead(JournalLock))  # of who is next
     put(sys.modules["stratagem.worker.runtime"], "preemption", _Preemption)
     put(sys.modules["stratagem.rpc.session"], "os", _Ids)
     put(PeerStore.__init__, "__defaults__", ("grpc",))

@@ -33,7 +33,7 @@ from stratagem.strategy.ps.units import LeasedUnits
 from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.unit_tracker import UnitTracker
 from tests.simulation.threads import here
-from tests.simulation.world import START, World
+from tests.simulation.world import CHIEFS, START, World
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -125,7 +125,7 @@ class Invariants:
         """Whether a job in step, of updates over several batches, has lost somebody, or passes are left early, and it
         ends as it says it does."""
         job, chief, served = self.cluster.job, self.cluster.chief_job, self.cluster.served
-        tasks = [process for process in self.world.processes if process.name != "chief:0"]
+        tasks = [process for process in self.world.processes if process.name not in CHIEFS]
         is_whole = all(process.alive or process.name in served for process in tasks) and not chief.sessions.fenced
         may_end = job.accumulates > 1 and not job.staleness and (not is_whole or job.breaks > 0)
         return may_end and "resumes from its last" in reason
@@ -361,8 +361,10 @@ class Invariants:
         if cluster.finished not in ((1, 42) if job.journal.history.unsaved else (0,)):
             stopping = job.sessions.stopping
             reason = stopping.reason if stopping else "-"
-            # The first checkpoint has to be written, and a ps without memory needs one that is whole.
-            is_told = "No space left on device" in reason or (
+            # Before anything is trained a checkpoint has to be written, and a script's; a ps without memory needs one
+            # that is whole.
+            has_to = not kept or not job.lease_book.has_leased or "worker:" in reason
+            is_told = ("No space left on device" in reason and has_to) or (
                 "is complete on every ps" in reason and kept <= cluster.disk.flipped
             )
             words = "begins from cannot be read", "was altered: its SHA-256"

@@ -11,6 +11,7 @@ from stratagem.cluster.membership import backup_of
 from tests.simulation.cluster import Job
 from tests.simulation.network import Conditions
 from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Moment, Schedule
+from tests.simulation.world import STANDBY
 
 GRACE_S = 30.0
 """Seconds after which a supervisor kills what it has told to end."""
@@ -37,6 +38,10 @@ DIES_AGAIN = 0.03
 """The share of jobs whose chief dies again and again."""
 JOURNAL_FULL = 0.05
 """The share of jobs whose chief finds no room for its journal, for a moment or for seconds."""
+NO_ROOM = 0.05
+"""The share of jobs in which there is no room for checkpoints, for all or one ps, and somebody dies then."""
+STANDS_BY = 0.05
+"""The share of jobs with a second chief, which stands by."""
 MOMENTS = (
     *3 * ("join", "over", "prepared", "initialized", "accepted", "checkpoint", "step", "close_step"),
     *("put_back", "restored", "roll_back", "lost", "routed", "untold", "steps_per_unit", "ending", "begun", "plan"),
@@ -203,6 +208,8 @@ def plan(seed: int, form: str = "") -> Schedule:
     if form == "storm":
         faults += _storm(random.Random(-20 * seed - 1), job, _fault)
         job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # as above
+    faults += _without_room(random.Random(-42 * seed - 1), job)
+    job, faults = _standing_by(seed, job, faults, MOMENTS)
     job, faults = _calm(seed, job, faults)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
 
@@ -267,6 +274,42 @@ def _storm(rng: random.Random, job: Job, draw: Callable[[random.Random, Job], Fa
         yield from (dataclasses.replace(fault, at_s=fault.at_s / 2 + times[0]) for fault in _of_a_host(rng, job))
 
 
+def _without_room(rng: random.Random, job: Job) -> Iterator[Fault]:
+    """The disk of the checkpoints is full for all or for one ps, and meanwhile the chief, or a ps, dies."""
+    if rng.random() < NO_ROOM:
+        at_s, for_s = 0.3 + 2.5 * rng.random(), rng.choice((0.5, 3.0, 8.0)) * rng.random()
+        moment = _moment(rng, MOMENTS) if rng.random() < 0.4 else None
+        ps = [f"ps:{index}" for index in range(job.num_ps)]
+        yield Fault(at_s, "disk full", rng.choice(("", rng.choice(ps))), for_s=for_s, moment=moment)
+        yield Fault(at_s + for_s * rng.random(), "kill", rng.choice(("chief:0", "chief:0", rng.choice(ps))))
+
+
+def _standing_by(seed: int, job: Job, faults: list[Fault], moments: Sequence[str]) -> tuple[Job, list[Fault]]:
+    """In some jobs another chief stands by: the one that serves dies, leaves or stands still, both die, or some tasks
+    do not reach it, or are not reached by it."""
+    rng = random.Random(-41 * seed - 1)
+    if rng.random() >= STANDS_BY:
+        return job, faults
+    job = dataclasses.replace(job, num_chiefs=2, reads_address=rng.random() < 0.5)
+    job = dataclasses.replace(job, saves=0.0, loads=False, reloads=0)  # all may begin anew, as above
+    tasks = [*(f"worker:{i}" for i in range(job.num_workers)), *(f"ps:{i}" for i in range(job.num_ps))]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        at_s, for_s = 0.2 + 3 * rng.random(), rng.choice((0.5, 3.0, 9.0)) * rng.random()
+        moment = _moment(rng, moments) if rng.random() < 0.4 else None
+        kind = rng.choice(("kill", "kill", "kill", "crash", "leave", "pause", "apart", "both", "none"))
+        if kind in ("both", "none"):  # the one that stands by, and the other soon after
+            faults.append(Fault(at_s, rng.choice(("kill", "pause")), STANDBY, for_s=for_s, moment=moment))
+            at_s += rng.choice((0.0, 0.1, 1.0)) * rng.random()
+        if kind == "apart":
+            way, reached = rng.choice(("cut", "cut one way")), rng.sample(tasks, rng.randint(1, len(tasks)))
+            pairs = [("chief:0", task) if rng.random() < 0.5 else (task, "chief:0") for task in reached]
+            faults += [Fault(at_s, way, *pair, for_s, moment=moment) for pair in pairs]
+        elif kind != "none":
+            kind = "kill" if kind == "both" else kind
+            faults.append(Fault(at_s, kind, "chief:0", for_s=for_s if kind == "pause" else 0.0, moment=moment))
+    return job, faults
+
+
 def _calm(seed: int, job: Job, faults: list[Fault]) -> tuple[Job, list[Fault]]:
     """The faults, in order. In every twentieth job nothing happens for a minute or more, and then the chief, or another
     task, dies too: longer than most of what the product calls a while."""
@@ -327,6 +370,7 @@ def _plan_ring(seed: int, is_storm: bool) -> Schedule:
         faults += _storm(random.Random(-20 * seed - 1), job, _ring_fault)
     if random.Random(-10 * seed - 1).random() < 0.25:
         job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)
+    job, faults = _standing_by(seed, job, faults, MOMENTS_OF_RING)
     job, faults = _calm(seed, job, faults)
     slow_disk_s = rng.choice((0.0, 0.0, 0.05))
     return Schedule(seed, job, conditions, 0.0, slow_disk_s, tuple(faults))

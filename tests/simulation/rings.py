@@ -21,7 +21,7 @@ from stratagem.worker.ring.ring_member import RingMember
 from tests.simulation import fits
 from tests.simulation.script import BASE, Counters
 from tests.simulation.threads import here
-from tests.simulation.world import START, Process, World
+from tests.simulation.world import CHIEFS, START, Process, World
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster, Job
@@ -161,7 +161,7 @@ class Rings:
 
     def _check_validations(self) -> None:
         """Who finishes has counted what the others have: all examples, but for those of a worker that was lost then."""
-        is_whole = all(self._has_finished(process) for process in self.world.processes if process.name != "chief:0")
+        is_whole = all(self._has_finished(process) for process in self.world.processes if process.name not in CHIEFS)
         for epoch, counts in self._validated.items():
             found = {count for process, count in counts.items() if self._has_finished(process)}
             if len(found) > 1 or any(count > NUM_VALIDATED or (is_whole and count < NUM_VALIDATED) for count in found):

@@ -224,7 +224,7 @@ class _Faults:
         self._world.after(0.0, chief, cluster.loop_of(chief).enter, ask)
 
     def _disk_full(self, fault: Fault) -> None:
-        self._cluster.disk.full_until = self._world.now + fault.for_s
+        self._cluster.disk.full_until, self._cluster.disk.full_for = self._world.now + fault.for_s, fault.task
 
     def _journal_full(self, fault: Fault) -> None:
         self._cluster.disk.state_full_until = self._world.now + fault.for_s

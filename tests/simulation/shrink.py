@@ -61,7 +61,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, has_table=False))
     alone = () if job.has_table or job.num_optimizers > 1 else (("num_variables",),)  # each ps has a variable then
     fewer = (*alone, ("num_ps", "num_variables")) if job.num_models == 1 else ()
-    for names in (("epochs",), ("num_workers",), *fewer):
+    for names in (("epochs",), ("num_workers",), ("num_chiefs",), *fewer):
         if all(getattr(job, name) > (job.ps_replicas if name == "num_ps" else 1) for name in names):
             yield dataclasses.replace(
                 schedule, job=dataclasses.replace(job, **{name: getattr(job, name) - 1 for name in names})

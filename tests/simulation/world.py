@@ -17,6 +17,9 @@ MAX_EVENTS_AT_ONCE = 50_000
 """Events in which time may stand still."""
 
 
+STANDBY = "standby:0"
+"""The name of a chief that stands by, or has just been started, while another one has that of the chief."""
+CHIEFS = ("chief:0", STANDBY)
 START = 1000.0
 """What monotonic clocks say when a world begins."""
 
