@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,7 +33,9 @@ class CommittedCheckpoint:
     """Of each ps, if it was taken by this chief."""
 
     def lacks(self, described: Collection[ServerDescription]) -> bool:
-        """Whether ps have anything that is not in it."""
+        """Whether ps have anything that is not in it, or it is not there any more: set aside as damaged, say."""
+        if not os.path.isdir(self.path):
+            return True
         step, num_groups, num_updates, num_distinct = content_of(described)
         is_half = bool(self.manifest.unfinished)  # the rest of a batch need not be a step more
         counts = num_groups, num_updates, len(described), num_distinct

@@ -16,6 +16,7 @@ import pytest
 
 from stratagem.checkpoint.catalog import is_complete
 from stratagem.checkpoint.draft import CheckpointDraft
+from stratagem.checkpoint.durable import set_aside
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import applied_units
@@ -729,6 +730,19 @@ async def test_a_chief_that_leaves_takes_the_first_checkpoint_and_nobody_takes_a
         server.save_gate.set()
         await taken
         assert server.calls.count("save") == 1
+
+
+async def test_a_checkpoint_that_was_set_aside_since_is_taken_again(tmp_path: Path) -> None:
+    """A ps found it damaged, and had made up for what it lost: the job ended well, and its last checkpoint was none."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with cluster(**config) as (running, _, servers):
+        await until(lambda: running.job._maintenance.newest)
+        applied(servers, 0, close=True)
+        saved = await running.job._maintenance.save()
+        set_aside(Path(saved.path))
+        await running.job._maintenance.save_last()
+        newest = checkpoints.newest(str(tmp_path))
+        assert newest is not None and newest[0].name == "step-00000001"
 
 
 async def test_the_first_checkpoint_is_taken_again_where_a_script_prepares_one_model_after_the_other(
