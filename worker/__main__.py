@@ -203,4 +203,7 @@ def _write_report(outcome: Outcome) -> None:
         end = {"follows": outcome.follows, "has_stepped": script_runner.has_stepped(), "was_fenced": was_fenced}
     if path and (meter is not None or end):
         counts = meter.report() | ({"flight": FLIGHT.lines()} if end else {}) if meter is not None else {}
-        Path(path).write_text(json.dumps(counts | end))
+        try:
+            Path(path).write_text(json.dumps(counts | end))
+        except OSError as error:  # a full disk under the launcher's folder, which is no failure of the script
+            print(f"the summary lacks the counts of this task: {path}: {error.strerror}", file=sys.stderr)
