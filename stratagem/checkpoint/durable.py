@@ -10,6 +10,10 @@ import os
 import pathlib
 import secrets
 import stat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 GIVE_ANOTHER = "give a directory that the chief and every ps can write"
 """What helps otherwise, of the folder of a job's checkpoints."""
@@ -37,6 +41,40 @@ def replace_text(path: pathlib.Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+class FileForTorch(io.BufferedWriter):
+    """A new file that ``torch.save`` and ``torch.export.save`` write. They end the process at an error of a disk: the
+    error is kept until the file is closed.
+
+    Raises:
+        OSError: it cannot be opened; from :meth:`close`: it could not be written.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._error: OSError | None = None
+
+    def write(self, data: ReadableBuffer) -> int:
+        """Returns how many bytes ``data`` has."""
+        size = memoryview(data).nbytes
+        try:
+            return size if self._error is not None else super().write(data)
+        except OSError as error:
+            self._error = error
+            return size
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._error = self._error or error
+
+    def close(self) -> None:
+        super().close()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def append(path: pathlib.Path, content: bytes) -> None:

@@ -100,10 +100,11 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _write(path: Path, state: dict[str, Any]) -> None:
     import torch
 
+    from stratagem.checkpoint.durable import FileForTorch
     from stratagem.checkpoint.tensor_file import write_tensors
 
     if path.suffix != ".safetensors":
-        with path.open("wb") as file:  # of a path torch raises RuntimeErrors
+        with FileForTorch(path) as file:
             torch.save(dict(state), file)
         return
     tensors = _tensors(state)

@@ -16,6 +16,7 @@ from torch import nn
 
 import stratagem
 from stratagem.arguments import checked
+from stratagem.checkpoint.durable import FileForTorch
 from stratagem.data.nested import on_cpu
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.strategy.default import is_lead
@@ -109,10 +110,11 @@ def _write_program(plain: nn.Module, arguments: tuple[Any, ...], folder: Path) -
     file = folder / export_folder.PROGRAM
     program = trace(plain, arguments)
     try:
-        try:
-            torch.export.save(program, file)
-        except Exception as error:  # torch's serializer has no common error
-            raise ExportError(f"torch.export cannot save the program: {type(error).__name__}: {error}") from error
+        with FileForTorch(file) as opened:
+            try:
+                torch.export.save(program, opened)
+            except Exception as error:  # torch's serializer has no common error
+                raise ExportError(f"torch.export cannot save the program: {type(error).__name__}: {error}") from error
         check(file, plain, arguments)
     except BaseException:
         file.unlink(missing_ok=True)
@@ -146,7 +148,8 @@ def _write_onnx(folder: Path, wanted: bool | None) -> None:
 
 
 def _write_state_dict(plain: nn.Module, path: Path) -> None:
-    torch.save({name: on_cpu(value) for name, value in plain.state_dict().items()}, path)
+    with FileForTorch(path) as file:
+        torch.save({name: on_cpu(value) for name, value in plain.state_dict().items()}, file)
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if unsafe:
         raise ExportError(

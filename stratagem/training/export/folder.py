@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.checkpoint.draft import DRAFT, Draft, remove_drafts
-from stratagem.checkpoint.durable import hash_file, sync
+from stratagem.checkpoint.durable import hash_file, sync, way_out
 from stratagem.errors import ExportError
 
 PROGRAM = "model.pt2"
@@ -38,8 +38,9 @@ def writing(target: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             description: dict[str, Any] = {}
             yield draft.path, description
             _commit(draft.path, description, target)
-    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
-        raise ExportError(f"cannot write the export {target}: {error}") from error
+    except OSError as error:
+        advice = way_out(error, "give another folder")
+        raise ExportError(f"cannot write the export {target}: {error.strerror or error}; {advice}") from error
 
 
 def read(folder: Path) -> dict[str, Any]:

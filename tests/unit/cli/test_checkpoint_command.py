@@ -13,7 +13,9 @@ import safetensors.torch
 import torch
 
 from stratagem.cli import __main__ as cli
+from stratagem.cli.checkpoint import _write
 from stratagem.cluster import exit_codes
+from tests.file_sizes import file_size_limit
 from tests.unit.training.checkpoint_objects import Script, same
 
 
@@ -70,7 +72,13 @@ def test_consolidate(
     assert stratagem(monkeypatch, "consolidate", path, tmp_path / "x.bin") == exit_codes.EXIT_USAGE
     assert stratagem(monkeypatch, "consolidate", path, tmp_path / "none" / f"x{suffix}") == exit_codes.EXIT_FAILED
     assert "x" + suffix + ": No such file or directory" in capsys.readouterr().err
-    assert not list(tmp_path.glob(".plain*"))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_state_that_does_not_fit_is_an_error_of_the_file(tmp_path: Path, suffix: str) -> None:
+    """Where torch writes, an error in the middle would end the process."""
+    with file_size_limit(100_000), pytest.raises(OSError, match="File too large"):
+        _write(tmp_path / f"large{suffix}", {"weight": torch.zeros(100_000)})
 
 
 def test_consolidate_another_object(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
