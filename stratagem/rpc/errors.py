@@ -21,6 +21,7 @@ from stratagem.rpc.logs import THROTTLE, Throttle, shortened
 logger = logging.getLogger(__name__)
 
 DOMAIN = "stratagem"
+NO_DESCRIPTORS = "it has too many files open; raise `ulimit -n`"
 AGAIN_S = 60.0
 """Seconds after which the refusal of a call that is repeated is logged again."""
 _REPEATED = Throttle(burst=1, period_s=AGAIN_S)
@@ -89,6 +90,8 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
         if "Failed parsing HTTP/2" in call.details():
             words = "something that is no task, perhaps the page of a job, answers at the address of"
             return errors.PeerUnavailableError(f"{words} {peer}")
+        if "Too many open files" in call.details():  # followed by bytes that are no text
+            return errors.PeerUnavailableError(f"this process cannot reach {peer}: {NO_DESCRIPTORS}")
         return errors.PeerUnavailableError(f"{peer} cannot be reached ({code.name}: {call.details()})")
     if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):  # to a probe: of a service it has not
         return errors.ConfigurationError(

@@ -19,7 +19,7 @@ from stratagem.cluster.membership import Member
 from stratagem.errors import ConfigurationError, FrameError, PeerUnavailableError, StaleStoreError
 from stratagem.rpc import channels
 from stratagem.rpc.codec import MAX_HEADER_BYTES, Frame, message_of
-from stratagem.rpc.errors import error_from_rpc, error_from_status
+from stratagem.rpc.errors import NO_DESCRIPTORS, error_from_rpc, error_from_status
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.handshake import explain_refusal
 from stratagem.rpc.lane import Lane, Place
@@ -172,13 +172,14 @@ class PsClient:
                     silent_until = math.inf
                 if left <= 0:
                     refusal = explain_refusal(info.address, self.task, self.session.security) if info else ""
-                    how = "it did not come back", "Look at its log; a job with --checkpoint-dir can be resumed."
+                    how = "it did not come back", " Look at its log; a job with --checkpoint-dir can be resumed."
                     if info is not None and info.live and not refusal:
                         where = f"Its port, {info.address}, has to be open to this machine"
-                        how = "cannot reach it, though the chief hears from it", f"Is there a firewall? {where}."
+                        advice = "" if NO_DESCRIPTORS in str(error) else f" Is there a firewall? {where}."
+                        how = "cannot reach it, though the chief hears from it", advice
                     raise PeerUnavailableError(
                         f"{self.session.task} waited {self._config.peer_timeout_s:.0f} s for {self.task} and {how[0]}: "
-                        f"{refusal or error}. {how[1]}"
+                        f"{refusal or error}.{how[1]}"
                     ) from None
                 self.session.wait_stopped(min(left, RETRY_S))
 
