@@ -193,10 +193,14 @@ class LaneListener:
                 listener.listen(128)
         except OSError as error:
             raise PeerUnavailableError(f"cannot listen for {kind} lanes at {self._host}: {error}") from None
-        self._listeners[kind] = listener
         thread = threading.Thread(target=self._accept, args=(listener,), name="listener", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no memory for one more, or a limit
+            listener.close()
+            raise PeerUnavailableError(f"cannot listen for {kind} lanes at {self._host}: {error}") from None
+        self._listeners[kind] = listener
         self._threads.append(thread)
-        thread.start()
         return listener
 
     def _accept(self, listener: socket.socket) -> None:
@@ -219,7 +223,12 @@ class LaneListener:
                     _send_away(next(iter(self._pending_peers.values())))
                     self._changed.wait(0.1)
                 self._pending_peers[thread] = peer
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("A lane cannot come in until something is free here: %s", error)
+                with self._changed:
+                    self._pending_peers.pop(thread).close()
 
     def _attend(self, peer: socket.socket) -> None:
         try:

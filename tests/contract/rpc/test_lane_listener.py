@@ -53,6 +53,30 @@ def test_a_listener_without_a_free_descriptor_says_so_once_and_waits(
     ]
 
 
+def test_a_listener_without_a_free_thread_says_so_and_goes_on(
+    listener: LaneListener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, short = threading.Thread.start, ["listener", "listener-check"]
+
+    def start_unless_short(self: threading.Thread) -> None:
+        if self.name in short:
+            short.remove(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_short)
+    with pytest.raises(PeerUnavailableError, match=r"cannot listen for shm lanes .*: can't start new thread"):
+        listener.expect("worker:1", "shm")
+    ticket = listener.expect("worker:1", "shm")
+    with pytest.raises(PeerUnavailableError, match="could not open a lane"):
+        connect_lane(ticket, "127.0.0.1", soon())
+    with connect_lane(ticket, "127.0.0.1", soon()), listener.wait("worker:1", soon()):
+        pass
+    assert [record.message for record in caplog.records] == [
+        "A lane cannot come in until something is free here: can't start new thread"
+    ]
+
+
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 def test_a_visitor_with_a_token_gets_in(listener: LaneListener, kind: Kind) -> None:
     ticket = listener.expect(("worker:1", 4), kind)
