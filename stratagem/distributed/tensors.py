@@ -10,7 +10,7 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import can_travel
-from stratagem.worker.ring.communicator import name_of
+from stratagem.worker.ring.communicator import bytes_of, name_of
 
 
 def listed(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
@@ -80,7 +80,7 @@ def writable_anywhere(values: torch.Tensor) -> torch.Tensor:
 
 def movable(values: torch.Tensor) -> torch.Tensor:
     """Flat values that are only moved, never added: those of a dtype unknown to the wire travel as their bytes."""
-    return values if can_travel(values.dtype) else values.view(torch.uint8)
+    return values if can_travel(values.dtype) else bytes_of(values)
 
 
 def dtype_number(dtype: torch.dtype) -> int:
