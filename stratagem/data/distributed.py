@@ -108,7 +108,7 @@ class DistributedDataset(WithWaysOut):
     loader: DataLoader[Any]
     """Of all batches, as it was given."""
     plan: Plan
-    _ordinal: int
+    ordinal: int
     """Among the datasets in the script, from 1."""
     _source: UnitSource
     _device: torch.device
@@ -179,7 +179,7 @@ class DistributedDataset(WithWaysOut):
             # A unit that a lost worker gave back may come after all others: then there is another loader.
             while (first := self._source.next(wait=True)) is not None:
                 if self._order[0] != epoch:
-                    self._order = epoch, epoch_order(plan.num_examples, plan.shuffle, plan.seed, self._ordinal, epoch)
+                    self._order = epoch, epoch_order(plan.num_examples, plan.shuffle, plan.seed, self.ordinal, epoch)
                 for batch in self._loaded(first, self._order[1]):
                     yield batch
                     if self._current is not this:
@@ -210,7 +210,7 @@ class DistributedDataset(WithWaysOut):
                 lease = self._source.next(wait=False)
 
         loader = rebuild(self.loader, Batches(indices()))
-        seed_epoch(loader, self.plan.seed, self._ordinal, first.unit.epoch, first.unit.index)
+        seed_epoch(loader, self.plan.seed, self.ordinal, first.unit.epoch, first.unit.index)
         batches = Ahead(iter(loader), self._source.has_next)
         for batch in batches:
             lease = reading.popleft()

@@ -110,7 +110,6 @@ class ParameterServerStrategy(Strategy):
         watch_torch()
         self.prepared: Prepared = Prepared(has_nested=False)
         self._known: dict[int, Any] = {}  # what has been prepared, by identity
-        self._num_datasets = 0
         self._may_forget = True
         """The script may have forgotten to distribute its dataset, and nobody has said so."""
         self._units: weakref.WeakValueDictionary[int, LeasedUnits] = weakref.WeakValueDictionary()
@@ -205,7 +204,7 @@ class ParameterServerStrategy(Strategy):
         push = push_of(scheduler, self._groups.pushes)
 
         def is_in_loop() -> bool:
-            return not self._num_datasets or any(units.is_read for units in self._units.values())
+            return not self.servers.num_datasets or any(units.is_read for units in self._units.values())
 
         chief, ordinal = self.servers.chief, len(self._missed)
         if self.staleness > 0:
@@ -242,7 +241,7 @@ class ParameterServerStrategy(Strategy):
             self._may_forget = False
 
     def _step_slice(self, push: GradientPush, units: Sequence[Unit]) -> StepSlice | None:
-        if self.staleness > 0 and (self._num_datasets or self.staleness == math.inf):
+        if self.staleness > 0 and (self.servers.num_datasets or self.staleness == math.inf):
             return None
         if not units:
             raise ConfigurationError(
@@ -317,16 +316,16 @@ class ParameterServerStrategy(Strategy):
     def _distribute(self, source: Any, batch_size: int | None, options: DistributeOptions | None) -> DistributedDataset:
         loader = leasable(source, batch_size, options)
         plan = plan_of(loader, self.num_replicas_in_sync, self.staleness)
-        self._num_datasets += 1
+        self.servers.num_datasets += 1
         self._may_forget = False
-        seed = self._runtime.chief.open_dataset(self._num_datasets, plan)
-        check_contents(self._runtime, self._num_datasets, loader.dataset)
+        seed = self._runtime.chief.open_dataset(self.servers.num_datasets, plan)
+        check_contents(self._runtime, self.servers.num_datasets, loader.dataset)
         plan = dataclasses.replace(plan, seed=seed)
         client = LeaseClient(self._runtime.chief, plan, 2 if self.staleness == math.inf else 1)
-        self._runtime.leases[self._num_datasets] = client
+        self._runtime.leases[self.servers.num_datasets] = client
         units = LeasedUnits(
             plan,
-            self._num_datasets,
+            self.servers.num_datasets,
             client,
             self._runtime,
             self._groups,
@@ -337,8 +336,8 @@ class ParameterServerStrategy(Strategy):
             self._begin,
             lambda: [*self.servers.listeners, *self._metrics],
         )
-        self._units[self._num_datasets] = units
-        return DistributedDataset(loader, plan, self._num_datasets, units, self.device)
+        self._units[self.servers.num_datasets] = units
+        return DistributedDataset(loader, plan, self.servers.num_datasets, units, self.device)
 
     @checked
     def distribute_datasets_from_function(

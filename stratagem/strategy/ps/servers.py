@@ -152,6 +152,8 @@ class Servers:
         self.chief.meanwhile = lambda: self._groups.reconnect(only_replaced=True)
         self.listeners: list[UnitListener] = []
         """Who hears of the units that are trained on now."""
+        self.num_datasets = 0
+        """Distributed so far by the script."""
         self.place = ""
         """Of the script's run, in which evaluations are numbered: one that a worker alone has made, or not made, puts
         none of another place out of order."""

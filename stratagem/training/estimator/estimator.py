@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -35,6 +36,9 @@ from stratagem.training.export.inputs import as_arguments, batch_of
 from stratagem.worker.runtime import active_runtime
 
 logger = logging.getLogger(__name__)
+
+_unnamed: weakref.WeakSet[Strategy] = weakref.WeakSet()
+"""Of tasks of a cluster: strategies of Estimators that name none. Alone each Estimator has one of its own."""
 
 
 @checked
@@ -124,7 +128,8 @@ class Estimator(WithWaysOut):
         given = Input(input_fn, ModeKeys.TRAIN, self.params, self.config)
         if self._training is None:
             strategy = _made(self.config.train_distribute) or _of_process()
-            self._training = EstimatorTraining(self._function, strategy, self.model_dir, self.config)
+            shared = strategy in _unnamed
+            self._training = EstimatorTraining(self._function, strategy, self.model_dir, self.config, shared)
         step = self._training.run(given, steps, max_steps, listeners)
         logger.info("Trained %d steps in total", step)
         return self
@@ -250,6 +255,7 @@ def _of_process() -> Strategy:
         strategy = strategy_from_environment()
         if active_runtime() is not None:
             set_strategy(strategy)
+            _unnamed.add(strategy)
     return strategy
 
 

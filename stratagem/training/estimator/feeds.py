@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -24,9 +24,6 @@ from stratagem.training.estimator.inputs import Input, sample
 from stratagem.training.fit.sources import Passes, for_training
 
 logger = logging.getLogger(__name__)
-
-ORDER_SEED = 0
-"""Of shuffled examples: that of the other strategies, so that a training may go on under another one."""
 
 
 class InStepFeed:
@@ -52,6 +49,9 @@ class InStepFeed:
         except ConfigurationError as error:
             logger.warning("The input starts from its beginning, because it has changed: %s", error)
 
+    def leave_out(self) -> None:
+        """There is nothing to train."""
+
     def aim(self, step: int, target: int | None) -> int | None:
         """Says how far to go, before the batches are asked for. ``target``: updates after which to stop: the data is
         gone through again and again. None: one pass. Returns updates that will have been made at the end; None: that
@@ -68,21 +68,43 @@ class InStepFeed:
 class LeasedFeed:
     """The same for workers to whom the chief leases batches: exactly as many as updates are to be made."""
 
-    def __init__(self, strategy: Strategy, source: Any) -> None:
+    def __init__(self, strategy: Strategy, source: Any, ordinal: int | None = None) -> None:
         self._strategy = strategy
         self._source = source
+        self._ordinal = ordinal
+        self.place = torch.zeros(4, dtype=torch.int64)
+        """The examples of the stream that were before a step, and that step; seed and ordinal of the order, the ordinal
+        being 0 where the stream begins with this training."""
         self._step = 0
         self._loader: DataLoader[NumberedBatch]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dataset": None}  # the chief knows the place
+        return {"dataset": None, "place": self.place.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stays where the chief says."""
+        """Older checkpoints have no place: all trainings were one stream."""
+        self.place = torch.tensor(state.get("place", [0, 0, 0, 1]))
+
+    def resume(self, state: Mapping[str, Any], step: int) -> None:
+        """Goes to the place of a checkpoint with so many updates, of any strategy."""
+        self.load_state_dict(state)
+        plan, kept = _plan_of(leasable(self._source))
+        found = state["dataset"] or {}
+        if (found.get("num_examples"), found.get("batch_size")) == (plan.num_examples, plan.batch_size):
+            before = found["epoch"] * kept + min(found["step"] * plan.batch_size, kept)
+            self.place = torch.tensor([before, step, _signed(found["seed"]), found.get("ordinal", 1)])
+
+    def leave_out(self) -> None:
+        """There is nothing to train; the order of a later dataset is as if there had been."""
+        assert self._strategy.servers is not None
+        self._strategy.servers.num_datasets += 1
 
     def aim(self, step: int, target: int | None) -> int | None:
+        if not self.place[3]:
+            self.place[1] = step
+        before, since = self.place[:2].tolist()
         self._step = step
-        self._loader = repeated(self._source, None if target is None else target - step, step, ORDER_SEED)
+        self._loader = repeated(self._source, None if target is None else target - step, step - since, before)
         return step + len(self._loader)
 
     def batches(self) -> Iterator[tuple[int, NumberedBatch]]:
@@ -97,6 +119,10 @@ class LeasedFeed:
                 "--checkpoint-dir and --state-dir or give different ones; it resumes from the newest checkpoint in its "
                 "model_dir."
             ) from None
+        if not self.place[3]:  # as of the other strategies, so that a training may go on under another one
+            self.place[2:] = torch.tensor([_signed(dataset.plan.seed), self._ordinal or dataset.ordinal])
+        seed, ordinal = self.place[2:].tolist()
+        cast(_Examples, self._loader.dataset).order_of = seed % 2**64, ordinal
         for batch in dataset:
             yield self._step + batch.first // (self._loader.batch_size or 1), batch
 
@@ -104,8 +130,9 @@ class LeasedFeed:
 Feed = InStepFeed | LeasedFeed
 
 
-def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module]) -> Feed:
-    """Opens the input; ``build`` creates the model with a small batch, and returns its modules."""
+def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module], ordinal: int | None = None) -> Feed:
+    """Opens the input; ``build`` creates the model with a small batch, and returns its modules. ``ordinal``: of the
+    order of shuffled examples; None: that among the datasets of the strategy."""
     if given.makes_replica_batches and strategy.servers is None:  # else the chief leases all batches: one pipeline
         opened: list[tuple[Any, Any]] = []
 
@@ -120,8 +147,10 @@ def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module
     batch, source = sample(given.open())
     module = build(batch)
     if strategy.servers is not None:
-        return LeasedFeed(strategy, source)
+        return LeasedFeed(strategy, source, ordinal)
     dataset = for_training(strategy, source, module, torch.device("cpu"))
+    if ordinal is not None:
+        dataset.load_state_dict({**dataset.state_dict(), "ordinal": ordinal})
     return InStepFeed(dataset, isinstance(source, Iterator))
 
 
@@ -133,7 +162,7 @@ class NumberedBatch(NamedTuple):
     batch: Any
 
 
-def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> DataLoader[NumberedBatch]:
+def repeated(source: Any, num_batches: int | None, start: int, before: int = 0) -> DataLoader[NumberedBatch]:
     """A loader that goes through the examples of ``source`` again and again, in another order each time if it shuffles:
     one pass that is the whole training, for parameter servers, whose chief counts the batches of a pass.
 
@@ -142,32 +171,42 @@ def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> Dat
     ``max_steps``.
 
     Every batch is full: one may hold the end of an epoch and the beginning of the next. With ``drop_last`` each epoch
-    leaves out what does not fill a batch, and none does. ``num_batches``: of the pass; None: one epoch, whose last
-    batch may be smaller. ``start``: batches that were before it: the order goes on there. ConfigurationError: the
-    batches of ``source`` cannot be leased; says why.
+    leaves out what does not fill a batch, and none does. ``num_batches``: of the pass; None: the rest of an epoch,
+    whose last batch may be smaller. ``start``: batches that were before it, after ``before`` examples: the order goes
+    on there. ConfigurationError: the batches of ``source`` cannot be leased; says why.
     """
     loader = leasable(source)
+    plan, kept = _plan_of(loader)
+    before += start * plan.batch_size
+    length = kept - before % kept if num_batches is None else num_batches * plan.batch_size
+    examples = _Examples(loader.dataset, plan, kept, before, length)
+    like = {**carried(loader, persistent=False), "collate_fn": functools.partial(_collate, loader.collate_fn)}
+    return DataLoader(examples, batch_size=plan.batch_size, **like)
+
+
+def _plan_of(loader: DataLoader[Any]) -> tuple[Plan, int]:
+    """How the batches of a loader are cut, and the examples of an epoch that are gone through."""
     plan = plan_of(loader, num_slices=1, staleness=float("inf"))
     kept = plan.num_batches * plan.batch_size if plan.drop_last else plan.num_examples
     if not kept:
         raise ConfigurationError("the input has no batch to train on")
-    before = start * plan.batch_size
-    if num_batches is None:
-        examples = _Examples(loader.dataset, plan, seed, kept, kept * -(-before // kept), kept)
-    else:
-        examples = _Examples(loader.dataset, plan, seed, kept, before, num_batches * plan.batch_size)
-    like = {**carried(loader, persistent=False), "collate_fn": functools.partial(_collate, loader.collate_fn)}
-    return DataLoader(examples, batch_size=plan.batch_size, **like)
+    return plan, kept
+
+
+def _signed(seed: int) -> int:
+    """As a tensor holds it."""
+    return seed - (seed >> 63 << 64)
 
 
 class _Examples(Dataset[Any]):
     """Examples by their place in the pass. ``kept``: examples of an epoch that are gone through; ``start``: examples
     before the pass, counted over all epochs."""
 
-    def __init__(self, dataset: Any, plan: Plan, seed: int, kept: int, start: int, length: int) -> None:
+    def __init__(self, dataset: Any, plan: Plan, kept: int, start: int, length: int) -> None:
         self._dataset = dataset
         self._plan = plan
-        self._seed = seed
+        self.order_of = 0, 1
+        """Seed and ordinal of the order, if they are shuffled."""
         self._kept = kept
         self._start = start
         self._length = length
@@ -187,7 +226,7 @@ class _Examples(Dataset[Any]):
         if epoch not in self._orders:
             if len(self._orders) > 1:
                 del self._orders[min(self._orders)]
-            order = epoch_order(self._plan.num_examples, self._plan.shuffle, self._seed, 1, epoch)
+            order = epoch_order(self._plan.num_examples, self._plan.shuffle, *self.order_of, epoch)
             self._orders[epoch] = order
         return int(self._orders[epoch][position])
 

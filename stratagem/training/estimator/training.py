@@ -24,7 +24,7 @@ from stratagem.errors import CheckpointError, ConfigurationError, NonFiniteGradi
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.random_states import random_untouched
 from stratagem.training.callbacks.tensorboard import Summaries
-from stratagem.training.estimator.feeds import Feed, NumberedBatch, open_feed
+from stratagem.training.estimator.feeds import Feed, LeasedFeed, NumberedBatch, open_feed
 from stratagem.training.estimator.inputs import Input, split
 from stratagem.training.estimator.model_function import EstimatorSpec, ModeKeys, ModelFunction, ModelObjects, giving
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME, DEFAULT_SAVE_S, RunConfig
@@ -66,8 +66,15 @@ def listening(given: Sequence[SavingListener] | None) -> tuple[SavingListener, .
 class EstimatorTraining:
     """The objects of mode TRAIN under one strategy, and how far they have been trained."""
 
-    def __init__(self, function: ModelFunction, strategy: Strategy, model_dir: Path, config: RunConfig) -> None:
+    def __init__(
+        self, function: ModelFunction, strategy: Strategy, model_dir: Path, config: RunConfig, is_shared: bool = False
+    ) -> None:
         self.strategy = strategy
+        self._is_shared = is_shared
+        """Whether the strategy would be another one for each Estimator, if a task did not join its cluster once."""
+        self._num_inputs = 0
+        self._feed: Feed | None = None
+        """Of a training that has not come to its end."""
         self._function = function
         self._model_dir = model_dir
         self._config = config
@@ -114,11 +121,17 @@ class EstimatorTraining:
                 self.strategy.servers.chief.check_folder(str(self._model_dir.absolute()))
             CheckpointDraft(self._model_dir).close()
             self._check_alone()
-        feed = open_feed(self.strategy, given, self._build)
+        feed = open_feed(self.strategy, given, self._build, self._num_inputs + 1 if self._is_shared else None)
+        self._num_inputs += 1
+        if isinstance(feed, LeasedFeed) and isinstance(self._feed, LeasedFeed):
+            feed.place = self._feed.place
+        self._feed = feed
         manager = self._prepare(feed)
         target = self._step + steps if steps is not None else max_steps
         if target is not None and self._step >= target:
             logger.info("Nothing to train: %d steps of %d have been made already", self._step, target)
+            feed.leave_out()
+            self._feed = None
             self._save(manager, listeners, is_last=True)
             return self._step
         self._objects.train(True)
@@ -130,6 +143,7 @@ class EstimatorTraining:
             self._loop(feed, feed.aim(self._step, target), manager, summaries, listeners)
             path = self._save(manager, listeners, is_last=True)
             self.strategy.barrier()  # who asks for the newest checkpoint then has the last
+            self._feed = None
             if preemption.agree(self.strategy.communicator):
                 leave(self.strategy, lambda: path)
         finally:
@@ -151,8 +165,8 @@ class EstimatorTraining:
         """Has the objects prepared and restored, if that has not been done."""
         if self._manager is not None:
             self._manager.checkpoint.wait()  # whose save was interrupted, it writes on
-        if not self._is_prepared and self._has_servers:
-            self._step = _prepare_on_servers(self.strategy, self._objects, self._model_dir, self._arguments)
+        if not self._is_prepared and isinstance(feed, LeasedFeed):
+            self._step = _prepare_on_servers(self.strategy, self._objects, self._model_dir, self._arguments, feed)
             self._is_restored, self._job_start = True, self._step
         elif not self._is_prepared:
             self._objects.prepare(self.strategy, True, self._arguments)
@@ -286,17 +300,21 @@ class EstimatorTraining:
         return saved
 
 
-def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Path, arguments: dict[str, Any]) -> int:
+def _prepare_on_servers(
+    strategy: Strategy, objects: ModelObjects, model_dir: Path, arguments: dict[str, Any], feed: LeasedFeed
+) -> int:
     """Prepares the objects of a training on parameter servers: from a checkpoint, in the middle of a job, or from
     nothing; returns the updates that had been made when the job started.
 
     The lead's values become the job's where it has none yet (docs/protocol.md 13). So a checkpoint is read into the
     modules before they are prepared: a worker that was started again then takes the live values, and the older ones of
-    the checkpoint are forgotten. The step at which the job started is a variable too. The lead creates it last, and
-    whoever has got it knows that the state of the optimizers is in place as well. CheckpointError: there are
-    checkpoints, and none can be restored, or the newest is of another model.
+    the checkpoint are forgotten. The step at which the job started is a variable too, and so is the place of ``feed``
+    at that step. The lead creates them last, and whoever has got them knows that the state of the optimizers is in
+    place as well. CheckpointError: there are checkpoints, and none can be restored, or the newest is of another model.
     """
     path, step, states = _read_newest(model_dir, objects.made)
+    if "input_position" in states:
+        feed.resume(states["input_position"][1], step)
     put_back({name: module for name, module in objects.modules.items() if name in states}, states)
     objects.prepare(strategy, True, arguments)
     assert strategy.servers is not None
@@ -307,8 +325,9 @@ def _prepare_on_servers(strategy: Strategy, objects: ModelObjects, model_dir: Pa
             put_back({name: optimizer}, states)
     start = nn.Module()
     start.register_buffer("step", torch.tensor(step))
+    start.register_buffer("place", feed.place)
     strategy.prepare(start)
-    job_step = int(start.get_buffer("step"))
+    job_step, feed.place = int(start.get_buffer("step")), start.get_buffer("place").clone()
     if path is not None:  # the parameter servers may have more, of a job that runs or from their chief's checkpoint
         how = "resumes from" if job_step == step else "goes on; it began at"
         logger.info("The job %s step %d; the newest checkpoint is %s", how, job_step, path)
@@ -331,7 +350,8 @@ def _read_newest(model_dir: Path, made: dict[str, Any]) -> tuple[Path | None, in
     while (path := newest_undamaged(model_dir, CHECKPOINT_NAME)) is not None:
         try:
             saved = describe(path)
-            states = read_states(saved, list(made), tables_of(made, saved))
+            names = [*made, *saved.objects.keys() & {"input_position"}]
+            states = read_states(saved, names, tables_of(made, saved))
             return path, _updates_in(saved), {name: kind_and_state(state, str(path)) for name, state in states.items()}
         except CheckpointError:
             if path.exists():

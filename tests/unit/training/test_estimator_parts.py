@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,10 +118,10 @@ def test_an_evaluator_stops_at_the_last_step_or_at_the_end_of_the_job() -> None:
 # -- repeating ---------------------------------------------------------------------------------------------------------
 
 
-def read(source: DataLoader[Any], num_batches: int | None, start: int = 0, seed: int = 0) -> list[list[int]]:
+def read(source: DataLoader[Any], num_batches: int | None, start: int = 0) -> list[list[int]]:
     found: list[list[int]] = []
     first = 0
-    for item in repeated(source, num_batches, start, seed):
+    for item in repeated(source, num_batches, start):
         assert isinstance(item, NumberedBatch) and item.first == first
         rows = item.batch[0].tolist()
         first += len(rows)
@@ -128,6 +131,42 @@ def read(source: DataLoader[Any], num_batches: int | None, start: int = 0, seed:
 
 def flat(batches: list[list[int]]) -> list[int]:
     return [row for rows in batches for row in rows]
+
+
+LARGE = (1 << 64) - 5
+"""A seed, as large as they may be."""
+
+
+def order_of(ordinal: int, seed: int = LARGE, count: int = 10) -> list[int]:
+    return [int(row) for epoch in range(3) for row in epoch_order(count, True, seed, ordinal, epoch)]
+
+
+class Leasing(DefaultStrategy):
+    """Whose second dataset is distributed, in a job with a seed."""
+
+    def distribute_dataset(self, source: Any, **_: Any) -> Any:
+        return Leased(source, SimpleNamespace(seed=LARGE), 2)
+
+
+@dataclasses.dataclass
+class Leased:
+    source: Any
+    plan: Any
+    ordinal: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+
+def fed(
+    num_examples: int, step: int, state: Any = None, loader: Any = None, ordinal: int | None = None
+) -> tuple[LeasedFeed, list[int]]:
+    """A feed and the examples of its training, from a step on; ``state``: of a checkpoint of that step."""
+    feed = LeasedFeed(Leasing(), loader or numbers(batch_size=4, shuffle=True), ordinal)
+    if state is not None:
+        feed.resume(state, step)
+    feed.aim(step, step + num_examples // 4)
+    return feed, [int(row) for _, item in feed.batches() for row in item.batch[0]]
 
 
 def numbers(count: int = 10, **arguments: Any) -> DataLoader[Any]:
@@ -142,15 +181,28 @@ def test_epochs_follow_each_other_without_a_seam() -> None:
 
 def test_one_pass_is_one_epoch() -> None:
     assert read(numbers(batch_size=4), None) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert read(numbers(batch_size=4, drop_last=True), None, start=5) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert read(numbers(batch_size=4, drop_last=True), None, start=4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert read(numbers(batch_size=4), None, start=1) == [[4, 5, 6, 7], [8, 9]], "the rest, as on other strategies"
 
 
 def test_orders_of_a_shuffling_loader_are_those_of_every_strategy() -> None:
-    order = [int(row) for epoch in range(3) for row in epoch_order(10, True, 7, 1, epoch)]
-    rows = read(numbers(batch_size=4, shuffle=True), 7, seed=7)
-    assert flat(rows) == order[:28]
-    assert read(numbers(batch_size=4, shuffle=True), 3, start=4, seed=7) == rows[4:]
-    assert sorted(flat(read(numbers(batch_size=4, shuffle=True), None, start=3, seed=7))) == list(range(10))
+    """A second Estimator, or a further training, had the order of the first, and no seed of the job's."""
+    feed, rows = fed(28, 30)
+    assert rows == order_of(2)[:28]
+    assert fed(28, 30, ordinal=5)[1] == order_of(5)[:28]
+    state = json.loads(json.dumps(feed.state_dict()))
+    assert fed(12, 34, state)[1] == order_of(2)[16:28], "a job that resumes in the middle goes on there"
+    with_older = fed(12, 4, {"dataset": None})[1]
+    assert with_older == order_of(1, seed=0)[16:28]
+
+
+def test_a_place_of_workers_in_step_is_gone_on_from() -> None:
+    loader = numbers(count=12, batch_size=4, shuffle=True)
+    place = {"epoch": 1, "step": 2, "seed": LARGE, "ordinal": 3, "num_examples": 12, "batch_size": 4}
+    order = order_of(3, count=12)
+    assert fed(12, 40, {"dataset": place}, loader)[1] == order[20:32]
+    other = {**place, "batch_size": 6}
+    assert fed(12, 4, {"dataset": other}, loader)[1] == order_of(1, seed=0, count=12)[16:28]
 
 
 def test_worker_processes_and_rows_read_at_once() -> None:
@@ -173,7 +225,7 @@ def test_worker_processes_and_rows_read_at_once() -> None:
 )
 def test_batches_that_cannot_be_lent(source: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
-        repeated(source, 3, 0, 0)
+        repeated(source, 3, 0)
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
