@@ -62,7 +62,13 @@ class InStepFeed:
     def batches(self) -> Iterator[tuple[int, Any]]:
         """What ``strategy.run`` is to be given, each with the number of updates before it."""
         with Passes(self._dataset, None if self._is_once else self._left) as passes:
-            yield from zip(itertools.count(self._step), itertools.islice(passes.epoch(), self._left), strict=False)
+            step = self._step
+            for _ in range(2):  # where the place is behind the last batch of a pass, the next one
+                for batch in itertools.islice(passes.epoch(), self._left):
+                    yield step, batch
+                    step += 1
+                if step > self._step:
+                    return
 
 
 class LeasedFeed:

@@ -87,6 +87,14 @@ def test_the_loader_is_gone_through_once_without_a_number_of_steps(tmp_path: Pat
 
 
 @pytest.mark.parametrize("strategy", [one, mirrored])
+def test_a_later_process_goes_through_the_loader_once_more(tmp_path: Path, strategy: Callable[[], sg.Strategy]) -> None:
+    """Where the checkpoint was of the last step, and not of the end, it had "no batch to train on"."""
+    for _ in range(2):
+        estimator = make(tmp_path, strategy, save_checkpoints_steps=5).train(loader)  # a pass has 5
+    torch.testing.assert_close(weights(estimator), trained_by_hand(10), **TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", [one, mirrored])
 @pytest.mark.parametrize("nan", ["error", "skip"])
 def test_a_loss_that_is_not_finite_ends_training_though_its_gradients_are(
     tmp_path: Path, strategy: Callable[[], sg.Strategy], nan: str
