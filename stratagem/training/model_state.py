@@ -114,7 +114,8 @@ class ModelState(WithWaysOut):
 
     def check_attributes(self) -> None:
         """Refuses attributes that Keras understands, and that torch would silently accept as new attributes.
-        ConfigurationError: one of them was set. Warns once of a layer that was put in after ``compile``."""
+        ConfigurationError: one of them was set, or every parameter is frozen. Warns once of a layer that was put in
+        after ``compile``."""
         for name in _NEVER_CALLED.intersection(vars(self)):
             raise ConfigurationError(f"model.{name} was set, {_NOT_CALLED}")
         is_of_torch = type(self.optimizer).__module__.startswith("torch.")  # one of the script's own may read them
@@ -127,6 +128,11 @@ class ModelState(WithWaysOut):
         if trained or "trainable" in vars(self) or "trainable" in vars(self._original):
             raise ConfigurationError(
                 "trainable was set, which has no effect: call requires_grad_(False) on the module before compile"
+            )
+        if not any(parameter.requires_grad for parameter in self._original.parameters()):
+            raise ConfigurationError(
+                "fit has nothing to train: requires_grad is False for every parameter of the module; call "
+                "requires_grad_(True) on what is to be trained"
             )
         known = {*map(id, self._known)}
         for name, parameter in self._original.named_parameters():

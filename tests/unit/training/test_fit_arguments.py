@@ -302,6 +302,19 @@ def test_an_optimizer_of_the_scripts_own_may_have_attributes_of_these_names() ->
         assert model.fit(X, Y, verbose=0).history["loss"]
 
 
+def test_a_module_that_is_frozen_altogether_is_refused_with_the_way_out() -> None:
+    """It ended in torch's words about elements without a grad_fn."""
+    layer = torch.nn.Linear(3, 2)
+    model = sg.Model(layer.requires_grad_(False))
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(ConfigurationError, match=r"nothing to train: .* call requires_grad_\(True\)"):
+        model.fit(X, Y, verbose=0)
+    before = layer.weight.clone()
+    layer.weight.requires_grad_(True)
+    model.fit(X, Y, verbose=0)
+    assert not torch.equal(layer.weight, before)
+
+
 def test_a_layer_that_only_keras_would_not_train_is_refused() -> None:
     layer = torch.nn.Linear(3, 2)
     layer.trainable = False  # type: ignore[assignment]
