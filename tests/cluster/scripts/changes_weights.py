@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 
@@ -17,8 +18,9 @@ def loaded(strategy: sg.Strategy) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD([model.weight], 0.0)  # the bias gets gradients, and stays
-    model, optimizer = strategy.prepare(model, optimizer, gradients="sum" if sys.argv[1] == "uneven sums" else "mean")
-    again = (*strategy.prepare(model, optimizer), strategy.prepare(model))
+    prepare = functools.partial(strategy.prepare, gradients="sum" if sys.argv[1] == "uneven sums" else "mean")
+    model, optimizer = prepare(model, optimizer)
+    again = (*prepare(model, optimizer), prepare(model))
     assert all(one is other for one, other in zip(again, (model, optimizer, model), strict=True)), again
     strategy.load_once(lambda: nn.init.constant_(model.weight, 7.0))
     if sys.argv[1] == "optimizer later":
