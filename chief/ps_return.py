@@ -96,7 +96,7 @@ class PsReturn(ChiefPart):
                     return
             if not self._state.is_open and await self._has_taken_over(server):
                 return
-            if not self._state.is_open and await asyncio.to_thread(self._restoring.has_checkpoints):
+            if not self._state.is_open and await self._restoring.has_checkpoints():
                 await self._begin_from_checkpoint(server)
             if (
                 self._state.is_open

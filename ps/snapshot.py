@@ -17,7 +17,7 @@ from typing import Any
 import safetensors
 import torch
 
-from stratagem.checkpoint.durable import GIVE_ANOTHER, hash_file, read_file, way_out, write_durably
+from stratagem.checkpoint.durable import GIVE_ANOTHER, check_disk, hash_file, read_file, way_out, write_durably
 from stratagem.checkpoint.manifest import UNREADABLE, SavedFile, read_content
 from stratagem.checkpoint.tensor_file import open_tensors, write_tensors
 from stratagem.cluster.initial_rows import InitialRows
@@ -45,12 +45,13 @@ CANNOT_BE_READ = (
 @contextlib.contextmanager
 def reading(what: object, passes: type[StratagemError] | tuple[()] = ()) -> Iterator[None]:
     """Inside, ``what`` is read: what goes wrong is a ``CheckpointError``, unless it is of the kind ``passes``, about
-    something else."""
+    something else; an ``UnreadableError`` where ``what`` may be whole."""
     try:
         yield
     except passes:
         raise
     except CANNOT_BE_READ as error:
+        check_disk(error, f"{what} cannot be read")
         raise CheckpointError(f"{what} cannot be read: {error!r}") from None
 
 
@@ -154,7 +155,8 @@ def check(directory: pathlib.Path, index: int, num_ps: int = 0, is_fresh: bool =
     """Makes sure that the files that one of ``num_ps`` needs (0: of as many as made the checkpoint) are those that its
     manifest tells of; where it ``is_fresh``, made a moment ago, that they are there is enough. Returns whether these
     are the ps's own: if another number of ps made the checkpoint, it needs those of all. CheckpointError: the
-    checkpoint is not complete, was made without this ps, or a file is missing or was altered."""
+    checkpoint is not complete, was made without this ps, or a file is missing or was altered. UnreadableError: nobody
+    can tell now."""
     try:
         files = read_content(directory)["files"]
         is_own = num_ps in (0, len({file["ps"] for file in files}))
@@ -170,6 +172,7 @@ def check(directory: pathlib.Path, index: int, num_ps: int = 0, is_fresh: bool =
                 raise CheckpointError(f"{path.name} was altered: its SHA-256 is not the one in the manifest")
         return is_own
     except UNREADABLE as error:
+        check_disk(error, f"{directory} cannot be read by ps:{index}")
         raise CheckpointError(f"{directory} cannot be read by ps:{index}: {error}") from None
 
 

@@ -22,6 +22,7 @@
     ├── ClusterTimeoutError           the cluster did not come up in time; names who is missing
     ├── JobStoppedError               the chief ended the job; carries the exit code
     ├── CheckpointError               a checkpoint cannot be written or read
+    │   └── UnreadableError           its disk does not answer, or may not be read
     ├── SubmitError                   a job cannot be submitted: Docker, the registry or the cluster refused it
     └── ExportError                   a model cannot be exported, or what was exported cannot be loaded
 
@@ -152,6 +153,10 @@ class JobStoppedError(StratagemError):
 
 class CheckpointError(StratagemError):
     """A checkpoint cannot be written or read."""
+
+
+class UnreadableError(CheckpointError):
+    """A disk does not answer, or may not be read: that says nothing of what lies there, and may pass."""
 
 
 class SubmitError(StratagemError):

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from stratagem.checkpoint import catalog
@@ -199,12 +199,17 @@ def _longer(target: pathlib.Path) -> pathlib.Path:
     return target
 
 
-def scan_all(directory: str) -> list[tuple[pathlib.Path, int, ServersManifest | None]]:
+_Read = Callable[[pathlib.Path], ServersManifest | None]
+
+
+def scan_all(
+    directory: str, read: _Read = ServersManifest.read
+) -> list[tuple[pathlib.Path, int, ServersManifest | None]]:
     """Newest first, what is or was a checkpoint: path, step and manifest; without one that can be read, by its name."""
     found = []
     for path in pathlib.Path(directory).absolute().glob("step-*/"):
         if named := _NAME.fullmatch(path.name):
-            manifest = ServersManifest.read(path)
+            manifest = read(path)
             key = int(named[1]), 0, 0, ""
             if manifest is not None:
                 key = manifest.step, manifest.chief_epoch, manifest.num_updates, manifest.created
@@ -223,8 +228,9 @@ def newest(directory: str) -> tuple[pathlib.Path, ServersManifest] | None:
 
 
 def other_strategy(path: pathlib.Path) -> str:
-    """The strategy under which a script saved it without parameter servers; empty: it is none of these."""
-    manifest = Manifest.read(path)
+    """The strategy under which a script saved it without parameter servers; empty: it is none of these.
+    UnreadableError: nobody can tell now."""
+    manifest = Manifest.find(path)
     strategy = "" if manifest is None or any(file.ps for file in manifest.files) else manifest.facts.get("strategy", "")
     return "" if strategy == "ParameterServerStrategy" else str(strategy)
 

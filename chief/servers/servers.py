@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from stratagem.chief.leasing.steps import StepClosing
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.cluster.task import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update, positions_of
-from stratagem.errors import PeerUnavailableError
+from stratagem.errors import PeerUnavailableError, UnreadableError
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.fields import from_message
@@ -37,10 +38,27 @@ RETRY_S = 0.1
 """Pause before a call to a ps that did not answer is made again."""
 CALL_TIMEOUT_S = 5.0
 """For calls that only change a few words of state; the caller repeats them while the ps is alive."""
+READ_AGAIN_S = 30.0
+"""For so long a disk that cannot be read is tried again: less than workers wait for a ps."""
 DISK_TIMEOUT_S = 600.0
 """For calls that read or write all shards; a dead ps is noticed by keepalive long before."""
 
 _Result = TypeVar("_Result")
+
+
+async def read_patiently(read: Callable[[], Awaitable[_Result]]) -> _Result:
+    """What ``read`` gives; it is called again where the disk does not answer. UnreadableError: for too long."""
+    until = time.monotonic() + READ_AGAIN_S
+    level = logging.WARNING
+    while True:
+        try:
+            return await read()
+        except UnreadableError as error:
+            if time.monotonic() >= until:
+                raise
+            logger.log(level, "Trying again for up to %.0f s: %s", READ_AGAIN_S, error)
+            level = logging.DEBUG
+            await asyncio.sleep(RETRY_S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +195,10 @@ class Server:
 
     async def restore_shards(self, directory: str, num_ps: int, *, is_fresh: bool = False) -> None:
         """Puts the ps back to a committed checkpoint, as one of so many. One that was just made (``is_fresh``) is not
-        looked through once more."""
+        looked through once more. CheckpointError: it is damaged. UnreadableError: its disk could not be read for
+        :data:`READ_AGAIN_S`."""
         request = ps_pb2.RestoreShardsRequest(directory=directory, num_ps=num_ps, is_fresh=is_fresh)
-        await self._call("RestoreShards", request, DISK_TIMEOUT_S)
+        await read_patiently(lambda: self._call("RestoreShards", request, DISK_TIMEOUT_S))
 
     async def mark_lost(self, units: Mapping[tuple[int, int], UnitBitmap]) -> None:
         """Closes units without their updates."""

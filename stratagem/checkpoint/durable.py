@@ -12,11 +12,18 @@ import secrets
 import stat
 from typing import TYPE_CHECKING
 
+from stratagem.errors import UnreadableError
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 GIVE_ANOTHER = "give a directory that the chief and every ps can write"
 """What helps otherwise, of the folder of a job's checkpoints."""
+_OF_THE_FILE = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO, errno.ELOOP, errno.ENAMETOOLONG),
+    None,  # a library's
+)
+"""Errors of reading that say what lies there, or that nothing does."""
 
 
 def write_durably(path: pathlib.Path, *pieces: bytes | memoryview) -> tuple[int, str]:
@@ -128,6 +135,13 @@ def hash_file(path: pathlib.Path) -> str:
     """SHA-256 of a file, in hex. Raises OSError: it cannot be read."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_disk(error: Exception, what: str) -> None:
+    """Raises UnreadableError: ``error``, of reading ``what``, is the disk's, and what lies there may be whole."""
+    if isinstance(error, OSError) and error.errno not in _OF_THE_FILE:
+        advice = way_out(error, "make it readable, and start the job again")
+        raise UnreadableError(f"{what}: {error}. It may be whole, and stays where it is: {advice}") from None
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:

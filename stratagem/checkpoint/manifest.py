@@ -9,7 +9,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
 
-from stratagem.checkpoint.durable import read_file
+from stratagem.checkpoint.durable import check_disk, read_file
+from stratagem.errors import UnreadableError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -70,8 +71,18 @@ class Manifest:
     def read(cls, path: pathlib.Path) -> Self | None:
         """That of the checkpoint ``path``; None when there is none that can be read."""
         try:
+            return cls.find(path)
+        except UnreadableError:
+            return None
+
+    @classmethod
+    def find(cls, path: pathlib.Path) -> Self | None:
+        """That of the checkpoint ``path``; None when there is none, or it was altered. Raises UnreadableError: nobody
+        can tell now."""
+        try:
             return cls.of(read_content(path))
-        except UNREADABLE:
+        except UNREADABLE as error:
+            check_disk(error, f"{path / MANIFEST} cannot be read")
             return None
 
 

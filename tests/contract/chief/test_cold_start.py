@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.checkpoint import durable
+from stratagem.chief.servers import servers
 from stratagem.cluster.units import Unit
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
@@ -180,6 +184,43 @@ def test_when_none_is_whole_the_job_does_not_begin_anew_by_itself(
     assert f"none of the 3 checkpoints in {directory} is complete on every ps (the newest, step-00000003: " in reason
     assert "ps-1.safetensors was altered" in reason and "another --checkpoint-dir" in reason
     assert len(list(directory.glob("step-*"))) == 3, "nothing is moved when nothing was found"
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: float) -> None:
+    """The disk fails so often where a file of this name, of the newest checkpoint, is opened to be read."""
+    real, left = durable.open_file, [times]
+
+    def open_file(path: Path) -> Any:
+        if path.name == name and path.parent.name == "step-00000003" and left[0] > 0:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(durable, "open_file", open_file)
+
+
+@pytest.mark.parametrize("name", ["ps-0.safetensors", "ps-1.json", "manifest.json"])
+def test_a_disk_that_fails_for_a_moment_is_no_damage(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    shutil.copytree(saved[0], tmp_path / "c")
+    fail(monkeypatch, name, errno.EIO, 12)  # the chief looks at manifests before
+    assert start(tmp_path / "c", saved[1])[::2] == ([3, 3], 0)
+    assert not list((tmp_path / "c").glob(".damaged-*"))
+
+
+@pytest.mark.parametrize("name", ["ps-1.safetensors", "manifest.json"])
+def test_a_disk_that_stays_unreadable_ends_the_job_and_nothing_is_moved(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    directory = tmp_path / "c"
+    shutil.copytree(saved[0], directory)
+    fail(monkeypatch, name, errno.EACCES, float("inf"))
+    monkeypatch.setattr(servers, "READ_AGAIN_S", 0.2)
+    code, reason = refused(directory)
+    assert code == 2 and "cannot be read" in reason and "Permission denied" in reason
+    assert "may be whole, and stays where it is: make it readable, and start the job again" in reason
+    assert len(list(directory.glob("step-*"))) == 3
 
 
 def test_checkpoints_without_their_manifest_are_no_reason_to_begin_anew(
