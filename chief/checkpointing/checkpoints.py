@@ -131,7 +131,8 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
     is replaced that was taken before another model was prepared or trained, or in the middle of a batch; with
     ``replaces`` also one of other weights. It is removed when the new one is there. Beside one that a script has given
     this number, or asked for before another model was trained, the new one has more digits.
-    CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
+    CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists, or one that
+    cannot be read now.
     """
 
     def lacks_some(before: ServersManifest) -> bool:
@@ -141,7 +142,7 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
         return is_smaller or before.lacks(*counts)
 
     def is_same(there: pathlib.Path) -> bool:
-        existing = ServersManifest.read(there)  # what has no values yet is written as zeros
+        existing = ServersManifest.find(there)  # what has no values yet is written as zeros
         return existing is not None and not lacks_some(existing) and _digests(existing) == _digests(manifest)
 
     with draft:
@@ -155,12 +156,12 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
             return saved
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
-        before = ServersManifest.read(target)
+        before = ServersManifest.find(target)
         of_script = (target / catalog.HOST).is_dir()  # which counts otherwise
         was_asked_for = before is not None and not before.automatic and lacks_some(before)
         if (of_script or was_asked_for) and not is_same(target):
             target = target.with_name(f"step-{manifest.step:012d}")
-            before = ServersManifest.read(target)
+            before = ServersManifest.find(target)
         is_over = before is not None and (replaces or before.unfinished or lacks_some(before))
         is_of_as_many = before is None or before.num_ps == manifest.num_ps
         what = "other weights" if is_of_as_many else "the files of another number of ps"

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stratagem.checkpoint.durable import hash_file
+from stratagem.checkpoint.durable import check_disk, hash_file
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.errors import CheckpointError
 
@@ -163,13 +163,14 @@ def _scan(directory: pathlib.Path, passed_by: list[pathlib.Path], depth: int) ->
         passed_by.append(path)
 
 
-def find_damage(path: pathlib.Path) -> list[str]:
-    """What is wrong with a checkpoint, one line for each file; empty when every checksum is right."""
+def find_damage(path: pathlib.Path, is_certain: bool = False) -> list[str]:
+    """What is wrong with a checkpoint, one line for each file; empty when every checksum is right. Raises
+    UnreadableError: it has to be certain, and a file cannot be read now."""
     damage = []
     for part in (path, path / HOST):
         if part != path and not part.is_dir():
             continue
-        manifest = Manifest.read(part)
+        manifest = Manifest.find(part) if is_certain else Manifest.read(part)
         if manifest is None:
             what = "cannot be read or was altered" if (part / MANIFEST).exists() else "is missing: it is not complete"
             damage.append(f"{part / MANIFEST} {what}")
@@ -185,6 +186,8 @@ def find_damage(path: pathlib.Path) -> list[str]:
             except FileNotFoundError:
                 damage.append(f"{place} is missing")
             except OSError as error:
+                if is_certain:
+                    check_disk(error, f"{place} cannot be read")
                 damage.append(f"{place} cannot be read: {error.strerror}")
     return damage
 

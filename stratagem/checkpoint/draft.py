@@ -187,8 +187,8 @@ def _lock_of(draft: pathlib.Path) -> pathlib.Path:
 
 
 def _set_aside_if_damaged(target: pathlib.Path) -> None:
-    """Makes room where a damaged checkpoint lies; nothing of it is deleted."""
-    if target.is_dir() and any(target.iterdir()) and (damage := find_damage(target)):
+    """Makes room where a damaged checkpoint lies; nothing of it is deleted. Raises UnreadableError: it may be whole."""
+    if target.is_dir() and any(target.iterdir()) and (damage := find_damage(target, is_certain=True)):
         logger.warning("%s is damaged (%s) and is now %s", target, "; ".join(damage), set_aside(target))
 
 

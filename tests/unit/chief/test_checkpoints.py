@@ -10,9 +10,11 @@ import math
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stratagem.checkpoint import durable
 from stratagem.checkpoint.draft import remove_unfinished
 from stratagem.checkpoint.durable import write_durably
 from stratagem.checkpoint.manifest import MANIFEST, Manifest, SavedFile, encode
@@ -21,7 +23,7 @@ from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import untaken
 from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.units import Plan, Topic, UnitBitmap
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, UnreadableError
 
 
 def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automatic: bool = True) -> ServersManifest:
@@ -175,6 +177,26 @@ def test_other_weights_at_the_same_step_are_refused(tmp_path: Path) -> None:
     path = commit(tmp_path, manifest_of(5))
     with pytest.raises(CheckpointError, match="holds other weights than now"):
         commit(tmp_path, manifest_of(5, b"WEIGHTS"), b"WEIGHTS")
+    assert (path / "ps-0.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "ps-0.safetensors"])
+def test_one_in_the_way_that_cannot_be_read_now_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = commit(tmp_path, manifest_of(5))
+    real = durable.open_file
+
+    def open_file(file: Path) -> Any:
+        if file == path / name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return real(file)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(durable, "open_file", open_file)
+        with pytest.raises(UnreadableError, match=f"{name} cannot be read.* It may be whole, and stays where it is"):
+            commit(tmp_path, manifest_of(5, b"others!"), b"others!")
+    assert [each for each, _ in checkpoints.scan(str(tmp_path))] == [path] and not list(tmp_path.glob(".*"))
     assert (path / "ps-0.safetensors").read_bytes() == b"weights"
 
 
