@@ -17,7 +17,7 @@ from stratagem.chief.checkpointing.saving import (
 )
 from stratagem.chief.chief_state import ChiefPart, ChiefState, Note, Work
 from stratagem.chief.recovery import Recovery
-from stratagem.chief.servers.servers import ServerDescription
+from stratagem.chief.servers.servers import ServerDescription, read_patiently
 from stratagem.cluster.task import Incarnation
 from stratagem.errors import CheckpointError, ForbiddenError, PeerUnavailableError, StaleStoreError, StratagemError
 
@@ -223,8 +223,9 @@ class Maintenance(ChiefPart):
         async with self._first:
             if self._has_first:
                 return
-            newest, is_trained = self._found(), False
+            newest, is_trained = None, False
             try:
+                newest = await read_patiently(lambda: asyncio.to_thread(self._found, checkpoints.ServersManifest.find))
                 described = await self._described()
                 is_trained = content_of(described).step > (newest.manifest.step if newest is not None else 0)
                 if newest is not None:
@@ -232,7 +233,7 @@ class Maintenance(ChiefPart):
                     if is_kept or not newest.lacks(described):
                         return self._saved(newest)
                 check_taken([*described])  # once they have all of it, that may be what is there already
-                await self.save()
+                await read_patiently(self.save)
             except (CheckpointError, ForbiddenError) as error:  # as it is, a ps was not started for the folder
                 if newest is None or not (is_trained or self._lease_book.has_leased):
                     self._stop(2, str(error))
@@ -244,9 +245,9 @@ class Maintenance(ChiefPart):
                 which = "The first" if newest is None else "A"
                 self._tell_delay(f"{which} checkpoint has to wait", error, is_trained)
 
-    def _found(self) -> CommittedCheckpoint | None:
+    def _found(self, read: checkpoints.Read = checkpoints.ServersManifest.read) -> CommittedCheckpoint | None:
         """The newest that is there, of an earlier chief or job perhaps."""
-        found = checkpoints.newest(self._config.checkpoint_dir)
+        found = checkpoints.newest(self._config.checkpoint_dir, read)
         return None if found is None else CommittedCheckpoint(str(found[0]), found[1])
 
     async def _save(self) -> None:

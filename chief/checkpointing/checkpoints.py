@@ -200,11 +200,11 @@ def _longer(target: pathlib.Path) -> pathlib.Path:
     return target
 
 
-_Read = Callable[[pathlib.Path], ServersManifest | None]
+Read = Callable[[pathlib.Path], ServersManifest | None]
 
 
 def scan_all(
-    directory: str, read: _Read = ServersManifest.read
+    directory: str, read: Read = ServersManifest.read
 ) -> list[tuple[pathlib.Path, int, ServersManifest | None]]:
     """Newest first, what is or was a checkpoint: path, step and manifest; without one that can be read, by its name."""
     found = []
@@ -218,14 +218,14 @@ def scan_all(
     return [(path, key[0], manifest) for key, path, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
-def scan(directory: str) -> list[tuple[pathlib.Path, ServersManifest]]:
+def scan(directory: str, read: Read = ServersManifest.read) -> list[tuple[pathlib.Path, ServersManifest]]:
     """Complete checkpoints, oldest first."""
-    return [(path, manifest) for path, _, manifest in reversed(scan_all(directory)) if manifest is not None]
+    return [(path, manifest) for path, _, manifest in reversed(scan_all(directory, read)) if manifest is not None]
 
 
-def newest(directory: str) -> tuple[pathlib.Path, ServersManifest] | None:
+def newest(directory: str, read: Read = ServersManifest.read) -> tuple[pathlib.Path, ServersManifest] | None:
     """The complete checkpoint with the highest step, of the newest chief."""
-    return next(reversed(scan(directory)), None)
+    return next(reversed(scan(directory, read)), None)
 
 
 def other_strategy(path: pathlib.Path) -> str:

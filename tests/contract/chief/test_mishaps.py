@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -14,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
+from stratagem.checkpoint import durable
 from stratagem.checkpoint.catalog import is_complete
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.durable import set_aside
@@ -743,6 +746,33 @@ async def test_a_checkpoint_that_was_set_aside_since_is_taken_again(tmp_path: Pa
         await running.job._maintenance.save_last()
         newest = checkpoints.newest(str(tmp_path))
         assert newest is not None and newest[0].name == "step-00000001"
+
+
+@pytest.mark.parametrize("num_reads", [0, 1])
+async def test_a_first_checkpoint_that_cannot_be_read_for_a_moment_is_no_reason_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_reads: int
+) -> None:
+    """A chief that was started again took another one of its step, which did not go: the job ended with 2."""
+    sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with cluster(initialized=False, **sizes) as (running, _, [server]):
+        running.job.journal.write("begun")
+        running.job.journal.write("initialized", tasks=["ps:0"])
+        server.initialized = True
+        maintenance = running.job._maintenance
+        await until(lambda: maintenance.newest)
+        monkeypatch.setattr(maintenance, "newest", None)
+        real, num = durable.open_file, itertools.count()
+
+        def open_file(path: Path) -> Any:
+            if path.name == "manifest.json" and num_reads <= next(num) < num_reads + 3:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return real(path)
+
+        monkeypatch.setattr(durable, "open_file", open_file)
+        server.groups = [*range(num_reads)]  # of a model that was prepared since: one with it takes its place
+        await maintenance._save_first()
+        assert maintenance.newest and running.job.sessions.stopping is None
+    assert [path.name for path, _ in checkpoints.scan(str(tmp_path))] == ["step-00000000"]
 
 
 async def test_the_first_checkpoint_is_taken_again_where_a_script_prepares_one_model_after_the_other(
