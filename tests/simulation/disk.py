@@ -1,12 +1,15 @@
-"""The disk under journal and checkpoints: a folder in memory, whose writes are torn, fail, last, and are flipped."""
+"""The disk under journal and checkpoints: a folder in memory, whose writes are torn, fail, last, and are flipped, and
+which at times cannot be read."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pathlib
 import stat
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from tests.simulation.threads import here
@@ -29,12 +32,27 @@ class Disk:
         """For checkpoints."""
         self.full_for = ""
         """The only task for which it is; empty: all."""
+        self.full_errno = errno.ENOSPC
+        """Or ``EROFS``: no file can be made there either."""
+        self.unreadable_until = 0.0
+        """For checkpoints, as the next three."""
+        self.unreadable_for = ""
+        self.unreadable_errno = errno.EIO
+        self.was_unreadable_long = False
+        """For longer than a chief tries again."""
+        self.spoiled: set[int] = set()
+        """Inodes of the folders of checkpoints that are not whole any more."""
         self.state_full_until = 0.0
         """For the chief's journal, and what else is in its folder."""
         self.has_lost = False
         """A chief could not write its journal, and none has followed it."""
         self.slow = 0.0
         """A sync takes up to so many seconds."""
+
+    @property
+    def has_refused(self) -> bool:
+        """A checkpoint may not have been written: its disk was full, or a ps could not see the chief's draft."""
+        return bool(self.full_until or self.unreadable_until)
 
     def sync(self, fd: int) -> None:
         """What ``fsync`` means.
@@ -49,8 +67,7 @@ class Disk:
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode):
             is_state = self._is_state(fd)
-            is_others = not is_state and self.full_for not in ("", process.name)
-            if world.now < (self.state_full_until if is_state else self.full_until) and not is_others:
+            if world.now < self.state_full_until if is_state else self._is_full(world):
                 self.refuse(is_state)
             self.synced[found.st_ino] = found.st_size
         if self.slow:
@@ -71,7 +88,35 @@ class Disk:
 
     def refuse(self, is_state: bool) -> None:
         self.has_lost |= is_state
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        number = errno.ENOSPC if is_state else self.full_errno
+        raise OSError(number, os.strerror(number))
+
+    def _is_full(self, world: Any) -> bool:
+        return bool(world.now < self.full_until and self.full_for in ("", world.process.name))
+
+    def open(self, path: Any, flags: int, *more: Any, **named: Any) -> int:
+        """As ``os.open``, which opens a file of a checkpoint to be read with ``O_NONBLOCK``."""
+        world, number = here(), 0
+        if not world.closing and world.process is not None and f"{self.folder}/checkpoints/" in os.fspath(path):
+            if flags & os.O_CREAT and self.full_errno == errno.EROFS and self._is_full(world):
+                number = errno.EROFS
+            elif flags & os.O_NONBLOCK and self._is_unreadable(world):
+                number = self.unreadable_errno
+        if number:
+            raise OSError(number, os.strerror(number), os.fspath(path))
+        return os.open(path, flags, *more, **named)
+
+    def _is_unreadable(self, world: Any) -> bool:
+        return bool(world.now < self.unreadable_until and self.unreadable_for in ("", world.process.name))
+
+    @contextlib.contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Inside, the invariants read, in the middle of a process."""
+        until, self.unreadable_until = self.unreadable_until, 0.0
+        try:
+            yield
+        finally:
+            self.unreadable_until = until
 
     def _is_state(self, fd: int) -> bool:
         return f"{self.folder}/state/" in os.readlink(f"/proc/self/fd/{fd}")
@@ -91,7 +136,16 @@ class Disk:
         if data:
             data[here().random.randrange(len(data))] ^= 1 << here().random.randrange(8)
             path.write_bytes(data)
-            self.flipped.add(path.parent.name)
+            self._spoil(path.parent)
+
+    def remove(self, path: pathlib.Path) -> None:
+        """Somebody removes a file."""
+        path.unlink()
+        self._spoil(path.parent)
+
+    def _spoil(self, checkpoint: pathlib.Path) -> None:
+        self.flipped.add(checkpoint.name)
+        self.spoiled.add(checkpoint.stat().st_ino)
 
 
 def _fsync(fd: int) -> None:
@@ -108,5 +162,10 @@ def _write(fd: int, data: Any) -> int:
     return disk.write(fd, data)
 
 
-Os = types.SimpleNamespace(**{**vars(os), "fsync": _fsync, "write": _write})
-"""In the place of the module ``os``, where files are written."""
+def _open(path: Any, flags: int, *more: Any, **named: Any) -> int:
+    disk: Disk = here().disk  # type: ignore[attr-defined]
+    return disk.open(path, flags, *more, **named)
+
+
+Os = types.SimpleNamespace(**{**vars(os), "fsync": _fsync, "write": _write, "open": _open})
+"""In the place of the module ``os``, where files are written and read."""

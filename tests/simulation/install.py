@@ -49,7 +49,10 @@ _STAND_INS: dict[Any, Any] = {
     concurrent.futures.Future: Future,
     concurrent.futures.ThreadPoolExecutor: ThreadPoolExecutor,
 }
-_ON_DISK = ("stratagem.chief.journal.journal", "stratagem.chief.journal.lock", "stratagem.checkpoint.durable")
+_ON_DISK = (
+    *("stratagem.chief.journal.journal", "stratagem.chief.journal.lock"),
+    *("stratagem.checkpoint.durable", "stratagem.checkpoint.draft"),
+)
 _NOT = ("stratagem.rpc.logs", "stratagem.rpc.tls_files", "stratagem.cli", "stratagem.launch")
 
 

@@ -210,14 +210,12 @@ class Invariants:
         unit = (*key, index)
         name, created, lacking = self.partial
         job = self.cluster.job
-        may_lack = (job.prepares_late or job.prepares_apart) and (self.cluster.wanted or self.cluster.disk.full_until)
+        may_lack = (job.prepares_late or job.prepares_apart) and (self.cluster.wanted or self.cluster.disk.has_refused)
         if (
             self.model_of_epoch(job.pass_of(key)) in lacking
             and not may_lack
             and name not in self.cluster.disk.flipped
-            # Else a chief died as it had written another one.
-            and (newest := checkpoints.newest(str(self.cluster.folder / "checkpoints")))
-            and (newest[0].name, newest[1].created) == (name, created)
+            and self._is_newest(name, created)  # else a chief died as it had written another one
         ):
             self.world.fail(f"unit {unit} is leased, and {name} lacks what was prepared last")
         before, chief = self.holders.get(unit, (None, None))
@@ -229,6 +227,12 @@ class Invariants:
         if not is_given_up and (chief is self.cluster.chief_job or self._knows_of_lease(before, unit)):
             self.world.fail(f"unit {unit} is leased to {incarnation}, and {before} has it still")
         self.holders[unit] = incarnation, self.cluster.chief_job
+
+    def _is_newest(self, name: str, created: str) -> bool:
+        """Whether a checkpoint is the newest one."""
+        with self.cluster.disk.looked_at():
+            newest = checkpoints.newest(str(self.cluster.folder / "checkpoints"))
+        return newest is not None and (newest[0].name, newest[1].created) == (name, created)
 
     def _is_released(self, incarnation: Any) -> bool:
         """Whether its units may go to others: a chief that follows has every ps refuse it, and releases nothing."""
@@ -353,6 +357,7 @@ class Invariants:
         if cluster.finished is None or not cluster.is_over:
             world.fail(f"not over after {world.now - START:.0f} s: {self.waiting()}")
             return
+        self._check_set_aside()
         job: ChiefJob = cluster.chief_job
         kept = {path.name for path in pathlib.Path(cluster.checkpoint_dir).glob("step-*")}
         if job.ps_pool.without_memory and kept <= cluster.disk.flipped:
@@ -364,9 +369,10 @@ class Invariants:
             # Before anything is trained a checkpoint has to be written, and a script's; a ps without memory needs one
             # that is whole.
             has_to = not kept or not job.lease_book.has_leased or "worker:" in reason
-            is_told = ("No space left on device" in reason and has_to) or (
-                "is complete on every ps" in reason and kept <= cluster.disk.flipped
-            )
+            cannot = ("No space left on device", "Read-only file system", "(Input/output error)", "(Permission denied)")
+            is_told = has_to and any(words in reason for words in cannot)
+            is_told |= "is complete on every ps" in reason and kept <= cluster.disk.flipped
+            is_told |= cluster.disk.was_unreadable_long and "It may be whole, and stays where it is" in reason
             words = "begins from cannot be read", "was altered: its SHA-256"
             is_told |= bool(cluster.disk.flipped) and any(one in reason for one in words)
             is_told |= self.ends_for_good(reason)
@@ -388,7 +394,7 @@ class Invariants:
         loaded = [*variables] if cluster.job.loads else []
         if cluster.job.reloads:
             loaded = [name for name in variables if name.endswith("counts.0")]
-        for name in () if cluster.disk.full_until or cluster.disk.flipped else loaded:
+        for name in () if cluster.disk.has_refused or cluster.disk.flipped else loaded:
             if not (variables[name].long() // LOADED == 1).all():
                 world.fail(f"{name} has lost what was loaded: {[oct(one) for one in variables[name].long().tolist()]}")
         found = {name: self.units_of(job, name, each, f"{name} at the end") for name, each in variables.items()}
@@ -430,11 +436,20 @@ class Invariants:
         ):
             world.fail(f"at staleness 0 the ps differ: {[len(units) for units in found.values()]}")
 
+    def _check_set_aside(self) -> None:
+        """Nothing that is whole is taken for damaged."""
+        for path in pathlib.Path(self.cluster.checkpoint_dir).glob(".damaged-*"):
+            if path.stat().st_ino not in self.cluster.disk.spoiled:
+                self.world.fail(f"{path.name} was whole, and is set aside")
+
     def _check_last(self) -> None:
         """The last checkpoint has what the ps had at the end."""
         job, cluster = self.cluster.chief_job, self.cluster
-        if not self.is_saved or cluster.disk.flipped or job.journal.history.unsaved or not cluster.checkpoint_dir:
+        if not self.is_saved or job.journal.history.unsaved or not cluster.checkpoint_dir:
             return
+        there = [path for path, _, _ in checkpoints.scan_all(cluster.checkpoint_dir)]
+        if there and there[0].stat().st_ino in cluster.disk.spoiled:
+            return  # since it was written
         path, manifest = checkpoints.newest(cluster.checkpoint_dir) or (None, None)
         if path is None or manifest is None:
             self.world.fail("there is no checkpoint at the end")
@@ -573,8 +588,9 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         def committed(self: Any, saved: Any) -> Any:
             real(self, saved)
             path = pathlib.Path(saved.path)
-            if path.name not in checks().cluster.disk.flipped:
-                checks().committed(self._state, path)
+            if path.name not in (disk := checks().cluster.disk).flipped:
+                with disk.looked_at():
+                    checks().committed(self._state, path)
 
         return committed
 

@@ -73,6 +73,11 @@ def _forgetful_ledger() -> Iterator[_Change]:
     yield UnitLedger, "is_applied", lambda self, unit, ordinal: False
 
 
+def _taken_for_damaged() -> Iterator[_Change]:
+    """What a ps cannot read for a moment counts as damaged."""
+    yield snapshot, "check_disk", _nothing
+
+
 def _empty_bitmaps() -> Iterator[_Change]:
     """A snapshot is saved without what is applied in it."""
     yield UnitLedger, "to_json", lambda self: {"closed": [], "open": []}
@@ -318,6 +323,7 @@ MUTATIONS = {
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
     "forgetful ledger": _forgetful_ledger,
+    "taken for damaged": _taken_for_damaged,
     "ledger not saved": _empty_bitmaps,
     "forgotten acceptance": _forgotten_acceptance,
     "open gate": _open_gate,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import pathlib
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 
 from stratagem.chief.journal.journal import Journal
 from stratagem.chief.leasing import lease_book
+from stratagem.chief.servers import servers
 from stratagem.errors import ConfigurationError, JobStoppedError, JournalLostError
 from tests.simulation import fits
 from tests.simulation.cluster import Cluster, Job
@@ -137,7 +140,10 @@ class _Faults:
             "leave": self._leave,
             "disk full": self._disk_full,
             "journal full": self._journal_full,
-            "flip": self._flip,
+            "read-only": self._read_only,
+            "unreadable": self._unreadable,
+            "flip": lambda fault: self._spoil(fault, self._cluster.disk.flip),
+            "remove": lambda fault: self._spoil(fault, self._cluster.disk.remove),
             "scale": self._scale,
             "end": self._end,
             "drain": self._drain,
@@ -225,11 +231,22 @@ class _Faults:
 
     def _disk_full(self, fault: Fault) -> None:
         self._cluster.disk.full_until, self._cluster.disk.full_for = self._world.now + fault.for_s, fault.task
+        self._cluster.disk.full_errno = errno.ENOSPC
+
+    def _read_only(self, fault: Fault) -> None:
+        self._disk_full(fault)
+        self._cluster.disk.full_errno = errno.EROFS
+
+    def _unreadable(self, fault: Fault) -> None:
+        disk = self._cluster.disk
+        disk.unreadable_until, disk.unreadable_for = self._world.now + fault.for_s, fault.task
+        disk.was_unreadable_long |= fault.for_s > servers.READ_AGAIN_S
+        disk.unreadable_errno = self._world.random.choice((errno.EIO, errno.EACCES))
 
     def _journal_full(self, fault: Fault) -> None:
         self._cluster.disk.state_full_until = self._world.now + fault.for_s
 
-    def _flip(self, fault: Fault) -> None:
+    def _spoil(self, fault: Fault, spoil: Callable[[pathlib.Path], None]) -> None:
         """Not between the moment in which ps find a checkpoint whole and that in which they have read it: as little as
         in their memory."""
         if self._cluster.finished is not None:
@@ -237,11 +254,11 @@ class _Faults:
         job, stores = self._cluster.chief_job, self._world.checks.stores.values()  # type: ignore[attr-defined]
         is_moving = job is not None and job.scaling._is_moving
         if is_moving or any(store.state.origin is not None and store.state.origin._rows for store in stores):
-            self._world.after(0.1, None, self._flip, fault)
+            self._world.after(0.1, None, self._spoil, fault, spoil)
             return
         files = sorted(path for path in (self._cluster.folder / "checkpoints").glob("step-*/*") if path.is_file())
         if files:
-            self._cluster.disk.flip(self._world.random.choice(files))
+            spoil(self._world.random.choice(files))
 
 
 def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

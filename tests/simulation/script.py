@@ -84,7 +84,7 @@ def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], 
         is_over = cluster.finished is not None or (chief is not None and chief.sessions.stopping is not None)
         # Or it gave ps, of which the first checkpoint with another model was damaged or could not be written, what was
         # counted since.
-        is_damaged = isinstance(error, VariableError) and bool(cluster.disk.flipped or cluster.disk.full_until)
+        is_damaged = isinstance(error, VariableError) and bool(cluster.disk.flipped or cluster.disk.has_refused)
         is_told = bool(is_told) or is_damaged or isinstance(error, CheckpointError)
         if is_wanted and not (cluster.job.min_workers or is_over or is_told):
             cluster.world.fail(f"{process.name} gives up: {message}")  # a script that fails before a step ends its job
