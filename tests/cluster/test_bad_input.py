@@ -373,7 +373,7 @@ def test_a_module_in_the_place_of_a_script(tmp_path: Path) -> None:
     for task in ("worker:0", "worker:1", "evaluator:0"):
         assert f"[{task}] train.py ['-m', '1'] package.train made" in done.stderr, done.stderr
     done = forks.run([*run, "package.nowhere"], timeout=120, cwd=tmp_path)
-    assert done.returncode == 2 and "there is no package.nowhere: the current folder is" in done.stderr
+    assert done.returncode == 2 and "no package.nowhere: the current folder is" in done.stderr
     assert "runpy" not in done.stderr
 
 
