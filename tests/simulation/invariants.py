@@ -95,6 +95,9 @@ class Invariants:
         """Of each ps the newest."""
         self.lost_units: set[tuple[str, int, int]] = set()
         """(ps, pass, unit) that a ps was told to do without; passes count as in :meth:`Job.pass_of`."""
+        self.half_units: set[tuple[str, int, int]] = set()
+        """Of these, those lost while the chief took less for a whole batch, as a script that raised in its first one
+        between two updates had told it: a ps that has as much lacks nothing of them."""
         self.dropped: set[tuple[int, int]] = set()
         """(pass, unit) of which a script had gradients as its pass ended, and had made no update."""
         self.recorded: dict[tuple[str, int, int], UnitLedger] = {}
@@ -169,7 +172,10 @@ class Invariants:
         """A ps is told to do without units that it has not."""
         for key, bitmap in units.items():
             mine, number = closed.get(key), self.cluster.job.pass_of(key)
-            self.lost_units.update((self.task(), number, unit) for unit in bitmap if mine is None or unit not in mine)
+            new = {(self.task(), number, unit) for unit in bitmap if mine is None or unit not in mine}
+            self.lost_units |= new
+            if 0 < self.cluster.chief_job.lease_book.steps.per_unit < self.cluster.job.num_optimizers:
+                self.half_units |= new
 
     def check_rows(self, groups: Sequence[ShardGroup], what: str) -> None:
         """A ps has the same updates in its rows of a table as in its variable: both are in one commit; and what its
@@ -422,6 +428,7 @@ class Invariants:
             most += len(self.lost_units)  # likewise; and a ps expects an update of each optimizer in its first unit
         if its.alternates:  # as it does here, and one that has the second's variables only lacks nothing of a batch
             most += len(every) * job.sessions.num_ps
+        least -= len(self.half_units)
         most += len(self.dropped) * len(found)  # a ps may be told that it lacks these, too
         if not least <= told <= most:
             counts = {name: len(units) for name, units in missing.items()}
