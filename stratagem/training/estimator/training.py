@@ -88,6 +88,9 @@ class EstimatorTraining:
         self._is_prepared = self._is_restored = False
         self._step = self._job_start = 0
         self._saved: SavedStep | None = None
+        self._has_trained = False
+        self._place: dict[str, Any] | None = None
+        """In its input, of a later training than those that had nothing left to do: a job was interrupted in it."""
 
     def run(
         self, given: Input, steps: int | None, max_steps: int | None, listeners: Sequence[SavingListener] = ()
@@ -127,13 +130,17 @@ class EstimatorTraining:
             feed.place = self._feed.place
         self._feed = feed
         manager = self._prepare(feed)
+        if self._place is not None:
+            feed.load_state_dict(self._place)
         target = self._step + steps if steps is not None else max_steps
         if target is not None and self._step >= target:
             logger.info("Nothing to train: %d steps of %d have been made already", self._step, target)
+            self._place = feed.state_dict() if self._step > target and not self._has_trained else None
             feed.leave_out()
             self._feed = None
             self._save(manager, listeners, is_last=True)
             return self._step
+        self._has_trained, self._place = True, None
         self._objects.train(True)
         summaries = Summaries(self._model_dir)
         if not self._has_servers:

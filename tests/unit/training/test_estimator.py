@@ -172,6 +172,23 @@ def test_an_interrupted_training_goes_on_from_the_newest_checkpoint(
     assert same(weights(cut), weights(whole))
 
 
+@pytest.mark.parametrize("strategy", [one, mirrored])
+def test_a_training_after_one_that_is_done_resumes_in_its_own_input(
+    tmp_path: Path, strategy: Callable[[], sg.Strategy]
+) -> None:
+    """The one with nothing to do took the place in the data, and the next began at the first batch."""
+
+    def train(folder: str, *limits: int) -> dict[str, torch.Tensor]:
+        estimator = make(tmp_path / folder, strategy)
+        for limit in limits:
+            estimator.train(lambda: loader(shuffle=True), max_steps=limit)
+        return weights(estimator)
+
+    whole = train("whole", 1, 2, 9)
+    train("cut", 1, 2, 6)
+    assert same(train("cut", 1, 2, 9), whole)
+
+
 def test_a_checkpoint_whose_save_was_interrupted_is_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came while the next training was under way, which was told that another one saves there."""
     go_on, write = threading.Event(), Checkpoint._write
