@@ -18,7 +18,8 @@ class Callback:
 
     Every worker calls its own callbacks. Logs of epochs and tests cover all workers if they run in step;
     logs of batches cover the local replicas since the epoch began, and are computed only when a callback reads them,
-    because that waits for the device. Callbacks see what earlier callbacks' hooks wrote into the logs.
+    because that waits for the device; a metric that cannot be computed of so few examples is NaN there. Callbacks see
+    what earlier callbacks' hooks wrote into the logs.
 
     ``self.model.stop_training = True`` ends training: at once with one worker, else at the end of the epoch on all
     workers.

@@ -117,10 +117,11 @@ class RunningMetrics:
         return [] if workers is None or workers.healing is None else workers.healing.losses
 
     def logs(self) -> Logs:
-        """Loss and metrics of the local replicas, computed when they are read."""
-        return Logs(lambda: self._computed([*(count.states() for count in self._counts), *self._earlier]))
+        """Loss and metrics of the local replicas, computed when they are read; NaN of a metric that cannot be computed
+        of so few examples."""
+        return Logs(lambda: self._computed([*(count.states() for count in self._counts), *self._earlier], False))
 
-    def _computed(self, parts: Sequence[States]) -> dict[str, float]:
+    def _computed(self, parts: Sequence[States], is_whole: bool = True) -> dict[str, float]:
         losses = [[float(cast(torch.Tensor, part[f"loss/{key}"])) for key in ("total", "weight")] for part in parts]
         counted = [(total, weight) for total, weight in losses if weight or not math.isnan(total)]
         weight = sum(weight for _, weight in counted) or 1.0
@@ -132,7 +133,13 @@ class RunningMetrics:
                     f"another worker, or this epoch before an interruption, does not count {name!r}: compile the model "
                     "the same on every worker, and do not change that until the epoch is over"
                 )
-            found.update((name + suffix, value) for suffix, value in metric.compute(own).items())
+            try:
+                values = metric.compute(own)
+            except Exception as error:  # of torchmetrics, say: R2 needs two examples
+                if is_whole or isinstance(error, ConfigurationError):
+                    raise
+                values = {"": math.nan}
+            found.update((name + suffix, value) for suffix, value in values.items())
         return found
 
 

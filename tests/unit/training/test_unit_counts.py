@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,20 @@ def results(number: int) -> list[list[StepResult]]:
         loss = torch.nn.functional.cross_entropy(outputs, targets)
         found.append([StepResult(size, outputs, targets, loss, float(size))])
     return found
+
+
+def test_a_metric_that_needs_more_examples_is_no_number_so_far() -> None:
+    """A worker's part of the first batch was one example: the progress report ended its ``fit``."""
+    running = RunningMetrics(DefaultStrategy(), [metrics_of({"r2": torchmetrics.R2Score()}, torch.device("cpu"))])
+    value = torch.ones(1)
+    running.add([StepResult(1, value, value, value.sum(), 1.0)])
+    logs = running.logs()
+    assert logs["loss"] == 1.0
+    assert math.isnan(logs["r2"])
+    with pytest.raises(ValueError, match="two samples"):
+        running.result()  # of all examples
+    running.add([StepResult(2, torch.tensor([2.0, 3.0]), torch.tensor([2.0, 4.0]), value.sum(), 2.0)])
+    assert running.logs()["r2"] == running.result()["r2"] == pytest.approx(1 - 1 / (14 / 3))
 
 
 def test_units_add_up() -> None:
