@@ -53,10 +53,11 @@ class Loss:
 
     Weights of examples and classes make a weighted mean: divided by the sum of the weights, as torch does it.
     ``given``: a name, a loss module of torch, or ``f(outputs, targets)`` that returns a mean (a scalar) or one value an
-    example. ConfigurationError: an unknown name, or a loss that adds up where it should average.
+    example; ``called``: what errors call it, None: ``loss="mse"``. ConfigurationError: an unknown name, or a loss that
+    adds up where it should average.
     """
 
-    def __init__(self, given: str | LossFunction, called: str = "loss=") -> None:
+    def __init__(self, given: str | LossFunction, called: str | None = None) -> None:
         name = snake(given) if isinstance(given, str) else None
         if isinstance(given, str) and name not in NAMED:
             raise ConfigurationError(f"expected a loss of {', '.join(sorted(NAMED))} or a callable, got {given!r}")
@@ -77,7 +78,7 @@ class Loss:
         self._is_named = isinstance(given, str)
         self._is_looked_at = False
         self._on: dict[torch.device, Any] = {}
-        self._called = f'{called}"{given}"'
+        self._called = called or f'loss="{given}"'
         self.class_weight: dict[int, float] | None = None
 
     @property

@@ -262,14 +262,15 @@ def _function(given: str, positive: _Positive, ignore_index: int) -> _Function:
     top = re.fullmatch(r"top_(\d+)_accuracy|(?:sparse_)?top_k_categorical_accuracy", name)
     if top:
         return lambda outputs, targets: _among_top(outputs, targets, int(top[1] or 5), ignore_index)
-    binary, of_classes = (Loss(each, "the metric ") for each in ("binary_crossentropy", "categorical_crossentropy"))
+    called = f"the metric {given!r}"
+    binary, of_classes = (Loss(each, called) for each in ("binary_crossentropy", "categorical_crossentropy"))
     if name in ("crossentropy", "ce"):
         return lambda outputs, targets: (binary if outputs[:1].numel() <= 1 else of_classes).values(
             outputs.float(), targets, ignore_index
         )
     name = _OF_LOSSES.get(name, name)
     if name in NAMED:
-        loss = Loss(name, "the metric ")
+        loss = Loss(name, called)
         return lambda outputs, targets: loss.values(outputs.float(), targets, ignore_index)
     known = ["accuracy", "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy", "top_5_accuracy"]
     known += ["top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy", "crossentropy", *_RATES]

@@ -100,6 +100,13 @@ def test_rates_are_of_probabilities(loss: str, refused: str | None) -> None:
     assert found["AUC"] == pytest.approx(0.5) and found["Precision"] == pytest.approx(2 / 3) and found["Recall"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["crossentropy", "SparseCategoricalCrossentropy"])
+def test_a_metric_is_refused_by_the_name_it_was_given(name: str) -> None:
+    metric = metrics_of([name], torch.device("cpu"))[name]
+    with pytest.raises(ConfigurationError, match=f'the metric {name!r} is Keras.* use "cross_entropy" for logits'):
+        metric.update(torch.tensor([[3.0, -1.0]]), torch.tensor([0]))
+
+
 def test_rates_beside_a_softmax_count_probabilities() -> None:
     model = sg.Model(nn.Softmax(1))
     model.compile(loss="categorical_crossentropy", metrics=["binary_accuracy", "Recall"])
