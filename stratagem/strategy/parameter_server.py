@@ -384,9 +384,11 @@ class ParameterServerStrategy(Strategy):
         super().set_weight(weight)
         if self._weight not in (None, weight) and (self._tracker.has_gradients or self._tracker.has_waiting):
             raise ConfigurationError(
-                f"set_weight({weight:g}) after a backward with {self._weight:g}: an update has one weight on parameter "
-                'servers. Use the same denominator for both losses, or prepare(gradients="sum") and divide each by a '
-                "number that is the same on every worker; if they are losses of two batches, make an update of each"
+                f"an update has one weight on parameter servers, and its losses were divided by {self._weight:g} and "
+                f"by {weight:g} (set_weight). In fit, where weights of examples or classes, or ignored targets, do "
+                "this: leave out accumulate_steps, and give a larger batch_size. In a loop of your own: use one "
+                'denominator, or prepare(gradients="sum") and divide each loss by a number that is the same on every '
+                "worker, or make an update of each batch"
             )
         self._weight = weight
 

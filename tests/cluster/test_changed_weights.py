@@ -65,11 +65,11 @@ def test_an_update_of_ones_own_is_refused(cluster: Start) -> None:
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
-        ("weighed twice", "set_weight(2) after a backward with 1: an update has one weight on parameter servers"),
+        ("weighed twice", "divided by 1 and by 2 (set_weight). In fit, where weights of examples or classes"),
         *(
             pytest.param(*each, marks=pytest.mark.thorough)
             for each in [
-                ("weighed in two batches", "set_weight(2) after a backward with 1"),
+                ("weighed in two batches", "its losses were divided by 1 and by 2 (set_weight)"),
                 (
                     "uneven batches",
                     "share differs between its batches (the last batch is smaller, or a worker was lost)",
