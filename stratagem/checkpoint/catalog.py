@@ -17,9 +17,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stratagem.checkpoint.durable import check_disk, hash_file
+from stratagem.checkpoint.durable import check_disk, hash_file, is_of_disk
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +30,22 @@ REMOVED = ".removed-"
 
 
 def read_step(path: pathlib.Path) -> int | None:
-    """The number of a checkpoint: what its script called it, else what the chief did. None without a manifest."""
-    own = Manifest.read(path / HOST) or Manifest.read(path)
+    """The number of a checkpoint: what its script called it, else what the chief did. None without a manifest. Raises
+    UnreadableError: nobody can tell now."""
+    own = Manifest.find(path / HOST) or Manifest.find(path)
     return None if own is None else own.step
 
 
 def is_complete(path: pathlib.Path) -> bool:
     """Whether the manifest can be read and every file has the size that it says."""
-    manifest = Manifest.read(path)
-    return manifest is not None and _has_all_files(path, manifest)
+    with contextlib.suppress(UnreadableError):
+        return _key_of(path) is not None
+    return False
 
 
 def was_removed(path: pathlib.Path) -> bool:
     """Whether there is no checkpoint any more: training keeps the newest ones only."""
-    return not (path / MANIFEST).exists()
+    return not may_be_there(path / MANIFEST)
 
 
 def scan(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -59,12 +61,21 @@ def incomplete(directory: pathlib.Path) -> list[pathlib.Path]:
 
 def named(directory: pathlib.Path, name: str) -> list[pathlib.Path]:
     """Complete checkpoints ``<name>-00000012`` in a directory, oldest first; others may keep theirs beside them."""
-    return [path for path in scan(directory) if path.parent == directory and _is_named(path, name)]
+    return [path for path in scan(directory) if _is_in(directory, path, name)]
 
 
-def newest(directory: pathlib.Path, name: str = "") -> pathlib.Path | None:
-    """The last of :func:`named`, or without a name of :func:`scan`."""
-    return next(reversed(named(directory, name) if name else scan(directory)), None)
+def newest(directory: pathlib.Path, name: str = "", is_certain: bool = False) -> pathlib.Path | None:
+    """The last of :func:`named`, or without a name of :func:`scan`. Raises UnreadableError: it has to be certain, and
+    what cannot be read now may be a newer one."""
+    passed_by: _PassedBy = {}
+    found = [each for each in _found(directory, passed_by) if not name or _is_in(directory, each[1], name)]
+    last, path = (found[-1][0][0], found[-1][1]) if found else (-1, None)
+    for other, error in passed_by.items() if is_certain else ():
+        numbered = _NUMBERED.match(other.name) if not name or _is_in(directory, other, name) else None
+        is_newer = int(numbered[1]) >= last if numbered else path is None and not name and not _is_barred(error)
+        if error is not None and (other == directory or is_newer):
+            raise error
+    return path
 
 
 def newest_undamaged(
@@ -72,17 +83,22 @@ def newest_undamaged(
 ) -> pathlib.Path | None:
     """The newest of :func:`named` that ``fits`` and whose checksums are right; the log names damaged ones that are
     newer, also those that have lost a file or a part of one. Raises CheckpointError: there are some, and every one is
-    damaged."""
-    cut = [path for path in incomplete(directory) if _is_named(path, name)]
-    found = [path for path in (*named(directory, name), *cut) if fits(path)]
+    damaged. UnreadableError: one that may be whole, and the newest, cannot be read now."""
+    whole = named(directory, name)
+    others = [path for path in _children(directory) if _is_named(path, name) and path not in whole]
+    found = [*whole, *(path for path in others if not was_removed(path))]
+    damaged = 0
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        damage = find_damage(path)
+        if not fits(path):
+            continue
+        damage = find_damage(path, is_certain=True)
         if not damage:
             return path
-        if not path.exists():
+        if not may_be_there(path):
             return newest_undamaged(directory, name, fits)  # a job that runs removed it, and has newer ones
         logger.warning("Skipped the checkpoint %s: %s", path, "; ".join(damage))
-    if found:
+        damaged += 1
+    if damaged:
         raise CheckpointError(
             f"every checkpoint in {directory} is damaged; see the log for the files, and remove them to start afresh"
         )
@@ -117,22 +133,61 @@ def _is_named(path: pathlib.Path, name: str) -> bool:
     return re.fullmatch(rf"{re.escape(name)}-\d{{8,}}", path.name) is not None
 
 
-def _has_all_files(path: pathlib.Path, manifest: Manifest) -> bool:
+def _is_in(directory: pathlib.Path, path: pathlib.Path, name: str) -> bool:
+    return path.parent == directory and _is_named(path, name)
+
+
+_Key = tuple[int, int, str, int]
+"""Step, epoch of the chief and time of creation of a checkpoint, by which they are sorted."""
+_Found = tuple[_Key, pathlib.Path]
+_PassedBy = dict[pathlib.Path, UnreadableError | None]
+"""What is no complete checkpoint, with the reason why nobody can tell now."""
+
+
+def _key_of(path: pathlib.Path) -> _Key | None:
+    """None: it is not complete. Raises UnreadableError: nobody can tell now."""
+    manifest = Manifest.find(path)  # once: a folder may have thousands, and every save looks at all
+    if manifest is None:
+        return None
     try:
-        return all((path / file.name).stat().st_size == file.num_bytes for file in manifest.files)
-    except OSError:
-        return False
+        if any((path / file.name).stat().st_size != file.num_bytes for file in manifest.files):
+            return None
+        written = (path / MANIFEST).stat().st_mtime_ns
+    except OSError as error:
+        check_disk(error, f"{path} cannot be read")
+        return None
+    return (Manifest.find(path / HOST) or manifest).step, manifest.chief_epoch, manifest.created[:19], written
 
 
-_Found = tuple[tuple[int, int, str, int], pathlib.Path]
-"""Step, epoch of the chief and time of creation of a checkpoint, by which they are sorted, and where it is."""
+def _is_barred(error: UnreadableError | None) -> bool:
+    """Whether it is about what this process may not look into, as lost+found."""
+    return error is not None and isinstance(error.__context__, PermissionError)
 
 
-def _found(directory: pathlib.Path) -> list[_Found]:
+def may_be_there(path: pathlib.Path) -> bool:
+    """Not if the disk says that there is nothing; where it does not answer, there may be."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return is_of_disk(error)
+    return True
+
+
+def _children(directory: pathlib.Path) -> list[pathlib.Path]:
+    """What is in a directory, if there is one. Raises UnreadableError: nobody can tell now."""
+    try:
+        return sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        check_disk(error, f"{directory} cannot be read")
+        return []
+
+
+def _found(directory: pathlib.Path, passed_by: _PassedBy | None = None) -> list[_Found]:
     """Looks again where one that was listed is gone: a job that trains removes it once there is a newer one, which came
-    after the list."""
+    after the list. ``passed_by`` gets the others."""
+    passed_by = {} if passed_by is None else passed_by
     while True:
-        passed_by: list[pathlib.Path] = []
+        passed_by.clear()
         found = sorted(_scan(directory, passed_by, depth=1))
         if not any(map(_is_gone, (*passed_by, *(path for _, path in found[-1:])))):
             return found
@@ -144,23 +199,24 @@ def _is_gone(path: pathlib.Path) -> bool:
     return False
 
 
-def _scan(directory: pathlib.Path, passed_by: list[pathlib.Path], depth: int) -> Iterator[_Found]:
+def _scan(directory: pathlib.Path, passed_by: _PassedBy, depth: int) -> Iterator[_Found]:
     try:
-        children = [path for path in directory.iterdir() if not path.name.startswith(".")]
-    except OSError:
+        children = _children(directory)
+    except UnreadableError as error:
+        passed_by[directory] = error
         return
     for path in children:
-        if os.path.exists(path / MANIFEST):  # False of a folder that may not be looked into, as lost+found
-            manifest = Manifest.read(path)  # once: a folder may have thousands, and every save looks at all
-            if manifest is not None and _has_all_files(path, manifest):
-                with contextlib.suppress(FileNotFoundError):  # it is being removed
-                    written = (path / MANIFEST).stat().st_mtime_ns
-                    step = (Manifest.read(path / HOST) or manifest).step
-                    yield (step, manifest.chief_epoch, manifest.created[:19], written), path
+        why = None
+        if may_be_there(path / MANIFEST):
+            try:
+                if (key := _key_of(path)) is not None:
+                    yield key, path
                     continue
+            except UnreadableError as error:
+                why = error
         elif depth and path.is_dir():
             yield from _scan(path, passed_by, depth - 1)
-        passed_by.append(path)
+        passed_by.setdefault(path, why)
 
 
 def find_damage(path: pathlib.Path, is_certain: bool = False) -> list[str]:
@@ -168,11 +224,12 @@ def find_damage(path: pathlib.Path, is_certain: bool = False) -> list[str]:
     UnreadableError: it has to be certain, and a file cannot be read now."""
     damage = []
     for part in (path, path / HOST):
-        if part != path and not part.is_dir():
+        if part != path and not may_be_there(part):
             continue
         manifest = Manifest.find(part) if is_certain else Manifest.read(part)
         if manifest is None:
-            what = "cannot be read or was altered" if (part / MANIFEST).exists() else "is missing: it is not complete"
+            there = may_be_there(part / MANIFEST)
+            what = "cannot be read or was altered" if there else "is missing: it is not complete"
             damage.append(f"{part / MANIFEST} {what}")
             continue
         for file in manifest.files:
@@ -194,8 +251,8 @@ def find_damage(path: pathlib.Path, is_certain: bool = False) -> list[str]:
 
 def check(path: pathlib.Path) -> None:
     """Refuses a checkpoint that is not whole. Raises CheckpointError: names the damaged files, and the newest good
-    checkpoint before it."""
-    if damage := find_damage(path):
+    checkpoint before it. UnreadableError: nobody can tell now."""
+    if damage := find_damage(path, is_certain=True):
         raise CheckpointError(f"the checkpoint {path} is damaged: {'; '.join(damage)}. {offer(path)}")
 
 

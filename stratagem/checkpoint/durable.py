@@ -6,17 +6,26 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import logging
 import os
 import pathlib
 import secrets
 import stat
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from stratagem.errors import UnreadableError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+logger = logging.getLogger(__name__)
+
+READ_AGAIN_S = 10.0
+"""For so long a script reads again what a disk does not give."""
+_PAUSE_S = 0.1
+_Result = TypeVar("_Result")
 GIVE_ANOTHER = "give a directory that the chief and every ps can write"
 """What helps otherwise, of the folder of a job's checkpoints."""
 _OF_THE_FILE = (
@@ -137,11 +146,31 @@ def hash_file(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def is_of_disk(error: Exception) -> bool:
+    """Whether an error of reading says nothing of what lies there."""
+    return isinstance(error, OSError) and error.errno not in _OF_THE_FILE
+
+
 def check_disk(error: Exception, what: str) -> None:
     """Raises UnreadableError: ``error``, of reading ``what``, is the disk's, and what lies there may be whole."""
-    if isinstance(error, OSError) and error.errno not in _OF_THE_FILE:
-        advice = way_out(error, "make it readable, and start the job again")
+    if is_of_disk(error):
+        advice = way_out(error, "make it readable, and start again")
         raise UnreadableError(f"{what}: {error}. It may be whole, and stays where it is: {advice}") from None
+
+
+def patiently(read: Callable[[], _Result]) -> _Result:
+    """What ``read`` gives; it is called again where the disk does not answer. Raises UnreadableError: for too long."""
+    until = time.monotonic() + READ_AGAIN_S
+    level = logging.WARNING
+    while True:
+        try:
+            return read()
+        except UnreadableError as error:
+            if time.monotonic() >= until:
+                raise
+            logger.log(level, "Trying again for up to %.0f s: %s", READ_AGAIN_S, error)
+            level = logging.DEBUG
+            time.sleep(_PAUSE_S)
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:

@@ -15,8 +15,8 @@ import safetensors
 import torch
 
 from stratagem.arguments import checked, warn_once
-from stratagem.checkpoint.catalog import HOST, check, newest, offer, read_step
-from stratagem.checkpoint.durable import read_file
+from stratagem.checkpoint.catalog import HOST, check, may_be_there, newest, offer, read_step, was_removed
+from stratagem.checkpoint.durable import check_disk, patiently, read_file
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.checkpoint.server_state import SavedRows, ServerState, has_server_state
 from stratagem.checkpoint.tensor_file import DTYPES, open_tensors
@@ -67,11 +67,11 @@ class SavedCheckpoint:
 
 def find(path: str | os.PathLike[str]) -> pathlib.Path:
     """The checkpoint that is meant: the path itself, or in a directory of checkpoints the newest complete one. Raises
-    CheckpointError: there is none."""
+    CheckpointError: there is none. UnreadableError: nobody can tell now."""
     folder = pathlib.Path(path)
-    if os.path.exists(folder / MANIFEST):
+    if not was_removed(folder):
         return folder
-    found = newest(folder)
+    found = newest(folder, is_certain=True)
     if found is None:
         if folder.is_file():
             raise CheckpointError(
@@ -85,13 +85,13 @@ def find(path: str | os.PathLike[str]) -> pathlib.Path:
 
 def describe(path: pathlib.Path) -> SavedCheckpoint:
     """What a checkpoint holds. Raises CheckpointError: it is not complete, or its description cannot be read."""
-    if Manifest.read(path) is None:
+    if Manifest.find(path) is None:
         raise CheckpointError(f"{path} is not complete: {path / MANIFEST} is missing or damaged. {offer(path)}")
     has_servers = has_server_state(path)
     folder = path / HOST if has_servers else path
     objects: dict[str, SavedObject] = {}
-    if (folder / DESCRIPTION).exists() or not has_servers:
-        own = Manifest.read(folder)
+    if may_be_there(folder / DESCRIPTION) or not has_servers:
+        own = Manifest.find(folder)
         try:
             content = json.loads(read_file(folder / DESCRIPTION))
             if content["format"] != FORMAT:
@@ -104,13 +104,14 @@ def describe(path: pathlib.Path) -> SavedCheckpoint:
             if strange := {file for entry in objects.values() for file in entry.files} - listed:
                 raise ValueError(f"it names {', '.join(sorted(strange))}, which the manifest does not")
         except (OSError, ValueError, KeyError, TypeError) as error:
+            check_disk(error, f"{folder / DESCRIPTION} cannot be read")
             raise CheckpointError(f"{folder / DESCRIPTION} cannot be read: {error!r}. {offer(path)}") from None
     return SavedCheckpoint(path, read_step(path) or 0, objects, has_servers, folder)
 
 
 def is_of_variables(path: pathlib.Path) -> bool:
     """Whether a complete checkpoint holds what parameter servers wrote alone: the chief took it by itself."""
-    return has_server_state(path) and not (path / HOST).exists()
+    return has_server_state(path) and not may_be_there(path / HOST)
 
 
 def read_states(saved: SavedCheckpoint, names: list[str], tables: Collection[str] = ()) -> dict[str, EncodedState]:
@@ -136,6 +137,7 @@ def _read(saved: SavedCheckpoint, name: str, servers: ServerState | None) -> Enc
             with open_tensors(saved.folder / file) as source:
                 tensors |= {key: source.get_tensor(key) for key in source.keys()}  # noqa: SIM118 - no mapping
         except (OSError, safetensors.SafetensorError) as error:
+            check_disk(error, f"{saved.folder / file} cannot be read")
             raise CheckpointError(f"{saved.folder / file} cannot be read: {error}. {offer(saved.path)}") from None
     if servers is None:
         return EncodedState(entry.tree, tensors).of_kind(entry.kind)
@@ -163,7 +165,12 @@ def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> di
 
     Raises:
         CheckpointError: there is no such model, or a file is damaged; then the last good checkpoint is named.
+            An UnreadableError: its disk did not answer for ten seconds.
     """
+    return patiently(lambda: _load(path, name))
+
+
+def _load(path: str | os.PathLike[str], name: str | None) -> dict[str, Any]:
     found = find(path)
     check(found)
     saved = describe(found)
@@ -198,8 +205,11 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
     Incomplete ones (an interrupted save, a missing or truncated file) are skipped. Checksums are compared when
     a checkpoint is restored, or by ``stratagem checkpoint verify``.
+
+    Raises:
+        UnreadableError: the newest, or the directory, could not be read for ten seconds.
     """
-    found = newest(pathlib.Path(directory))
+    found = patiently(lambda: newest(pathlib.Path(directory), is_certain=True))
     return None if found is None else str(found)
 
 
@@ -226,6 +236,7 @@ def summarize(path: pathlib.Path) -> dict[str, Any]:
                     dtype = dtypes.get(form.get_dtype(), form.get_dtype())
                     tensors.append({"name": key, "dtype": dtype, "shape": list(form.get_shape()), "file": name})
         except (OSError, safetensors.SafetensorError) as error:
+            check_disk(error, f"{saved.path / name} cannot be read")
             raise CheckpointError(f"{saved.path / name} cannot be read: {error}. {offer(saved.path)}") from None
     for key, value in ServerState(saved.path).forms().items() if saved.has_servers else ():
         dtype = str(value.dtype).removeprefix("torch.")

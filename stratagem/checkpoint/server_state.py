@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 import torch
 
-from stratagem.checkpoint.durable import read_file
+from stratagem.checkpoint.durable import check_disk, read_file
 from stratagem.checkpoint.manifest import UNREADABLE
 from stratagem.checkpoint.tensor_file import open_tensors
 from stratagem.checkpoint.tree import StateOnServers
@@ -26,6 +26,7 @@ def _reading(what: object) -> Iterator[None]:
     except CheckpointError:
         raise
     except (*UNREADABLE, IndexError, RuntimeError, safetensors.SafetensorError) as error:
+        check_disk(error, f"{what} cannot be read")
         raise CheckpointError(f"{what} cannot be read: {error!r}") from None
 
 
@@ -208,5 +209,6 @@ def add_first_sums(
 
 
 def has_server_state(path: pathlib.Path) -> bool:
-    """Whether parameter servers wrote (a part of) the checkpoint."""
-    return any(path.glob("ps-*.json"))
+    """Whether parameter servers wrote (a part of) the checkpoint. Raises UnreadableError: nobody can tell now."""
+    with _reading(path):
+        return any(path.glob("ps-*.json"))

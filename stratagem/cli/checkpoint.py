@@ -58,7 +58,7 @@ def verify_command(path: Path) -> int:
 
     found = find(path)
     checked = [*incomplete(path), found] if found != path else [found]
-    damage = [line for each in checked for line in find_damage(each)]
+    damage = [line for each in checked for line in find_damage(each, is_certain=True)]
     for line in damage:
         click.echo(f"damaged: {line}")
     click.echo(offer(checked[0]) if damage else f"{found}: every file is as it was written")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stratagem.arguments import checked, whole_numbers
-from stratagem.checkpoint.catalog import newest, read_step, was_removed
+from stratagem.checkpoint.catalog import was_removed
 from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
+from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError, UnreadableError
 from stratagem.strategy import roles
 from stratagem.training.estimator.estimator import Estimator, check_folder_name
 from stratagem.training.estimator.exporters import Exporter
@@ -165,10 +165,8 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
     skipped: CheckpointError | None = None
     with JobWatch(str(model_dir)) as job:
         while True:
-            # Asked before the look: a checkpoint saved before the end is seen by the look after it.
-            reason = job.over()
-            path, started = newest(model_dir, CHECKPOINT_NAME), time.monotonic()
-            step = 0 if path is None else read_step(path) or 0
+            (reason, path, number), started = job.look(model_dir, CHECKPOINT_NAME), time.monotonic()
+            step = number or 0
             decision = schedule.decide(started, None if path is None else step, reason is not None)
             if decision == "stop":
                 break
@@ -177,7 +175,7 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
             try:
                 evaluation.evaluate(str(path), schedule.is_last(step, reason is not None))
             except CheckpointError as error:
-                if was_removed(path):
+                if was_removed(path) or (reason is None and isinstance(error, UnreadableError)):
                     continue  # training keeps the newest ones only, and this one was too old meanwhile
                 logger.error("Skipped a checkpoint: %s", error)
                 skipped = error

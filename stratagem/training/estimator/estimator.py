@@ -15,6 +15,7 @@ import torch
 
 from stratagem.arguments import check_kind, checked, known_arguments, whole_numbers
 from stratagem.checkpoint.catalog import newest
+from stratagem.checkpoint.durable import patiently
 from stratagem.checkpoint.reading import find
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
@@ -188,8 +189,9 @@ class Estimator(WithWaysOut):
         return evaluation.predict(self._restored_in(ModeKeys.PREDICT), given, self._checkpoint(checkpoint_path))
 
     def latest_checkpoint(self) -> str | None:
-        """The newest complete checkpoint of the model; None if there is none."""
-        found = newest(self.model_dir, CHECKPOINT_NAME)
+        """The newest complete checkpoint of the model; None if there is none. UnreadableError: it could not be read for
+        ten seconds."""
+        found = patiently(lambda: newest(self.model_dir, CHECKPOINT_NAME, is_certain=True))
         return None if found is None else str(found)
 
     @known_arguments
@@ -232,7 +234,7 @@ class Estimator(WithWaysOut):
     def _checkpoint(self, path: str | os.PathLike[str] | None) -> Path | None:
         check_kind(path, str, os.PathLike, NoneType)
         chosen = self.latest_checkpoint() if path is None else path
-        return None if chosen is None else find(chosen)
+        return None if chosen is None else patiently(lambda: find(chosen))
 
 
 def check_folder_name(what: str, name: str) -> None:

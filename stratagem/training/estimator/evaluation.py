@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from stratagem.checkpoint.catalog import check
-from stratagem.checkpoint.reading import describe, kind_and_state, read_states
+from stratagem.checkpoint.durable import patiently
+from stratagem.checkpoint.reading import SavedCheckpoint, describe, kind_and_state, read_states
+from stratagem.checkpoint.tree import EncodedState
 from stratagem.data.nested import map_leaves, num_examples, on_cpu
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -65,9 +67,7 @@ class RestoredObjects:
         if path is None:
             logger.warning("There is no checkpoint: the model is as it was created")
         else:
-            check(path)
-            saved = describe(path)
-            states = read_states(saved, list(self.objects.modules))
+            saved, states = patiently(lambda: _read(path, list(self.objects.modules)))
             found = {name: kind_and_state(state) for name, state in states.items()}
             self._loaded = Path()  # of none, if what follows is interrupted
             put_back({name: self.objects.in_use[name] for name in found}, found)
@@ -138,6 +138,12 @@ def predict(restored: RestoredObjects, given: Input, path: Path | None) -> Itera
 
 def _row(row: int, leaf: Any) -> Any:
     return leaf[row] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+
+def _read(path: Path, names: list[str]) -> tuple[SavedCheckpoint, dict[str, EncodedState]]:
+    check(path)
+    saved = describe(path)
+    return saved, read_states(saved, names)
 
 
 def _metrics(spec: EstimatorSpec, device: torch.device) -> dict[str, Metric]:

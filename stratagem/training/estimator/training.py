@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -15,12 +16,13 @@ import torch
 from torch import nn
 
 from stratagem.arguments import check_kind
-from stratagem.checkpoint.catalog import find_damage, newest, newest_undamaged, read_step
+from stratagem.checkpoint.catalog import find_damage, newest, newest_undamaged, read_step, was_removed
 from stratagem.checkpoint.draft import CheckpointDraft
+from stratagem.checkpoint.durable import patiently
 from stratagem.checkpoint.reading import SERVED_OPTIMIZER, SavedCheckpoint, describe, kind_and_state, read_states
 from stratagem.checkpoint.server_state import ServerState
 from stratagem.data.nested import is_rows, leaves
-from stratagem.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
+from stratagem.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, UnreadableError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.random_states import random_untouched
 from stratagem.training.callbacks.tensorboard import Summaries
@@ -291,12 +293,13 @@ class EstimatorTraining:
         has just come may know of fewer steps than the job has made."""
         if not self._is_restored or self._has_servers or not self.strategy.is_lead:
             return
-        found = newest(self._model_dir, CHECKPOINT_NAME)
-        if found is not None and (read_step(found) or 0) > self._step and not find_damage(found):
-            raise CheckpointError(
-                f"{found} is of another training: this Estimator is at step {self._step}. Make a new one to continue "
-                "from that checkpoint, or give each a model_dir of its own"
-            )
+        with contextlib.suppress(UnreadableError):  # the next save looks again
+            found = newest(self._model_dir, CHECKPOINT_NAME)
+            if found is not None and (read_step(found) or 0) > self._step and not find_damage(found):
+                raise CheckpointError(
+                    f"{found} is of another training: this Estimator is at step {self._step}. Make a new one to "
+                    "continue from that checkpoint, or give each a model_dir of its own"
+                )
 
     def _tell(self, saved: SavedStep, listeners: Sequence[SavingListener]) -> SavedStep:
         self._saved = saved
@@ -319,7 +322,7 @@ def _prepare_on_servers(
     at that step. The lead creates them last, and whoever has got them knows that the state of the optimizers is in
     place as well. CheckpointError: there are checkpoints, and none can be restored, or the newest is of another model.
     """
-    path, step, states = _read_newest(model_dir, objects.made)
+    path, step, states = patiently(lambda: _read_newest(model_dir, objects.made))
     if "input_position" in states:
         feed.resume(states["input_position"][1], step)
     put_back({name: module for name, module in objects.modules.items() if name in states}, states)
@@ -361,7 +364,7 @@ def _read_newest(model_dir: Path, made: dict[str, Any]) -> tuple[Path | None, in
             states = read_states(saved, names, tables_of(made, saved))
             return path, _updates_in(saved), {name: kind_and_state(state, str(path)) for name, state in states.items()}
         except CheckpointError:
-            if path.exists():
+            if not was_removed(path):
                 raise  # else the job that runs has newer ones, and removed it
     return None, 0, {}
 

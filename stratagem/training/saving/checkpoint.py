@@ -19,7 +19,7 @@ from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint import reading
 from stratagem.checkpoint.catalog import check, choose, offer, remove, scan, steps
 from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
-from stratagem.checkpoint.durable import write_durably
+from stratagem.checkpoint.durable import patiently, write_durably
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.checkpoint.server_state import ServerState
 from stratagem.checkpoint.tensor_file import add_tensors
@@ -228,7 +228,8 @@ class Checkpoint:
                 its own; on parameter servers, so does one whose seed (``torch.manual_seed``) is not the saver's.
 
         Raises:
-            CheckpointError: it is damaged (names the file, and the last good checkpoint), or lacks an object.
+            CheckpointError: it is damaged (names the file, and the last good checkpoint), or lacks an object. An
+                UnreadableError: its disk did not answer for ten seconds.
         """
         return self._restore(path, random)
 
@@ -248,7 +249,7 @@ class Checkpoint:
             saved = found["saved"] = reading.describe(target)
             return {"path": str(target), "step": saved.step, "random": random and RANDOM in saved.objects}
 
-        place = self._members.from_first(look)
+        place = self._members.from_first(lambda: patiently(look))
         if not place:
             if self._servers is not None:
                 self._servers.load_once(None)
@@ -266,7 +267,7 @@ class Checkpoint:
                     raise CheckpointError(f"cannot restore {saved.path}: {error}. {offer(saved.path)}") from None
             return reading.read_states(saved, [*wanted, *((RANDOM,) if place["random"] else ())], tables)
 
-        states = self._members.states_from_first(read)
+        states = self._members.states_from_first(lambda: patiently(read))
         own = {name: item for name, item in self._objects.items() if name in states}
         values = {name: reading.kind_and_state(states[name], place["path"]) for name in own}
         if self._servers is None:

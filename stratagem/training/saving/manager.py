@@ -7,7 +7,8 @@ import os
 import pathlib
 
 from stratagem.arguments import checked, whole_numbers
-from stratagem.checkpoint.catalog import named, newest_undamaged, remove
+from stratagem.checkpoint.catalog import named, newest, newest_undamaged, remove
+from stratagem.checkpoint.durable import patiently
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.errors import ForbiddenError
 from stratagem.tensorflow_names import WithWaysOut
@@ -58,8 +59,9 @@ class CheckpointManager(WithWaysOut):
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The newest of them."""
-        return next(reversed(self.checkpoints), None)
+        """The newest of them. UnreadableError: it could not be read for ten seconds."""
+        found = patiently(lambda: newest(self.directory, self._name, is_certain=True))
+        return None if found is None else str(found)
 
     @checked
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> str:
@@ -83,14 +85,15 @@ class CheckpointManager(WithWaysOut):
         parameter servers keep what they have, and the other objects are as in the returned checkpoint.
 
         Raises:
-            CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.
+            CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects. An
+                UnreadableError: the disk did not answer for ten seconds; no older one is taken for that.
         """
         self.checkpoint.wait()  # the newest may be about to be written
         fits = self.checkpoint._fits
 
         def find() -> str:
             background_writes.settle(self.directory)
-            return str(newest_undamaged(self.directory, self._name, fits) or "")
+            return str(patiently(lambda: newest_undamaged(self.directory, self._name, fits)) or "")
 
         path: str = self.checkpoint._members.from_first(find)
         restored = self.checkpoint._restore(path or None, resumes=True)

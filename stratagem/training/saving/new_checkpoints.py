@@ -12,11 +12,12 @@ from typing import cast
 
 import torch
 
-from stratagem.checkpoint.catalog import read_step, was_removed
-from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
+from stratagem.checkpoint.catalog import newest, read_step, was_removed
+from stratagem.checkpoint.durable import patiently
+from stratagem.checkpoint.reading import load_checkpoint
 from stratagem.cluster.config import EvaluatorConfig
 from stratagem.cluster.sources import gather
-from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError, StratagemError
+from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError, StratagemError, UnreadableError
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
@@ -67,6 +68,22 @@ class JobWatch:
         """Why the job is over; None when it still runs after :data:`POLL_S` seconds."""
         return self._session.wait_stopped(POLL_S)
 
+    def look(self, folder: Path, name: str = "") -> tuple[StratagemError | None, Path | None, int | None]:
+        """:meth:`over`, then the newest checkpoint in a folder and its number: one committed before the end is seen.
+        It looks again for as long as the job runs and the disk does not answer. UnreadableError: the job is over."""
+
+        def find() -> tuple[Path | None, int | None]:
+            path = newest(folder, name, is_certain=True)
+            return path, None if path is None else read_step(path)
+
+        while True:
+            reason = self.over()
+            try:
+                return reason, *patiently(find)
+            except UnreadableError:
+                if reason is not None:
+                    raise
+
 
 def new_checkpoints() -> Iterator[NewCheckpoint]:
     """In an evaluator: yields each newest checkpoint of the job, until the job is over and the last one was yielded.
@@ -78,23 +95,21 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
     Raises:
         ConfigurationError: this process is not an evaluator, or does not know the chief or the checkpoint directory.
         JobStoppedError: the job failed.
+        UnreadableError: the job is over, and its last checkpoint could not be looked for.
     """
     given = -1
     with JobWatch() as job:
         while True:
-            # Asked before the look: a checkpoint committed before the end is seen by the look after it.
-            reason = job.over()
-            newest = latest_checkpoint(job.checkpoint_dir)
-            step = None if newest is None else read_step(Path(newest))
-            if newest is not None and step is not None and step > given:
+            reason, path, step = job.look(Path(job.checkpoint_dir))
+            if path is not None and step is not None and step > given:
                 try:
-                    state_dict = load_checkpoint(newest)
+                    state_dict = load_checkpoint(path)
                 except CheckpointError as error:
-                    if was_removed(Path(newest)):
+                    if was_removed(path) or (reason is None and isinstance(error, UnreadableError)):
                         continue
                     logger.error("Skipped a checkpoint: %s", error)
                 else:
-                    yield NewCheckpoint(step, Path(newest), state_dict)
+                    yield NewCheckpoint(step, path, state_dict)
                 given = step
             elif reason is not None:
                 break

@@ -219,7 +219,7 @@ def test_a_disk_that_stays_unreadable_ends_the_job_and_nothing_is_moved(
     monkeypatch.setattr(servers, "READ_AGAIN_S", 0.2)
     code, reason = refused(directory)
     assert code == 2 and "cannot be read" in reason and "Permission denied" in reason
-    assert "may be whole, and stays where it is: make it readable, and start the job again" in reason
+    assert "may be whole, and stays where it is: make it readable, and start again" in reason
     assert len(list(directory.glob("step-*"))) == 3
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
+from stratagem.checkpoint import durable
 from stratagem.checkpoint.catalog import remove
 from stratagem.checkpoint.reading import load_checkpoint
 from stratagem.training.saving import new_checkpoints as module
@@ -63,6 +66,36 @@ def test_a_checkpoint_removed_or_damaged_while_it_is_read_is_left_out(
     assert given == [1, 4, 5] and late.count("step-00000003") == 1
     said = [text for text in caplog.messages if "Skipped a checkpoint" in text]
     assert len(said) == 1 and "step-00000003 is damaged" in said[0], said
+
+
+def test_a_disk_that_does_not_answer_hides_no_checkpoint_from_the_evaluator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither as it looks for one nor as it reads the only one."""
+    path = Path(Checkpoint(model=nn.Linear(2, 2)).save(tmp_path / "step", step=7))
+    opened, errors = os.open, {path / "manifest.json": 2, path / "model.safetensors": 2}
+
+    def open_it(what: Any, *arguments: Any, **options: Any) -> int:
+        if errors.get(what):
+            errors[what] -= 1
+            raise OSError(errno.EIO, "Input/output error", str(what))
+        return opened(what, *arguments, **options)
+
+    def first() -> int:
+        return next(module.new_checkpoints()).step
+
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=0) as running:
+            monkeypatch.setenv("STRATAGEM_CHIEF", running.address)
+            monkeypatch.setenv("STRATAGEM_CHECKPOINT_DIR", str(tmp_path))
+            monkeypatch.setattr(os, "open", open_it)
+            assert await asyncio.wait_for(asyncio.to_thread(first), 60) == 7
+
+    monkeypatch.setattr(durable, "READ_AGAIN_S", 0.0)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "configure_logging", lambda *_: None)  # the log of this process stays as it is
+    run(scenario)
+    assert not any(errors.values()) and "Skipped a checkpoint" not in caplog.text
 
 
 def test_a_job_that_saved_elsewhere_is_told_where_its_evaluator_looked(

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -110,3 +111,26 @@ def test_verify(
     (tmp_path / "empty").mkdir()
     assert stratagem(monkeypatch, "verify", tmp_path / "empty") == exit_codes.EXIT_FAILED
     assert "is not a complete checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_what_cannot_be_read_now_is_not_called_damaged(
+    tmp_path: Path,
+    script: Script,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    path = Path(script.checkpoint.save(tmp_path / "step"))
+    opened = os.open
+
+    def refuse(what: object, *arguments: Any, **options: Any) -> int:
+        if what == path / "model.safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(what))
+        return opened(what, *arguments, **options)  # type: ignore[arg-type]  # whatever it was called with
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert stratagem(monkeypatch, command, tmp_path) == exit_codes.EXIT_FAILED
+    said = capsys.readouterr()
+    assert f"{path}/model.safetensors cannot be read" in said.err and "It may be whole" in said.err
+    assert not said.out

@@ -1,0 +1,119 @@
+"""Checkpoints of scripts on a disk that does not answer for a while: they may be whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from stratagem.checkpoint import durable
+from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
+from stratagem.errors import UnreadableError
+from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
+from tests.unit.training.checkpoint_objects import Script
+
+NEWEST = "step-00000002"
+READERS: dict[str, Callable[[Path], Any]] = {
+    "latest_checkpoint": lambda folder: Path(latest_checkpoint(folder) or "").name,
+    "manager.latest_checkpoint": lambda folder: Path(_manager(folder).latest_checkpoint or "").name,
+    "restore_or_initialize": lambda folder: Path(_manager(folder).restore_or_initialize() or "").name,
+    "restore": lambda folder: Path(Checkpoint(number=0).restore(folder).path).name,
+    "restore of a path": lambda folder: Path(Checkpoint(number=0).restore(folder / NEWEST).path).name,
+    "load_checkpoint": lambda folder: f"step-{int(load_checkpoint(folder)['bias']):08d}",
+}
+
+
+def _manager(folder: Path) -> CheckpointManager:
+    return CheckpointManager(Checkpoint(number=0), folder, max_to_keep=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two checkpoints."""
+    for number in (1, 2):
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.bias, number)
+        Checkpoint(model=model, number=number).save(tmp_path / "step", step=number)
+    return tmp_path
+
+
+def break_disk(monkeypatch: pytest.MonkeyPatch, victim: Path, number: int, times: int = 1 << 30) -> None:
+    """The victim, a file or folder, cannot be opened or listed the next ``times``."""
+    opened, listed, left = os.open, Path.iterdir, [times]
+
+    def check(path: Any) -> None:
+        if isinstance(path, Path) and path == victim and left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+
+    def open_it(path: Any, *arguments: Any, **options: Any) -> int:
+        check(path)
+        return opened(path, *arguments, **options)
+
+    def list_it(path: Path) -> Any:
+        check(path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "open", open_it)
+    monkeypatch.setattr(Path, "iterdir", list_it)
+
+
+def _reads(reader: str, victim: str) -> bool:
+    """Whether it looks there at all."""
+    looks = "latest" in reader
+    return not (looks and victim.endswith("host.json")) and not (reader == "restore of a path" and victim == ".")
+
+
+CASES = [
+    (reader, victim)
+    for reader in READERS
+    for victim in (f"{NEWEST}/manifest.json", f"{NEWEST}/host.json", ".")
+    if _reads(reader, victim)
+]
+
+
+@pytest.mark.parametrize(("reader", "victim"), CASES)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT])
+def test_one_read_error_hides_no_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reader: str, victim: str, number: int
+) -> None:
+    monkeypatch.setattr(durable, "_PAUSE_S", 0.0)
+    break_disk(monkeypatch, folder / victim, number, times=2)
+    assert READERS[reader](folder) == NEWEST
+
+
+@pytest.mark.parametrize(("reader", "victim"), CASES)
+def test_what_stays_unreadable_is_named_and_no_older_one_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, reader: str, victim: str
+) -> None:
+    monkeypatch.setattr(durable, "READ_AGAIN_S", 0.0)
+    before = sorted(folder.rglob("*"))
+    with monkeypatch.context() as patch:
+        break_disk(patch, folder / victim, errno.EACCES)
+        why = r"cannot be read: .*Permission denied.* It may be whole, and stays where it is: make it readable"
+        with pytest.raises(UnreadableError, match=why) as caught:
+            READERS[reader](folder)
+    assert str(caught.value).startswith(str(folder / victim))
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_an_older_checkpoint_that_cannot_be_read_is_in_nobodys_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "READ_AGAIN_S", 0.0)
+    break_disk(monkeypatch, folder / "step-00000001" / "manifest.json", errno.EACCES)
+    assert {name: read(folder) for name, read in READERS.items()} == dict.fromkeys(READERS, NEWEST)
+
+
+def test_a_save_goes_on_and_counts_on_where_one_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script()
+    manager = CheckpointManager(script.checkpoint, folder, max_to_keep=1)
+    break_disk(monkeypatch, folder / NEWEST / "manifest.json", errno.EIO)
+    assert Path(manager.save()).name == "step-00000003"
+    assert sorted(path.name for path in folder.glob("step-*")) == [NEWEST, "step-00000003"], "what is unreadable stays"
