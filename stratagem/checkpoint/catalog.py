@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from stratagem.arguments import warn_once
 from stratagem.checkpoint.durable import check_disk, hash_file, is_of_disk
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.errors import CheckpointError, UnreadableError
@@ -264,8 +265,20 @@ def offer(path: pathlib.Path) -> str:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Removes a checkpoint, at once for all who look for one; what a crash leaves of it the next save removes."""
+    """Removes a checkpoint, at once for all who look for one; what a crash leaves of it the next save removes. The log
+    says, once, what this process cannot remove."""
     aside = path.with_name(f"{REMOVED}{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError):
+    try:
         path.rename(aside)
+        shutil.rmtree(aside)
+    except FileNotFoundError:
+        pass  # somebody else removed it
+    except OSError as error:
+        warn_once(
+            logger,
+            "cannot remove the old checkpoint %s: %s. The next save tries again; let this user delete there, or old "
+            "ones fill the disk",
+            path,
+            error.strerror or error,
+        )
     shutil.rmtree(aside, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of scripts on a disk that does not answer for a while: they may be whole."""
+"""Checkpoints of scripts on a disk that does not answer for a while, when they may be whole, or that refuses to."""
 
 from __future__ import annotations
 
@@ -117,3 +117,24 @@ def test_a_save_goes_on_and_counts_on_where_one_cannot_be_read(folder: Path, mon
     break_disk(monkeypatch, folder / NEWEST / "manifest.json", errno.EIO)
     assert Path(manager.save()).name == "step-00000003"
     assert sorted(path.name for path in folder.glob("step-*")) == [NEWEST, "step-00000003"], "what is unreadable stays"
+
+
+@pytest.mark.parametrize("refused", ["rename", "unlink"])
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    """In a folder with the sticky bit, or one whose files are another user's."""
+    manager = CheckpointManager(Checkpoint(number=1), tmp_path, max_to_keep=1)
+    first = Path(manager.save())
+    act = getattr(os, refused)
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> None:
+        if path == first or path == "host.json":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        act(path, *arguments, **options)
+
+    monkeypatch.setattr(os, refused, refuse)
+    saved = [Path(manager.save()).name for _ in range(3)]
+    assert saved == [f"step-{number:08d}" for number in (2, 3, 4)]
+    said = [text for text in caplog.messages if f"cannot remove the old checkpoint {first}: " in text]
+    assert len(said) == 1 and "Operation not permitted" in said[0] and "let this user delete there" in said[0]
