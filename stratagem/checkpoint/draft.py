@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Self
 
+from stratagem.arguments import warn_once
 from stratagem.checkpoint.catalog import HOST, REMOVED, find_damage, offer
 from stratagem.checkpoint.durable import set_aside, sync, write_durably
 from stratagem.checkpoint.manifest import MANIFEST, Manifest, SavedFile, encode
@@ -134,8 +135,12 @@ class CheckpointDraft(Draft):
                     ) from None
                 return
             sync(target.parent)
-            if is_newest:
+        if is_newest:
+            try:
                 self._latest.replace(target.parent / "latest")
+            except OSError as error:  # it is for people: the checkpoint is there without it
+                names = target.parent / "latest"
+                warn_once(logger, "%s names an older checkpoint than there is: %s", names, error.strerror or error)
 
     def has_files_of(self, target: pathlib.Path) -> bool:
         """Whether a checkpoint holds what this draft does, to the bit."""

@@ -138,3 +138,21 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_once(
     assert saved == [f"step-{number:08d}" for number in (2, 3, 4)]
     said = [text for text in caplog.messages if f"cannot remove the old checkpoint {first}: " in text]
     assert len(said) == 1 and "Operation not permitted" in said[0] and "let this user delete there" in said[0]
+
+
+def test_a_checkpoint_is_saved_where_the_file_latest_is_another_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(Checkpoint(number=1), tmp_path, max_to_keep=1)
+    replace = os.replace
+
+    def refuse(path: Any, target: Any, **options: Any) -> None:
+        if Path(target).name == "latest":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(target))
+        replace(path, target, **options)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    saved = [manager.save() for _ in range(2)]
+    assert manager.checkpoints == saved[1:] and sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
+    said = f"{tmp_path}/latest names an older checkpoint than there is: Operation not permitted"
+    assert caplog.messages.count(said) == 1
