@@ -14,6 +14,7 @@ import pathlib
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,15 +118,16 @@ def steps(directory: pathlib.Path) -> list[int]:
 
 def choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
     """Path and number of the next checkpoint in a folder; ``step``: its number, if the script says that. Raises
-    CheckpointError: nobody would look for one there, or under that name."""
-    if (folder / MANIFEST).exists():
+    CheckpointError: nobody would look for one there, or under that name. UnreadableError: nobody can tell now."""
+    there = [path.name for path in _children(folder)]
+    if MANIFEST in there:
         raise CheckpointError(
             f"{folder} is itself a checkpoint, inside which no other would be found: save in {folder.parent}"
         )
     if name.startswith("."):
         raise CheckpointError(f"expected a name without a leading dot, with which it would not be found, got {name!r}")
     if step is None:
-        names = [_NUMBERED.match(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+        names = [_NUMBERED.match(each) for each in there]
         step = max([*(int(name[1]) for name in names if name), *steps(folder)], default=0) + 1
     return {"path": str(folder / f"{name}-{step:08d}"), "step": step}
 
@@ -163,6 +165,15 @@ def _key_of(path: pathlib.Path) -> _Key | None:
 def _is_barred(error: UnreadableError | None) -> bool:
     """Whether it is about what this process may not look into, as lost+found."""
     return error is not None and isinstance(error.__context__, PermissionError)
+
+
+def is_folder(path: pathlib.Path) -> bool:
+    """Raises UnreadableError: nobody can tell now."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        check_disk(error, f"{path} cannot be read")
+        return False
 
 
 def may_be_there(path: pathlib.Path) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint import reading
-from stratagem.checkpoint.catalog import check, choose, offer, remove, scan, steps
+from stratagem.checkpoint.catalog import check, choose, is_folder, offer, remove, scan, steps
 from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
 from stratagem.checkpoint.durable import patiently, write_durably
 from stratagem.checkpoint.manifest import Manifest
@@ -179,7 +179,8 @@ class Checkpoint:
         """
         text = os.fspath(prefix)
         path = pathlib.Path(text)
-        folder, name = (path, "step") if text.endswith("/") or path.is_dir() else (path.parent, path.name)
+        is_prefix = not text.endswith("/") and not patiently(lambda: is_folder(path))
+        folder, name = (path.parent, path.name) if is_prefix else (path, "step")
         return self._save(folder, name, step, blocking, lambda written: None)
 
     @checked
@@ -316,7 +317,7 @@ class Checkpoint:
                     if refused:
                         raise refused[0]
                     background_writes.settle(folder)
-                    return choose(folder, name, step)
+                    return patiently(lambda: choose(folder, name, step))
 
                 chosen = self._members.from_first(place, self._first)
                 target, number = pathlib.Path(chosen["path"]), int(chosen["step"])

@@ -44,8 +44,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def break_disk(monkeypatch: pytest.MonkeyPatch, victim: Path, number: int, times: int = 1 << 30) -> None:
-    """The victim, a file or folder, cannot be opened or listed the next ``times``."""
-    opened, listed, left = os.open, Path.iterdir, [times]
+    """The victim, a file or folder, cannot be opened, listed or looked at the next ``times``."""
+    opened, listed, looked, left = os.open, Path.iterdir, Path.stat, [times]
 
     def check(path: Any) -> None:
         if isinstance(path, Path) and path == victim and left[0]:
@@ -60,8 +60,13 @@ def break_disk(monkeypatch: pytest.MonkeyPatch, victim: Path, number: int, times
         check(path)
         return listed(path)
 
+    def look_at(path: Path, **options: Any) -> os.stat_result:
+        check(path)
+        return looked(path, **options)
+
     monkeypatch.setattr(os, "open", open_it)
     monkeypatch.setattr(Path, "iterdir", list_it)
+    monkeypatch.setattr(Path, "stat", look_at)
 
 
 def _reads(reader: str, victim: str) -> bool:
@@ -99,7 +104,7 @@ def test_what_stays_unreadable_is_named_and_no_older_one_taken(
         why = r"cannot be read: .*Permission denied.* It may be whole, and stays where it is: make it readable"
         with pytest.raises(UnreadableError, match=why) as caught:
             READERS[reader](folder)
-    assert str(caught.value).startswith(str(folder / victim))
+    assert str(folder / victim) in str(caught.value)
     assert sorted(folder.rglob("*")) == before
 
 
@@ -156,3 +161,25 @@ def test_a_checkpoint_is_saved_where_the_file_latest_is_another_users(
     assert manager.checkpoints == saved[1:] and sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"]
     said = f"{tmp_path}/latest names an older checkpoint than there is: Operation not permitted"
     assert caplog.messages.count(said) == 1
+
+
+SAVES: dict[str, Callable[[Path], str]] = {
+    "save": lambda folder: Checkpoint(number=1).save(folder),
+    "manager": lambda folder: _manager(folder).save(),
+    "write": lambda folder: Checkpoint(number=1).write(folder),
+}
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_a_save_looks_again_into_a_folder_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(durable, "READ_AGAIN_S", 0.0)
+    with monkeypatch.context() as patch:
+        break_disk(patch, tmp_path, errno.EACCES)
+        with pytest.raises(UnreadableError, match=f"^{tmp_path} cannot be read: .*Permission denied"):
+            SAVES[how](tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(durable, "_PAUSE_S", 0.0)
+    break_disk(monkeypatch, tmp_path, errno.ESTALE, times=3)
+    assert Path(SAVES[how](tmp_path)).name == "step-00000001"
