@@ -372,9 +372,9 @@ class Invariants:
         if cluster.finished not in ((1, 42) if job.journal.history.unsaved else (0,)):
             stopping = job.sessions.stopping
             reason = stopping.reason if stopping else "-"
-            # Before anything is trained a checkpoint has to be written, and a script's; a ps without memory needs one
-            # that is whole.
-            has_to = not kept or not job.lease_book.has_leased or "worker:" in reason
+            # Before anything is trained, and where none is whole, a checkpoint has to be written, and a script's; a ps
+            # without memory needs one that is whole.
+            has_to = kept <= cluster.disk.flipped or not job.lease_book.has_leased or "worker:" in reason
             cannot = ("No space left on device", "Read-only file system", "(Input/output error)", "(Permission denied)")
             is_told = has_to and any(words in reason for words in cannot)
             is_told |= "is complete on every ps" in reason and kept <= cluster.disk.flipped
