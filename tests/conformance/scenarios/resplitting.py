@@ -145,7 +145,9 @@ def shuffled(strategy: sg.Strategy) -> dict[str, Any]:
     reader = Reader(strategy)
     dataset = strategy.distribute_dataset(numbers(14, 4, shuffle=True))
     epochs = [reader.epoch(dataset) for _ in range(dataset.epoch, 2)]
-    return {"ordinal": vars(strategy)["_num_datasets"], "epochs": epochs, "counted": dataset.epoch}
+    servers = strategy.servers
+    ordinal = vars(strategy)["_num_datasets"] if servers is None else servers.num_datasets
+    return {"ordinal": ordinal, "epochs": epochs, "counted": dataset.epoch}
 
 
 class AnyOrder(Sampler[int]):
