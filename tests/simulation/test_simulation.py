@@ -12,7 +12,7 @@ import pytest
 from tests.simulation.cluster import MEMORY
 from tests.simulation.mutations import MUTATIONS
 
-NUM_SCHEDULES = 1000
+NUM_SCHEDULES = 2000
 """Two minutes of a quiet processor, most take less than one; a count, so that the same are run on a slow one."""
 
 
