@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc.aio
 
+from stratagem.checkpoint.durable import Patience
 from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief.leasing.positions import Positions, has, plus
 from stratagem.chief.leasing.steps import StepClosing
@@ -48,16 +48,12 @@ _Result = TypeVar("_Result")
 
 async def read_patiently(read: Callable[[], Awaitable[_Result]]) -> _Result:
     """What ``read`` gives; it is called again where the disk does not answer. UnreadableError: for too long."""
-    until = time.monotonic() + READ_AGAIN_S
-    level = logging.WARNING
+    patience = Patience(READ_AGAIN_S)
     while True:
         try:
             return await read()
         except UnreadableError as error:
-            if time.monotonic() >= until:
-                raise
-            logger.log(level, "Trying again for up to %.0f s: %s", READ_AGAIN_S, error)
-            level = logging.DEBUG
+            patience.bear(error)
             await asyncio.sleep(RETRY_S)
 
 

@@ -158,18 +158,30 @@ def check_disk(error: Exception, what: str) -> None:
         raise UnreadableError(f"{what}: {error}. It may be whole, and stays where it is: {advice}") from None
 
 
+class Patience:
+    """With a disk that does not answer, for so many seconds from now on."""
+
+    def __init__(self, for_s: float) -> None:
+        self._for_s = for_s
+        self._until = time.monotonic() + for_s
+        self._level = logging.WARNING
+
+    def bear(self, error: UnreadableError) -> None:
+        """Returns if there is time to try again, which is logged once; raises ``error`` if there is none."""
+        if time.monotonic() >= self._until:
+            raise error
+        logger.log(self._level, "Trying again for up to %.0f s: %s", self._for_s, error)
+        self._level = logging.DEBUG
+
+
 def patiently(read: Callable[[], _Result]) -> _Result:
     """What ``read`` gives; it is called again where the disk does not answer. Raises UnreadableError: for too long."""
-    until = time.monotonic() + READ_AGAIN_S
-    level = logging.WARNING
+    patience = Patience(READ_AGAIN_S)
     while True:
         try:
             return read()
         except UnreadableError as error:
-            if time.monotonic() >= until:
-                raise
-            logger.log(level, "Trying again for up to %.0f s: %s", READ_AGAIN_S, error)
-            level = logging.DEBUG
+            patience.bear(error)
             time.sleep(_PAUSE_S)
 
 
