@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from stratagem.cluster.units import Plan
 from stratagem.data.loaders import NumPasses, check_length, length_of, tell_epoch
 from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.agreement import broadcast_json, broadcast_tensors
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -97,9 +98,7 @@ class DrawnBatches:
         elif self._communicator is None:
             batches = self._draw(epoch, seed)
         else:
-            batches = _shared(
-                self._draw(epoch, seed) if self._communicator.rank == 0 else [], self._communicator, self._sampler
-            )
+            batches = self._shared(self._communicator, epoch, seed)
         return map(self._some, islice(batches, first, None))
 
     def _some(self, batch: Any) -> list[Any]:
@@ -114,6 +113,38 @@ class DrawnBatches:
         number = _seed_of(f"{seed + self._shift}/{self.ordinal}/{epoch}/sampler")
         with _seeded(number, self._sampler):
             return [self._as_list(batch) for batch in self._sampler]
+
+    def _shared(self, communicator: Communicator, epoch: int, seed: int) -> list[list[int]]:
+        """Worker 0's batches, on every worker."""
+        drawn: dict[str, torch.Tensor] = {}
+        failure: Exception | None = None
+        if communicator.rank == 0:
+            try:
+                drawn = self._packed(self._draw(epoch, seed))
+            except Exception as error:
+                failure = error
+        reason = broadcast_json(communicator, None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            name = type(self._sampler).__name__
+            raise ConfigurationError(f"worker 0 draws the indices of {name} for all workers; there it failed: {reason}")
+        drawn = broadcast_tensors(communicator, drawn)
+        return [part.tolist() for part in drawn["indices"].split(drawn["sizes"].tolist())]
+
+    def _packed(self, batches: list[list[Any]]) -> dict[str, torch.Tensor]:
+        try:
+            indices = [operator.index(index) for batch in batches for index in batch]
+        except TypeError as error:
+            raise ConfigurationError(
+                f"expected indices that are whole numbers from {type(self._sampler).__name__} ({error}); several "
+                "workers cannot share others"
+            ) from None
+        sizes = [len(batch) for batch in batches]
+        return {
+            "sizes": torch.tensor(sizes, dtype=torch.int64),
+            "indices": torch.tensor(indices, dtype=torch.int64),
+        }
 
     def _as_list(self, batch: Any) -> list[Any]:
         if isinstance(batch, torch.Tensor):
@@ -137,17 +168,3 @@ def _seeded(seed: int, sampler: Any) -> Iterator[None]:
     finally:
         for generator, state in zip(every, states, strict=True):
             generator.set_state(state)
-
-
-def _shared(batches: list[list[Any]], communicator: Communicator, sampler: Iterable[Any]) -> list[list[int]]:
-    """Worker 0's batches, on every worker."""
-    sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
-    try:
-        indices = torch.tensor([operator.index(index) for batch in batches for index in batch], dtype=torch.int64)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"expected indices that are whole numbers from {type(sampler).__name__} ({error}); several workers cannot "
-            "share others"
-        ) from None
-    sizes, indices = communicator.all_gather(sizes)[0], communicator.all_gather(indices)[0]
-    return [part.tolist() for part in indices.split(sizes.tolist())]

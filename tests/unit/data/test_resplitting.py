@@ -200,6 +200,30 @@ def test_the_indices_of_other_samplers_are_drawn_once_for_all(sampled: str, work
     assert flat(first) != flat(second)
 
 
+def test_a_sampler_that_fails_on_worker_0_is_refused_on_all() -> None:
+    class Failing(Sampler[Any]):
+        fails = True
+
+        def __len__(self) -> int:
+            return 8
+
+        def __iter__(self) -> Iterator[Any]:
+            if self.fails:
+                raise OSError("no list of indices")
+            yield from range(8)
+
+    def work(placement: InputPlacement) -> tuple[str, list[list[list[int]]]]:
+        dataset = distribute(DataLoader(Numbers(20), batch_size=4, sampler=(sampler := Failing())), placement=placement)
+        with pytest.raises((OSError, ConfigurationError), match="no list of indices") as caught:
+            steps_of(dataset)
+        sampler.fails = False
+        return caught.typename, steps_of(dataset)
+
+    (first, mine), (second, others) = on_workers(2, work)
+    assert (first, second) == ("OSError", "ConfigurationError")
+    assert (mine, others) == ([[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]])
+
+
 def test_drawing_leaves_the_random_numbers_alone() -> None:
     sampler = torch.utils.data.WeightedRandomSampler([1.0] * 20, 12, generator=torch.Generator().manual_seed(4))
     torch.manual_seed(1)
