@@ -88,7 +88,7 @@ class Embedding(TableLayer, nn.Embedding):
         if isinstance(input, torch.Tensor) and input.is_nested:  # torch has no sparse gradient of nested ids
             return nested_as(input, self.forward(input.values()))
         if isinstance(input, torch.Tensor) and not input.dim():  # torch fails on its sparse gradient beside a padding
-            return super().forward(input.view(1)).squeeze(0)
+            return self.forward(input.view(1)).squeeze(0)
         return super().forward(input)  # also of what torch.fx traces with
 
 
@@ -98,7 +98,7 @@ class RemoteEmbedding(RemoteRows, Embedding):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As :meth:`Embedding.forward`."""
-        if isinstance(input, torch.Tensor) and input.is_nested:
+        if isinstance(input, torch.Tensor) and (input.is_nested or not input.dim()):
             return super().forward(input)
         rows, place, padding, _ = self.batch_rows(input)
         by_frequency = self.scale_grad_by_freq

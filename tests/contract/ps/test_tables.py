@@ -439,6 +439,20 @@ def test_nested_ids_are_taken_as_by_torch(start: Callable[..., Job], padding_idx
     torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
 
 
+def test_an_id_alone_may_be_the_padding(start: Callable[..., Job]) -> None:
+    """torch has no sparse gradient of it: backward failed."""
+    with Remote().scope():
+        table = sg.nn.Embedding(ROWS, WIDTH, padding_idx=5, init=sg.nn.Constant(1.0), seed=1)
+    job = start()
+    job.prepare(table, OPTIMIZERS["SGD"](table.parameters()))
+    found = [table(torch.tensor(number)) for number in (5, 3)]
+    assert [one.shape for one in found] == [(WIDTH,)] * 2
+    sum([one.sum() for one in found]).backward()
+    job.step()
+    rows = table.whole_weight()
+    assert not rows[5].any() and rows[3].tolist() == pytest.approx([0.9] * WIDTH)
+
+
 def test_zero_grad_eval_and_frozen_tables_send_nothing(start: Callable[..., Job]) -> None:
     job = start("tcp")
     model, optimizers = build("SGD", Remote())
