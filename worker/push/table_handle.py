@@ -192,10 +192,12 @@ class PendingRows:
         return self._is_current() and bool(self._shares - {self.share})
 
     def total(self) -> RowGradient | None:
-        """The sum of what came; None without any."""
+        """The sum of what came; None without any. What was set to zero has no rows, and torch counts its updates."""
         if not self._is_current():
             self._parts.clear()
-            return None
+            if self._handle.grad is not self._mark:
+                return None
+            return RowGradient(np.empty(0, np.int64), torch.empty(0, self._handle.shape[1], dtype=self._dtype))
         if len(self._parts) > 1:
             numbers, place = np.unique(np.concatenate([part.numbers for part in self._parts]), return_inverse=True)
             values = torch.cat([part.values for part in self._parts])

@@ -453,6 +453,32 @@ def test_an_id_alone_may_be_the_padding(start: Callable[..., Job]) -> None:
     assert not rows[5].any() and rows[3].tolist() == pytest.approx([0.9] * WIDTH)
 
 
+@pytest.mark.parametrize("optimizer", ["Adagrad with decay", "SparseAdam"])
+def test_updates_by_a_gradient_that_was_set_to_zero_count(start: Callable[..., Job], optimizer: str) -> None:
+    """They change no row, but the rate of those that follow."""
+
+    def train(strategy: Strategy, job: Job | None = None) -> torch.Tensor:
+        with strategy.scope():
+            table = sg.nn.Embedding(ROWS, WIDTH, seed=1)
+        decaying = torch.optim.Adagrad(table.parameters(), 0.1, lr_decay=0.5)
+        lazy = OPTIMIZERS[optimizer](table.parameters()) if optimizer in OPTIMIZERS else decaying
+        if job is not None:
+            job.prepare(table, lazy)
+        for is_used in (False, True, False, False, True):
+            lazy.zero_grad(set_to_none=False)
+            if is_used:
+                table(torch.tensor([1, 4, 4])).square().sum().backward()
+            if job is None:
+                with torch.sparse.check_sparse_tensor_invariants(False):
+                    lazy.step()
+            else:
+                job.step()
+        return table.whole_weight()
+
+    ours, expected = train(Remote(), start()), train(DefaultStrategy())
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_zero_grad_eval_and_frozen_tables_send_nothing(start: Callable[..., Job]) -> None:
     job = start("tcp")
     model, optimizers = build("SGD", Remote())
