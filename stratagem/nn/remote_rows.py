@@ -137,7 +137,8 @@ class RemoteRows(nn.Module):
     ) -> None:
         """As torch fills a weight: the padding row too."""
         init = {"normal": Normal, "uniform": Uniform}.get(distribution, lambda value, _: Constant(value))(first, second)
-        self.remote_table.begin_with(initial_rows(init, None, None, generator))
+        seed = 0 if isinstance(init, Constant) else None  # torch draws no number either for what is the same everywhere
+        self.remote_table.begin_with(initial_rows(init, seed, None, generator))
 
     def _fill_padding_idx_with_zero(self) -> None:
         """What ``reset_parameters()`` does after it has filled the weight."""

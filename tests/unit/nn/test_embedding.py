@@ -250,6 +250,15 @@ def test_functions_of_torch_choose_initial_values(
     assert made == (expected[0], *map(pytest.approx, expected[1:]))
 
 
+def test_a_constant_draws_no_random_number() -> None:
+    """What a model draws behind it is then the same as without parameter servers."""
+    layer, state = remote_model()[0], torch.random.get_rng_state()
+    nn.init.zeros_(layer.weight)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    nn.init.normal_(layer.weight)
+    assert not torch.equal(torch.random.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("build", BUILDERS)
 def test_reset_parameters_keeps_the_padding_at_zero(build: Callable[..., Layer], remote: Strategy) -> None:
     for padding in (None, 3):
