@@ -154,6 +154,18 @@ def _num_steps(state: Mapping[str, Any]) -> int:
     return int(state.get("step", 1 if state else 0))
 
 
+def check_loaded(optimizer: torch.optim.Optimizer, handle: torch.nn.Parameter, name: str) -> None:
+    """Raises ConfigurationError: the optimizer has state of the table ``name`` without values, because it was loaded
+    as tensors before prepare, and torch gave it the device of the parameter, which has no memory."""
+    state = optimizer.state.get(handle, {})
+    if _num_steps(state) and any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values()):
+        raise ConfigurationError(
+            f"the state that {type(optimizer).__name__} has of table {name} was loaded before strategy.prepare, when "
+            "there was no parameter server to take it. Load it after prepare: restore the sg.Checkpoint there, or on "
+            "every worker:\n    strategy.load_once(lambda: optimizer.load_state_dict(state))"
+        )
+
+
 class TableState:
     """Keeps the state of tables out of this process: it may be larger than its memory."""
 
@@ -161,11 +173,13 @@ class TableState:
         self._optimizer = optimizer
         self._tables = tables
         self._loading: dict[int, Mapping[str, Any]] = {}
-        for table in tables:
-            optimizer.state.pop(table.handle, None)  # what the constructor made for it
+        for at, table in enumerate(tables):
+            state = optimizer.state.pop(table.handle, {})  # what the constructor made for it, or a checkpoint has
+            if table.is_given and _num_steps(state):
+                self._loading[at] = state
         optimizer.register_state_dict_pre_hook(lambda _: self._refuse())
         optimizer.register_load_state_dict_pre_hook(lambda _, state: self._take_out(state))
-        optimizer.register_load_state_dict_post_hook(lambda _: self._send())
+        optimizer.register_load_state_dict_post_hook(lambda _: self.send())
 
     def _refuse(self) -> None:
         raise ConfigurationError(
@@ -184,9 +198,10 @@ class TableState:
                 self._loading[at] = kept.pop(numbers[indices[id(table.handle)]], {})
         return {**state, "state": kept}
 
-    def _send(self) -> None:
-        loading, self._loading = self._loading, {}
-        for at, state in loading.items():
+    def send(self) -> None:
+        """Gives the ps what was loaded, also before this optimizer was prepared with rows of this process's. It can be
+        called again where that fails."""
+        for at, state in self._loading.items():
             table = self._tables[at]
             num_updates = _num_steps(state)
             if not state:  # it begins anew
@@ -195,3 +210,4 @@ class TableState:
             for name, value in state.items():
                 if name != "step" and isinstance(value, torch.Tensor | SavedRows):
                     table.assign(value, name, num_updates)
+        self._loading = {}

@@ -35,6 +35,8 @@ class RemoteTable:
         """What optimizers and ``parameters()`` get in the table's stead: shape and dtype, no memory."""
         self.pending = PendingRows(self.handle)
         """What backward has accumulated since ``zero_grad()``."""
+        self.is_given = False
+        """A ps has asked this process for its rows."""
         self._link: TableLink | None = None
         self.begin_with(initial)
 
@@ -82,6 +84,7 @@ class RemoteTable:
     def give(self, client: PsClient) -> None:
         """Sends one ps the rows that this worker was built with, if it was."""
         if self._values is not None:
+            self.is_given = True
             self._assign_all(self._values, [client.index])
 
     # -- rows --------------------------------------------------------------------------------------------------

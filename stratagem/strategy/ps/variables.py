@@ -27,7 +27,7 @@ from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.layout import Layout, RowPlacement, VariableSpec
-from stratagem.worker.push.optimizer_state import OptimizerState, TableState
+from stratagem.worker.push.optimizer_state import OptimizerState, TableState, check_loaded
 from stratagem.worker.push.ps_client import PsClient, Rerouted, insist
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.push.remote_tables import Placed, RemoteTables, attach, create_or_attach, every_table
@@ -102,6 +102,7 @@ class VariableGroups:
                 check = functools.partial(check_for_rows, kind, optimizer.param_groups[group])
                 try:
                     check()
+                    check_loaded(optimizer, parameter, name)
                     by_row.append((table, name, group))
                 except UnsupportedOptimizerError:
                     if parameter.requires_grad:
@@ -128,7 +129,7 @@ class VariableGroups:
             state = OptimizerState(variables, optimizer, parameters, self._runtime.may_assign, self.reconnect)
             state.begin(variables.is_given)
             if tables:
-                TableState(optimizer, [*every_table(tables)])
+                insist(TableState(optimizer, [*every_table(tables)]).send, self.reconnect)
             treated = policy, models, self.closes, self._runtime.meter, self.recover, self.reads
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
         self.pushes += pushes

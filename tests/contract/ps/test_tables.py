@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stratagem as sg
+from stratagem.checkpoint.server_state import SavedRows
 from stratagem.cluster.communication import Transport
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member, Membership
@@ -477,6 +478,53 @@ def test_updates_by_a_gradient_that_was_set_to_zero_count(start: Callable[..., J
 
     ours, expected = train(Remote(), start()), train(DefaultStrategy())
     torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["Adagrad", "SparseAdam"])
+def test_state_restored_before_prepare_goes_to_the_ps_with_the_rows(start: Callable[..., Job], optimizer: str) -> None:
+    rows = torch.arange(1.0, ROWS * WIDTH + 1).view(ROWS, WIDTH)
+
+    class Saved(SavedRows):
+        """As a checkpoint of parameter servers has them."""
+
+        def __init__(self, values: torch.Tensor) -> None:
+            self.shape, self.dtype, self._values = values.shape, values.dtype, values
+
+        def __getitem__(self, part: slice) -> torch.Tensor:
+            return self._values[part]
+
+    def step(table: Any) -> None:
+        table(torch.tensor([1, 4, 22])).square().sum().backward()
+
+    plain = sg.nn.Embedding(ROWS, WIDTH, _weight=rows.clone())
+    expected = OPTIMIZERS[optimizer](plain.parameters())
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        for number in range(3):
+            expected.zero_grad()
+            step(plain)
+            expected.step()
+            if not number:
+                weight, state = plain.weight.detach().clone(), copy.deepcopy(expected.state_dict())
+
+    def resumed(kind: Callable[[torch.Tensor], Any]) -> tuple[Any, torch.optim.Optimizer]:
+        with Remote().scope():
+            table = sg.nn.Embedding(ROWS, WIDTH)
+        table.load_state_dict({"weight": weight})
+        lazy = OPTIMIZERS[optimizer](table.parameters())
+        slots = {name: value if name == "step" else kind(value) for name, value in state["state"][0].items()}
+        lazy.load_state_dict({**state, "state": {0: slots}})
+        return table, lazy
+
+    job = start()
+    with pytest.raises(ConfigurationError, match=r"has of table \S*weight was loaded before.*Load it after prepare"):
+        job.prepare(*resumed(torch.Tensor.clone))
+    table, lazy = resumed(Saved)
+    job.prepare(table, lazy)
+    for _ in range(2):
+        lazy.zero_grad()
+        step(table)
+        job.step()
+    torch.testing.assert_close(table.whole_weight(), plain.weight.detach(), rtol=2e-6, atol=2e-6)
 
 
 def test_zero_grad_eval_and_frozen_tables_send_nothing(start: Callable[..., Job]) -> None:
