@@ -228,6 +228,13 @@ def tell_epoch(target: Any, epoch: int) -> None:
         tell(epoch)
 
 
+def tell_epoch_to_all(source: Any, epoch: int) -> None:
+    """As :func:`tell_epoch`, of an iterable of batches and what it may be made of."""
+    for part in ("dataset", "sampler", "batch_sampler"):
+        tell_epoch(getattr(source, part, None), epoch)
+    tell_epoch(source, epoch)
+
+
 class Batches(Sampler[Any]):
     """A sampler over an iterator of indices, or of lists of them, which may be exchanged before each epoch."""
 

@@ -13,7 +13,17 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from stratagem.data.index_batches import IndexBatches
-from stratagem.data.loaders import Batches, DropWatch, NumPasses, carried, length_of, rebuild, seed_epoch, tell_epoch
+from stratagem.data.loaders import (
+    Batches,
+    DropWatch,
+    NumPasses,
+    carried,
+    length_of,
+    rebuild,
+    seed_epoch,
+    tell_epoch,
+    tell_epoch_to_all,
+)
 from stratagem.data.nested import empty_like, fingerprint, is_example, num_examples, part_of, tensors, to_device
 from stratagem.errors import ConfigurationError
 
@@ -214,9 +224,7 @@ class Reopened:
     def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
         """The batches of an epoch from number ``first`` on."""
         self._passes.begin()
-        for part in ("dataset", "sampler", "batch_sampler"):
-            tell_epoch(getattr(self._source, part, None), epoch)
-        tell_epoch(self._source, epoch)
+        tell_epoch_to_all(self._source, epoch)
         if not isinstance(self._source, DataLoader):
             return islice(iter(self._source), first, None)
         if hasattr(self._source.dataset, "set_epoch"):

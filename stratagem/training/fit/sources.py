@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from stratagem.arguments import whole_number
 from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
-from stratagem.data.loaders import is_dataset, length_of
+from stratagem.data.loaders import is_dataset, length_of, tell_epoch_to_all
 from stratagem.data.nested import is_rows, leaves, map_leaves, num_examples
 from stratagem.data.options import DistributeOptions
 from stratagem.data.placement import InputPlacement, StepCounter
@@ -250,6 +250,10 @@ class _OfTensors:
 
     def __len__(self) -> int:
         return len(self.given)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of what shuffles by itself."""
+        tell_epoch_to_all(self.given, epoch)
 
 
 def _with_tensors(batch: Any) -> Any:

@@ -185,6 +185,22 @@ def test_every_kind_of_source_trains_alike(data: tuple[torch.Tensor, torch.Tenso
     torch.testing.assert_close(model.state_dict(), state, **TOLERANCE)
 
 
+def test_batches_that_shuffle_by_themselves_are_told_each_epoch(data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    class Shuffled:
+        def __init__(self) -> None:
+            self.told: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield data
+
+    trained, held_out = Shuffled(), Shuffled()
+    make_model().fit(trained, epochs=3, validation_data=held_out, verbose=0)
+    assert trained.told == held_out.told == [0, 1, 2]
+
+
 def test_steps_of_an_epoch_go_on_in_the_data(data: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, y = data
     state, _ = by_hand(x, y, epochs=2)
