@@ -121,7 +121,7 @@ class ModelCheckpoint(Callback):
             ) from None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best}
+        return {"best": self.best, "last_path": self.last_path}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._monitor.best = state["best"]
+        self._monitor.best, self.last_path = state["best"], state.get("last_path")

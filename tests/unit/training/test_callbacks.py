@@ -572,6 +572,19 @@ def test_early_stopping_goes_on_where_it_was(tmp_path: Path, crash_in: int) -> N
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
+def test_the_path_of_the_best_checkpoint_outlives_an_interruption(tmp_path: Path) -> None:
+    def callbacks(*crash: Callback) -> list[Callback]:
+        best = ModelCheckpoint(tmp_path / "best", "mae", save_best_only=True)
+        return [Tampering("mae", [1.0, 2.0, 3.0]), best, BackupAndRestore(tmp_path / "backup"), *crash]
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), callbacks(Crash(5)))
+    model, resumed = make_model(), callbacks()
+    fit(model, resumed)
+    assert model.is_resumed
+    assert resumed[1].last_path == latest_checkpoint(tmp_path / "best")  # type: ignore[attr-defined]
+
+
 def test_a_model_whose_training_was_over_is_saved(tmp_path: Path) -> None:
     """A job that died after its last epoch, before `Model.save`, could not be completed any more: exit code 2."""
     fit(make_model(), [BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)], epochs=1)
