@@ -84,10 +84,6 @@ class BackupAndRestore(Callback):
             leave(self.model.strategy, self._save)
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
-        workers, is_over = self.model.strategy.communicator, self.model.stop_training
-        if workers is not None:  # one of them alone may have said stop
-            is_over = any_says(workers, is_over)
-        self.model.position.is_over = is_over
         path = self._save()
         if self._is_watching and preemption.agree(self.model.strategy.communicator):
             leave(self.model.strategy, lambda: path)
@@ -123,10 +119,20 @@ class BackupAndRestore(Callback):
         path = CheckpointManager(self._checkpoint(), self._folder).restore_or_initialize()
         if path is not None:
             position = self.model.position
+            self.model.stop_training = position.is_over
             logger.info("Resuming at epoch %d, step %d, from %s", position.epoch + 1, position.step, path)
 
     def _save(self) -> str:
-        return "" if self.model.has_servers else self._checkpoint().write(self._folder)
+        model = self.model
+        if model.has_servers:
+            return ""
+        workers, position = model.strategy.communicator, model.position
+        if workers is None:
+            position.is_over = model.stop_training
+            position.is_trained |= position.is_over and position.step > 0  # it stops at once
+        else:  # one of them alone may have said stop
+            position.is_over = any_says(workers, model.stop_training)
+        return self._checkpoint().write(self._folder)
 
     def _checkpoint(self) -> Checkpoint:
         model = self.model

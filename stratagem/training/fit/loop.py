@@ -58,7 +58,7 @@ class Training:
             ):
                 self._callbacks.call("on_train_begin", {})
                 self._agreement.arrive()
-                while self._position.epoch < epochs and not self._position.is_over:
+                while self._position.epoch < epochs and (self._position.step or not self._position.is_over):
                     number = self._position.epoch
                     lived = self._epoch(number)
                     self._position.end_epoch()

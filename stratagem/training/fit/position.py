@@ -47,7 +47,7 @@ class FitPosition:
         """Steps whose gradients wait for those of further ones, to make one update. No checkpoint has them."""
         self.is_resumed = False
         self.is_over = False
-        """Whether a callback had said stop when an epoch was saved: no other one comes."""
+        """Whether a callback had said stop when this was saved: no other epoch begins."""
         self.example: Any = None
         """Of what the module is called with: ``Model.save`` needs it, also where nothing was left to train."""
 

@@ -572,6 +572,33 @@ def test_early_stopping_goes_on_where_it_was(tmp_path: Path, crash_in: int) -> N
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("crash_in", ["train", "test"])
+def test_a_stop_that_was_saved_within_an_epoch_is_not_forgotten(tmp_path: Path, crash_in: str) -> None:
+    def stop_at_once(batch: int, logs: Any) -> None:
+        model.stop_training = True
+
+    class CrashNext(Callback):
+        runs_last = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if crash_in == "train":
+                raise KeyboardInterrupt
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    def script(*crash: Callback) -> Any:
+        saving = BackupAndRestore(tmp_path / "backup", save_freq=1)
+        return fit(model, [LambdaCallback(on_train_batch_end=stop_at_once), saving, *crash], validation_data=(X, Y))
+
+    model = make_model()
+    with pytest.raises(KeyboardInterrupt):
+        script(CrashNext())
+    model = make_model()
+    assert len(script()["val_loss"]) == model.num_steps == 1
+    assert model.stop_training
+
+
 def test_the_path_of_the_best_checkpoint_outlives_an_interruption(tmp_path: Path) -> None:
     def callbacks(*crash: Callback) -> list[Callback]:
         best = ModelCheckpoint(tmp_path / "best", "mae", save_best_only=True)
