@@ -97,6 +97,11 @@ class SplitDataset(WithWaysOut):
         self.arrive()
         return self._epoch
 
+    @property
+    def next_epoch(self) -> int:
+        """Number of the next pass; while one is gone through, its own."""
+        return self._epoch + (self._pass is not None and self._is_left)
+
     def arrive(self) -> None:
         """A newcomer to a ring joins the others, in the middle of their pass if they are in one."""
         self._listener.arrive()

@@ -68,6 +68,7 @@ class FitPosition:
             **self._place(),
             "counted": [pack(states) for states in counted],
             "data": self._dataset.state_dict() if self._is_placed else {},
+            "validation_epoch": 0 if self.validation is None else self.validation.next_epoch,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -83,6 +84,8 @@ class FitPosition:
         self._running.add_states([unpack(part) for part in state["counted"]])
         if self._is_placed and state["data"]:
             self._dataset.load_state_dict(state["data"])
+        if self.validation is not None:  # its order may be another in each epoch
+            self.validation.begin_at(state.get("validation_epoch", 0))
 
     def hand_over(self) -> dict[str, Any]:
         """What a newcomer to a ring needs besides model, optimizer and data; what was counted, the others have."""

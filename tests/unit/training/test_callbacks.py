@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.checkpoint.reading import latest_checkpoint
@@ -597,6 +598,22 @@ def test_a_stop_that_was_saved_within_an_epoch_is_not_forgotten(tmp_path: Path, 
     model = make_model()
     assert len(script()["val_loss"]) == model.num_steps == 1
     assert model.stop_training
+
+
+def test_a_validation_goes_on_with_the_order_of_its_epoch(tmp_path: Path) -> None:
+    held_out = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+    more: dict[str, Any] = {"validation_data": held_out, "validation_steps": 1}
+    expected = fit(make_model(), epochs=4, **more)["val_loss"]
+    for hook in ("on_epoch_begin", "on_test_batch_end"):  # the latter in a validation, which is made again
+        model = make_model()
+
+        def interrupt(number: int, logs: Any, model: Model = model) -> None:
+            if model.position.epoch:
+                signal.raise_signal(signal.SIGTERM)
+
+        with pytest.raises(interrupts.Preempted):
+            fit(model, [LambdaCallback(**{hook: interrupt}), BackupAndRestore(tmp_path)], epochs=4, **more)
+    assert fit(make_model(), [BackupAndRestore(tmp_path)], epochs=4, **more)["val_loss"] == pytest.approx(expected)
 
 
 def test_the_path_of_the_best_checkpoint_outlives_an_interruption(tmp_path: Path) -> None:
