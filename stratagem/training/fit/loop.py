@@ -49,7 +49,6 @@ class Training:
 
     def run(self, epochs: int) -> None:
         """Trains until ``epochs`` epochs are done, or somebody says stop."""
-        logs: dict[str, float] = {}
         try:
             with (
                 ended_by_nan(self._callbacks.callbacks, self._model.has_servers),
@@ -60,15 +59,15 @@ class Training:
                 self._agreement.arrive()
                 while self._position.epoch < epochs and (self._position.step or not self._position.is_over):
                     number = self._position.epoch
-                    lived = self._epoch(number)
+                    logs = self._epoch(number)
                     self._position.end_epoch()
-                    if lived is not None:
-                        logs = lived
+                    if logs is not None:
+                        self._position.logs = logs
                         self._callbacks.call("on_epoch_end", number, logs)
                         self._agreement.record(number, logs)
                     if self._stops(number) or self._passes.is_spent:
                         break
-            self._callbacks.call("on_train_end", logs)
+            self._callbacks.call("on_train_end", self._position.logs)
         except BaseException:
             self._callbacks.call("on_train_interrupted")
             raise

@@ -13,7 +13,7 @@ from stratagem.strategy.metric_states import pack, unpack
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.saving.object_states import Stateful
 
-_OWN = ("epoch", "step", "num_steps", "is_trained", "is_over", "example")
+_OWN = ("epoch", "step", "num_steps", "is_trained", "is_over", "logs", "example")
 """Attributes of a position that are its state."""
 
 
@@ -48,6 +48,8 @@ class FitPosition:
         self.is_resumed = False
         self.is_over = False
         """Whether a callback had said stop when this was saved: no other epoch begins."""
+        self.logs: dict[str, float] = {}
+        """Of the last epoch that is done."""
         self.example: Any = None
         """Of what the module is called with: ``Model.save`` needs it, also where nothing was left to train."""
 
@@ -109,7 +111,7 @@ class FitPosition:
 
     def _put(self, state: Mapping[str, Any]) -> None:
         for name in _OWN:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))  # an older backup lacks some
         self.is_resumed = True
         self._running.reset()
         self._running.num_steps = self.step

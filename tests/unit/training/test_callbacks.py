@@ -638,6 +638,14 @@ def test_a_model_whose_training_was_over_is_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(sg.load_model(tmp_path / "export")(X), model.predict(X))
 
 
+def test_the_end_is_told_of_the_last_epoch_where_it_was_over_before(tmp_path: Path) -> None:
+    told: list[Any] = []
+    for _ in range(2):
+        end = LambdaCallback(on_train_end=told.append)
+        history = fit(make_model(), [end, BackupAndRestore(tmp_path, delete_checkpoint=False)], epochs=2)
+    assert told == [{name: values[-1] for name, values in history.items()}] * 2
+
+
 def test_a_backup_that_has_lost_a_part_is_not_passed_over_without_a_word(tmp_path: Path) -> None:
     fit(make_model(), [BackupAndRestore(tmp_path, delete_checkpoint=False)], epochs=1)
     (weights,) = tmp_path.glob("*/model.safetensors")
