@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -141,7 +144,7 @@ class StatusPoller:
         self.latest: StatusView | None = None
         self._address, self._security = address, security
         self._connect()
-        self._call: grpc.CallFuture[chief_pb2.GetStatusReply] | None = None
+        self._call: Future[chief_pb2.GetStatusReply] | None = None
         self._asked_at = float("-inf")
 
     def step(self, now: float) -> bool:
@@ -149,19 +152,39 @@ class StatusPoller:
         new = False
         if self._call is not None and self._call.done():
             call, self._call = self._call, None
-            new = self._take(call)
+            new = self._take(call.result)
         if self._call is None and now >= self._asked_at + INTERVAL_S:
             self._asked_at = now
-            self._call = self._stub.GetStatus.future(chief_pb2.GetStatusRequest(measures=True), timeout=TIMEOUT_S)
+            self._call = self._begin()
         return new
 
     def ask(self, timeout_s: float) -> bool:
         """Asks and waits at most ``timeout_s`` seconds; whether there is a new status."""
-        return self._take(self._stub.GetStatus.future(chief_pb2.GetStatusRequest(measures=True), timeout=timeout_s))
+        return self._take(self._question(timeout_s))
 
-    def _take(self, call: grpc.CallFuture[chief_pb2.GetStatusReply]) -> bool:
+    def _question(self, timeout_s: float) -> Callable[[], chief_pb2.GetStatusReply]:
+        return partial(self._stub.GetStatus, chief_pb2.GetStatusRequest(measures=True), timeout=timeout_s)
+
+    def _begin(self) -> Future[chief_pb2.GetStatusReply] | None:
+        """None: this process gets no thread now. Its own, as gRPC's close() waits for ever where gRPC got none."""
+        call: Future[chief_pb2.GetStatusReply] = Future()
+        question = self._question(TIMEOUT_S)
+
+        def ask() -> None:
+            try:
+                call.set_result(question())
+            except Exception as error:
+                call.set_exception(error)
+
         try:
-            self.latest = from_reply(call.result())
+            threading.Thread(target=ask, name="status", daemon=True).start()
+        except RuntimeError:
+            return None
+        return call
+
+    def _take(self, answer: Callable[[], chief_pb2.GetStatusReply]) -> bool:
+        try:
+            self.latest = from_reply(answer())
         except grpc.RpcError:
             if self._security.certificates() != self._certificates:  # a channel keeps the one it was made with
                 self.move(self._address)
@@ -169,6 +192,7 @@ class StatusPoller:
         return True
 
     def move(self, address: str) -> None:
+        self._call = None  # may not have reached the channel yet, which tells it nothing of use then
         self._channel.close()
         self._address = address
         self._connect()

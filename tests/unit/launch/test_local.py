@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.launch import cluster, processes, summary
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import Launch, LocalJob
-from stratagem.launch.status import StatusPoller
+from stratagem.launch.status import INTERVAL_S, StatusPoller
 from stratagem.launch.supervisor import LATE_S
 from stratagem.rpc.status_view import StatusView
 from tests.polling import until
@@ -139,6 +140,22 @@ def test_no_more_tasks_are_started_than_this_host_bears(case: Case, monkeypatch:
     assert case.run() == 0
     assert case.starts.count("worker:2") == 1 and not {"worker:3", "ps:1"} & {*case.starts}
     assert "starting worker:2: the target is 4096, but this host takes at most 3\n" in case.stderr.getvalue()
+
+
+def test_a_launcher_without_a_thread_to_ask_for_the_status_asks_later_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    poller, start = StatusPoller("127.0.0.1:1"), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert not poller.step(0.0)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert not poller.step(INTERVAL_S)
+    closing = threading.Thread(target=poller.close, daemon=True)
+    closing.start()
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
 
 
 @pytest.mark.parametrize("option", ["checkpoint_every_s", "shutdown_timeout_s"])
