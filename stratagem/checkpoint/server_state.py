@@ -11,7 +11,8 @@ from typing import Any
 import safetensors
 import torch
 
-from stratagem.checkpoint.durable import check_disk, read_file
+from stratagem.checkpoint.catalog import was_removed
+from stratagem.checkpoint.durable import check_disk, patiently, read_file
 from stratagem.checkpoint.manifest import UNREADABLE
 from stratagem.checkpoint.tensor_file import open_tensors
 from stratagem.checkpoint.tree import StateOnServers
@@ -36,10 +37,10 @@ def consolidate(
     """Every variable of a checkpoint under its own name, whole. ``slot``: name of an optimizer slot ("exp_avg") to read
     instead of weights; variables without it are left out. Of one that was never updated (frozen, say) some ps may have
     it, for what they hold beside it: zeros. ``without``: variables that are not read. Raises CheckpointError: the
-    checkpoint is incomplete or damaged; names the variable or file."""
+    checkpoint is incomplete or damaged; names the variable or file. UnreadableError: nobody can tell now."""
     path = pathlib.Path(directory)
-    parts = sorted(path.glob("ps-*.json"))
-    if not parts or not (path / "manifest.json").exists():
+    parts = _parts(path)
+    if not parts or was_removed(path):
         raise CheckpointError(f"expected a committed checkpoint (manifest.json and ps-*.json) in {path}")
     state: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
@@ -143,7 +144,8 @@ class ServerState:
 class SavedRows:
     """A table that parameter servers wrote, or a slot of it: ``rows[first:stop]`` reads these, and no others. ``path``:
     the checkpoint; ``name``: of the variable; of a slot of it ``slot/<slot>/<name>``, which is zero where a ps has
-    none. Raises CheckpointError: a row is on no ps, or a file cannot be read; so does reading rows."""
+    none. Raises CheckpointError: a row is on no ps, or a file cannot be read; so does reading rows.
+    UnreadableError: the disk did not answer for ten seconds."""
 
     device, layout = torch.device("cpu"), torch.strided
 
@@ -152,7 +154,7 @@ class SavedRows:
         self._parts: list[tuple[int, int, pathlib.Path, str]] = []
         self.shape, num_rows = torch.Size((1,)), 0
         with _reading(path):
-            for part, group, _, shard in _shards(path):
+            for part, group, _, shard in patiently(lambda: list(_shards(path))):
                 if shard["variable"] != variable:
                     continue
                 self.shape, self.dtype = torch.Size(shard["shape"]), getattr(torch, group["dtype"])
@@ -164,6 +166,9 @@ class SavedRows:
             raise CheckpointError(f"checkpoint {path}: expected {self.shape[0]} rows of {variable}, found {num_rows}")
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
+        return patiently(lambda: self._read(rows))
+
+    def _read(self, rows: slice) -> torch.Tensor:
         first, stop, _ = rows.indices(self.shape[0])
         found = torch.zeros((stop - first, *self.shape[1:]), dtype=self.dtype)
         for begin, end, file, key in self._parts:
@@ -184,7 +189,7 @@ def _key_of(shard: Mapping[str, Any], slot: str) -> str:
 
 def _shards(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any], int, dict[str, Any]]]:
     """Of every ps: each shard, after its file, its group and its place in there."""
-    for part in sorted(path.glob("ps-*.json")):
+    for part in _parts(path):
         with _reading(part):
             groups = json.loads(read_file(part))["groups"]
             shards = [(part, group, *each) for group in groups for each in enumerate(group["shards"])]
@@ -210,5 +215,11 @@ def add_first_sums(
 
 def has_server_state(path: pathlib.Path) -> bool:
     """Whether parameter servers wrote (a part of) the checkpoint. Raises UnreadableError: nobody can tell now."""
-    with _reading(path):
-        return any(path.glob("ps-*.json"))
+    return bool(_parts(path))
+
+
+def _parts(path: pathlib.Path) -> list[pathlib.Path]:
+    """The descriptions of what each ps wrote; a glob takes a folder that it may not read for an empty one."""
+    with _reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(part for part in path.iterdir() if part.match("ps-*.json"))
+    return []

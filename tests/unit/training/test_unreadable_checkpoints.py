@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from stratagem.checkpoint import durable
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
+from stratagem.checkpoint.server_state import SavedRows
 from stratagem.errors import UnreadableError
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
 from tests.unit.training.checkpoint_objects import Script
+from tests.unit.training.test_checkpoint_servers import written_by_servers
 
 NEWEST = "step-00000002"
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -183,3 +186,16 @@ def test_a_save_looks_again_into_a_folder_that_cannot_be_read(
     monkeypatch.setattr(durable, "_PAUSE_S", 0.0)
     break_disk(monkeypatch, tmp_path, errno.ESTALE, times=3)
     assert Path(SAVES[how](tmp_path)).name == "step-00000001"
+
+
+@pytest.mark.parametrize("victim", [".", "ps-0.json", "ps-0.safetensors"])
+def test_one_read_error_hides_nothing_that_parameter_servers_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    monkeypatch.setattr(durable, "_PAUSE_S", 0.0)
+    path = written_by_servers(tmp_path)
+    expected = load_checkpoint(path)["weight"]
+    break_disk(monkeypatch, path / victim, errno.EIO, times=2)
+    assert torch.equal(SavedRows(path, "weight")[0 : len(expected)], expected)
+    break_disk(monkeypatch, path / victim, errno.EIO, times=2)
+    assert torch.equal(load_checkpoint(path)["weight"], expected)
