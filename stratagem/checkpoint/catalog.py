@@ -38,11 +38,15 @@ def read_step(path: pathlib.Path) -> int | None:
     return None if own is None else own.step
 
 
-def is_complete(path: pathlib.Path) -> bool:
-    """Whether the manifest can be read and every file has the size that it says."""
-    with contextlib.suppress(UnreadableError):
+def is_complete(path: pathlib.Path, is_certain: bool = False) -> bool:
+    """Whether the manifest can be read and every file has the size that it says. Raises UnreadableError: it has to be
+    certain, and nobody can tell now."""
+    try:
         return _key_of(path) is not None
-    return False
+    except UnreadableError:
+        if is_certain:
+            raise
+        return False
 
 
 def was_removed(path: pathlib.Path) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from stratagem.checkpoint.catalog import is_complete
+from stratagem.checkpoint.durable import patiently
 from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
@@ -211,9 +212,12 @@ class Servers:
         return pathlib.Path(self.chief.save_checkpoint(str(directory.absolute())))
 
     def claim(self, target: pathlib.Path) -> bool:
-        """Says that this worker saves there. False when another worker, or an earlier job, has done so."""
+        """Says that this worker saves there. False when another worker, or an earlier job, has done so. Raises
+        UnreadableError: nobody can tell, after ten seconds."""
         topic = f"checkpoint {target}"
-        if not is_complete(target):  # looked at first: whoever writes it says so before
+        if not patiently(
+            lambda: is_complete(target, is_certain=True)
+        ):  # looked at first: whoever writes it says so before
             self.chief.record_logs(topic, 0, {})
             return True
         if self.chief.logs(topic, 0) is None:

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from stratagem.checkpoint import durable
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.checkpoint.server_state import SavedRows
 from stratagem.errors import UnreadableError
+from stratagem.strategy.ps.servers import Servers
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
 from tests.unit.training.checkpoint_objects import Script
@@ -199,3 +201,13 @@ def test_one_read_error_hides_nothing_that_parameter_servers_wrote(
     assert torch.equal(SavedRows(path, "weight")[0 : len(expected)], expected)
     break_disk(monkeypatch, path / victim, errno.EIO, times=2)
     assert torch.equal(load_checkpoint(path)["weight"], expected)
+
+
+def test_one_read_error_gives_no_worker_the_checkpoint_of_an_earlier_job(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "_PAUSE_S", 0.0)
+    servers = Servers.__new__(Servers)
+    servers.chief = SimpleNamespace(logs=lambda topic, incarnation: None)  # type: ignore[assignment]
+    break_disk(monkeypatch, folder / NEWEST / "manifest.json", errno.EIO, times=2)
+    assert not servers.claim(folder / NEWEST)
