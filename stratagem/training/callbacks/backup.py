@@ -11,7 +11,7 @@ from typing import Literal
 from stratagem.arguments import checked, whole_number
 from stratagem.checkpoint.catalog import newest
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, UnreadableError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.training.saving.checkpoint import Checkpoint
@@ -92,13 +92,22 @@ class BackupAndRestore(Callback):
         if self._is_watching and preemption.agree(self.model.strategy.communicator):
             leave(self.model.strategy, lambda: str(self._folder))  # the next run comes straight here
         if self._deletes and not self.model.has_servers and self.model.strategy.is_lead:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove()
         self.on_train_interrupted()
 
     def on_train_interrupted(self) -> None:
         if self._is_watching:
             self._is_watching = False
             interrupts.unwatch()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            left = newest(self._folder, "step", is_certain=True)
+        except UnreadableError:
+            left = self._folder
+        if left is not None:
+            logger.warning("%s could not be removed: remove it, or the next fit begins, and may end, there", left)
 
     def _restore(self) -> None:
         if self.model.has_servers:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import functools
 import io
 import logging
 import math
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -644,6 +646,24 @@ def test_the_end_is_told_of_the_last_epoch_where_it_was_over_before(tmp_path: Pa
         end = LambdaCallback(on_train_end=told.append)
         history = fit(make_model(), [end, BackupAndRestore(tmp_path, delete_checkpoint=False)], epochs=2)
     assert told == [{name: values[-1] for name, values in history.items()}] * 2
+
+
+def test_a_backup_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next fit had nothing left to do, and nobody knew why."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        fit(make_model(), [BackupAndRestore(tmp_path)], epochs=1)
+    (left,) = tmp_path.glob("step-*")
+    assert f"{left} could not be removed: remove it" in caplog.text
+    caplog.clear()
+    fit(make_model(), [BackupAndRestore(tmp_path)], epochs=1)
+    assert not tmp_path.exists() and "could not be removed" not in caplog.text
 
 
 def test_a_backup_that_has_lost_a_part_is_not_passed_over_without_a_word(tmp_path: Path) -> None:
