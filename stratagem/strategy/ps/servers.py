@@ -215,9 +215,8 @@ class Servers:
         """Says that this worker saves there. False when another worker, or an earlier job, has done so. Raises
         UnreadableError: nobody can tell, after ten seconds."""
         topic = f"checkpoint {target}"
-        if not patiently(
-            lambda: is_complete(target, is_certain=True)
-        ):  # looked at first: whoever writes it says so before
+        # Looked at first: whoever writes it says so before.
+        if not patiently(lambda: is_complete(target, is_certain=True)):
             self.chief.record_logs(topic, 0, {})
             return True
         if self.chief.logs(topic, 0) is None:
