@@ -36,18 +36,14 @@ class InStepFeed:
         self._is_once = is_once
         self._step = 0
         self._left: int | None = None
+        self._loaded: dict[str, Any] = {}
+        """A place to begin at; of other data, perhaps, until there is something to train."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dataset": self._dataset.state_dict()}
+        return self._loaded or {"dataset": self._dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes there; where the data is not what it was, it starts at its beginning."""
-        if state["dataset"] is None:
-            return
-        try:
-            self._dataset.load_state_dict(state["dataset"])
-        except ConfigurationError as error:
-            logger.warning("The input starts from its beginning, because it has changed: %s", error)
+        self._loaded = dict(state)
 
     def leave_out(self) -> None:
         """There is nothing to train."""
@@ -55,7 +51,14 @@ class InStepFeed:
     def aim(self, step: int, target: int | None) -> int | None:
         """Says how far to go, before the batches are asked for. ``target``: updates after which to stop: the data is
         gone through again and again. None: one pass. Returns updates that will have been made at the end; None: that
-        remains to be seen."""
+        remains to be seen. Goes to the place that was loaded; where the data is not what it was, it starts at its
+        beginning."""
+        loaded, self._loaded = self._loaded.get("dataset"), {}
+        try:
+            if loaded is not None:
+                self._dataset.load_state_dict(loaded)
+        except ConfigurationError as error:
+            logger.warning("The input starts from its beginning, because it has changed: %s", error)
         self._step, self._left = step, None if target is None else target - step
         return None if self._is_once else target
 

@@ -173,20 +173,22 @@ def test_an_interrupted_training_goes_on_from_the_newest_checkpoint(
 
 
 @pytest.mark.parametrize("strategy", [one, mirrored])
+@pytest.mark.parametrize("batch_sizes", [(8, 8, 8), (8, 6, 4)])
 def test_a_training_after_one_that_is_done_resumes_in_its_own_input(
-    tmp_path: Path, strategy: Callable[[], sg.Strategy]
+    tmp_path: Path, batch_sizes: tuple[int, ...], strategy: Callable[[], sg.Strategy], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The one with nothing to do took the place in the data, and the next began at the first batch."""
+    """The one with nothing to do took the place in the data, or lost it where it has others."""
 
     def train(folder: str, *limits: int) -> dict[str, torch.Tensor]:
         estimator = make(tmp_path / folder, strategy)
-        for limit in limits:
-            estimator.train(lambda: loader(shuffle=True), max_steps=limit)
+        for limit, batch_size in zip(limits, batch_sizes, strict=True):
+            estimator.train(functools.partial(loader, shuffle=True, batch_size=batch_size), max_steps=limit)
         return weights(estimator)
 
     whole = train("whole", 1, 2, 9)
     train("cut", 1, 2, 6)
     assert same(train("cut", 1, 2, 9), whole)
+    assert "has changed" not in caplog.text
 
 
 def test_a_checkpoint_whose_save_was_interrupted_is_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
