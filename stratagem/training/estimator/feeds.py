@@ -95,13 +95,17 @@ class LeasedFeed:
         self.place = torch.tensor(state.get("place", [0, 0, 0, 1]))
 
     def resume(self, state: Mapping[str, Any], step: int) -> None:
-        """Goes to the place of a checkpoint with so many updates, of any strategy."""
-        self.load_state_dict(state)
+        """Goes to the place of a checkpoint with so many updates, of any strategy; where the data is not what it was,
+        it starts at its beginning."""
+        if (found := state["dataset"]) is None:
+            self.load_state_dict(state)
+            return
         plan, kept = _plan_of(leasable(self._source))
-        found = state["dataset"] or {}
         if (found.get("num_examples"), found.get("batch_size")) == (plan.num_examples, plan.batch_size):
             before = found["epoch"] * kept + min(found["step"] * plan.batch_size, kept)
             self.place = torch.tensor([before, step, _signed(found["seed"]), found.get("ordinal", 1)])
+        else:
+            logger.warning("The input starts from its beginning: the place in the checkpoint is of other data")
 
     def leave_out(self) -> None:
         """There is nothing to train; the order of a later dataset is as if there had been."""

@@ -196,13 +196,15 @@ def test_orders_of_a_shuffling_loader_are_those_of_every_strategy() -> None:
     assert with_older == order_of(1, seed=0)[16:28]
 
 
-def test_a_place_of_workers_in_step_is_gone_on_from() -> None:
+def test_a_place_of_workers_in_step_is_gone_on_from(caplog: pytest.LogCaptureFixture) -> None:
     loader = numbers(count=12, batch_size=4, shuffle=True)
     place = {"epoch": 1, "step": 2, "seed": LARGE, "ordinal": 3, "num_examples": 12, "batch_size": 4}
     order = order_of(3, count=12)
     assert fed(12, 40, {"dataset": place}, loader)[1] == order[20:32]
     other = {**place, "batch_size": 6}
-    assert fed(12, 4, {"dataset": other}, loader)[1] == order_of(1, seed=0, count=12)[16:28]
+    assert "starts from its beginning" not in caplog.text
+    assert fed(12, 4, {"dataset": other}, loader)[1] == order_of(2, count=12)[:12]
+    assert "starts from its beginning" in caplog.text
 
 
 def test_worker_processes_and_rows_read_at_once() -> None:
