@@ -200,6 +200,7 @@ class Operations:
         rooms, sources = self._split(room, out, out_rows), self._split(values, tensor, rows)
         if out_rows or rows:
             return self._all_to_all([out], [room], rooms, sources)
+        _check_like(out, tensor)
         what = told(tensor, "all_to_all of ", " in equal parts")
         return Operation("all_to_all", [out], [(what, self._exchanging(sources, rooms))], [room])
 

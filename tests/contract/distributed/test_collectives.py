@@ -463,6 +463,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(groups: Groups) ->
         groups[0].allgather([[torch.zeros(1)] * 7], [torch.zeros(1)])
     with pytest.raises(ConfigurationError, match="expected split sizes that add up to 3 rows"):
         groups[0].all_to_all_single(torch.zeros(3), torch.zeros(3), [1] * size, [2] * size)
+    for length in (0, 3 * size):  # one element for each rank would be repeated to fill three
+        with pytest.raises(ConfigurationError, match=rf"expected tensors of float32 .{size}., got one of .*{length}"):
+            groups[0].all_to_all_single(torch.zeros(length), torch.zeros(size), [], [])
 
 
 def test_a_rank_that_is_not_there_is_refused_and_the_group_goes_on(groups: Groups) -> None:
