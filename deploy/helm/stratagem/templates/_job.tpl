@@ -46,6 +46,11 @@
 {{- if or (ne .Values.volume.accessMode $mode) (and $class .Values.volume.storageClassName (ne .Values.volume.storageClassName $class)) -}}
 {{- fail (printf "the volume of the job %s is there with accessMode %s and storageClassName %q, which Kubernetes never changes: take these again, or begin anew (helm --namespace %s uninstall --wait %s deletes the volume, with its checkpoints)" .Release.Name $mode $class .Release.Namespace .Release.Name) -}}
 {{- end -}}
+{{- $size := dig "spec" "resources" "requests" "storage" "" $volume -}}
+{{- $gib := get (dict "Gi" 1 "Ti" 1024 "Pi" 1048576) (regexFind "[A-Z]i$" $size) | default 0 | mul (regexFind "^[0-9]+" $size | int64) -}}
+{{- if lt (int64 .Values.volume.sizeGib) $gib -}}
+{{- fail (printf "the volume of the job %s has %d GiB, and Kubernetes never makes one smaller: take volume.sizeGib=%d again" .Release.Name $gib $gib) -}}
+{{- end -}}
 {{- $before := dig "metadata" "annotations" "stratagem/kept" $kept $volume -}}
 {{- if and $kept (ne $kept $before) -}}
 {{- fail (printf "the job %s keeps its %s, and would end with 2 at %s: take that again, or a release of another name (helm uninstall deletes the volume, with its checkpoints)" .Release.Name $before $kept) -}}
