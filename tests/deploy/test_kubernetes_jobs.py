@@ -151,9 +151,10 @@ KEPT: list[tuple[dict[str, Any], dict[str, Any], str, bool]] = [
     ({"ps": {"count": 0}}, {"ps": {"count": 0}, "worker": {"count": 3}}, "another number of tasks", True),
     ({}, {"volume": {"accessMode": "ReadWriteOnce"}}, "accessMode ReadWriteMany and storageClassName", False),
     ({}, {"volume": {"storageClassName": "another"}}, "which Kubernetes never changes", False),
+    ({}, {"labels": {"team": "x"}}, "strategy, label, port or Secret", True),
     ({}, {"volume": {"sizeGib": 9}}, "has 10 GiB, and Kubernetes never makes one smaller", False),
     ({"volume": {"sizeGib": 2048}}, {"volume": {"sizeGib": 2047}}, "take volume.sizeGib=2048 again", False),
-    ({}, {"ps": {"count": 0}}, "another image, script, argument, machine or strategy", True),
+    ({}, {"ps": {"count": 0}}, "another image, script, argument, machine, strategy, label, port or Secret", True),
 ]
 
 

@@ -128,7 +128,7 @@ exec:
 {{- $pod := include "stratagem.pod" . -}}
 {{- $made := sha256sum (print $pod (include "stratagem.fixed" .root)) -}}
 {{- if ne $made (dig "metadata" "annotations" "stratagem/pod" $made (lookup "batch/v1" "Job" .root.Release.Namespace $job)) -}}
-{{- fail (printf "the Job %s is there with another image, script, argument, machine or strategy, or the job with another number of tasks (a ring, staleness 0), which nobody can change while it runs. Delete the Jobs (kubectl --namespace %s delete job -l app.kubernetes.io/instance=%s) and say this again: the tasks save and end, and the new ones go on from there" $job .root.Release.Namespace .root.Release.Name) -}}
+{{- fail (printf "the Job %s is there with another image, script, argument, machine, strategy, label, port or Secret, or the job with another number of tasks (a ring, staleness 0), which nobody can change while it runs. Delete the Jobs (kubectl --namespace %s delete job -l app.kubernetes.io/instance=%s) and say this again: the tasks save and end, and the new ones go on from there" $job .root.Release.Namespace .root.Release.Name) -}}
 {{- end -}}
 ---
 apiVersion: batch/v1
