@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
-from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.checkpointing.saving import Saving, untaken
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.leasing.positions import Positions, common, minus, plus
@@ -320,7 +320,8 @@ class PsReturn(ChiefPart):
     async def close(self, units: Positions, described: Mapping[Incarnation, ServerDescription]) -> None:
         """Closes units that some ps has an update of. What one lacks that was put back is counted first, and what one
         lacks that no worker has told what it is to hold once one has."""
-        untold = {who for who, each in described.items() if self._is_untold(each)}
+        may_take = bool(untaken([*described.values()]))  # of models that workers are yet to prepare again
+        untold = {who for who, each in described.items() if self._is_untold(each) or (may_take and not each.has_part)}
         for server in self._ps_pool.servers:
             if server.incarnation in untold:
                 self._note_put_back(server)
