@@ -6,6 +6,7 @@ The short ones; `python -m tests.deploy.kubernetes_faults` has the others, and t
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import json
 import os
@@ -179,6 +180,32 @@ def test_helm_upgrade_refuses_what_a_job_keeps() -> None:
                 release("upgrade", name, after)
             space.kubectl("delete", "job", "--all", "--wait=false")
             space.until(lambda: not space.find("jobs"), "the Jobs are gone")
+
+
+def test_helm_upgrade_adds_no_task_to_a_job_that_is_over() -> None:
+    """It waited for the chief, for 900 s and again."""
+    need_cluster()
+    with namespace(f"over-{os.getpid()}") as space, unpacked() as tools:
+
+        def release(verb: str, num_ps: int) -> None:
+            values = {"image": "nowhere:1", "ps": {"count": num_ps}}
+            tools.helm(verb, "digits", str(CHART), "--namespace", space.name, "--server-side=false", values=values)
+
+        release("install", 2)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        ended = {"status": "True", "lastTransitionTime": now}
+        status = {
+            "succeeded": 1,
+            "startTime": now,
+            "completionTime": now,
+            "conditions": [{"type": kind, **ended} for kind in ("SuccessCriteriaMet", "Complete")],
+        }
+        patch = json.dumps({"status": {**status, "active": 0}})
+        space.kubectl("patch", "job", "digits-chief-0", "--subresource=status", "--type=merge", f"--patch={patch}")
+        release("upgrade", 2)
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            release("upgrade", 3)
+        assert "the job digits is over: digits-ps-2 would find no chief" in refused.value.stderr
 
 
 def test_files_of_a_job_that_is_over(image: str, tmp_path: Path) -> None:

@@ -127,7 +127,12 @@ exec:
 {{- $job := printf "%s-%s-%d" .root.Release.Name .role .index -}}
 {{- $pod := include "stratagem.pod" . -}}
 {{- $made := sha256sum (print $pod (include "stratagem.fixed" .root)) -}}
-{{- if ne $made (dig "metadata" "annotations" "stratagem/pod" $made (lookup "batch/v1" "Job" .root.Release.Namespace $job)) -}}
+{{- $there := lookup "batch/v1" "Job" .root.Release.Namespace $job -}}
+{{- $chief := lookup "batch/v1" "Job" .root.Release.Namespace (printf "%s-chief-0" .root.Release.Name) -}}
+{{- if and (not $there) (dig "status" "succeeded" 0 $chief) -}}
+{{- fail (printf "the job %s is over: %s would find no chief. Delete the Jobs (kubectl --namespace %s delete job -l app.kubernetes.io/instance=%s) and say this again: the new ones go on from what it has saved" .root.Release.Name $job .root.Release.Namespace .root.Release.Name) -}}
+{{- end -}}
+{{- if ne $made (dig "metadata" "annotations" "stratagem/pod" $made $there) -}}
 {{- fail (printf "the Job %s is there with another image, script, argument, machine, strategy, label, port or Secret, or the job with another number of tasks (a ring, staleness 0), which nobody can change while it runs. Delete the Jobs (kubectl --namespace %s delete job -l app.kubernetes.io/instance=%s) and say this again: the tasks save and end, and the new ones go on from there" $job .root.Release.Namespace .root.Release.Name) -}}
 {{- end -}}
 ---
