@@ -109,7 +109,7 @@ class DistributedDataset(WithWaysOut):
     """Of all batches, as it was given."""
     plan: Plan
     ordinal: int
-    """Among the datasets in the script, from 1."""
+    """Of the order of shuffled examples, from 1."""
     _source: UnitSource
     _device: torch.device
 
@@ -125,6 +125,10 @@ class DistributedDataset(WithWaysOut):
     def epoch(self) -> int:
         """Passes completed, or left, by this worker."""
         return self._epoch - (self._current is not None)
+
+    def reorder(self, ordinal: int) -> None:
+        """Takes the order of examples of the dataset with this ordinal."""
+        self.ordinal = ordinal
 
     def begin_at(self, epoch: int) -> None:
         """Leaves the passes before ``epoch`` out, unless one has begun: a job before this one has completed them. What

@@ -102,6 +102,11 @@ class SplitDataset(WithWaysOut):
         """Number of the next pass; while one is gone through, its own."""
         return self._epoch + (self._pass is not None and self._is_left)
 
+    def reorder(self, ordinal: int) -> None:
+        """Takes the order of examples of the dataset with this ordinal."""
+        if self._batches is not None:
+            self._batches.ordinal = ordinal
+
     def arrive(self) -> None:
         """A newcomer to a ring joins the others, in the middle of their pass if they are in one."""
         self._listener.arrive()
@@ -235,8 +240,8 @@ class SplitDataset(WithWaysOut):
                 )
         self._epoch, self._step, self._seed = int(state["epoch"]), int(state["step"]), int(state["seed"])
         self._pass = None
-        if self._batches is not None:  # the order is that of the dataset that was saved
-            self._batches.ordinal = int(state.get("ordinal", self._batches.ordinal))
+        if "ordinal" in state:  # the order is that of the dataset that was saved
+            self.reorder(int(state["ordinal"]))
         if self._healing_reader is not None:
             self._healing_reader.left = list(state.get("left", ()))
         elif state.get("left"):

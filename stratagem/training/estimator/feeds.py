@@ -161,9 +161,7 @@ def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module
     module = build(batch)
     if strategy.servers is not None:
         return LeasedFeed(strategy, source, ordinal)
-    dataset = for_training(strategy, source, module, torch.device("cpu"))
-    if ordinal is not None:
-        dataset.load_state_dict({**dataset.state_dict(), "ordinal": ordinal})
+    dataset = for_training(strategy, source, module, torch.device("cpu"), ordinal)
     return InStepFeed(dataset, isinstance(source, Iterator))
 
 

@@ -154,11 +154,13 @@ def validation_source(data: Any, batch_size: int | None, default: int | None) ->
     return source_of(data, batch_size=size, option="validation_batch_size")
 
 
-def for_training(strategy: Strategy, source: Any, module: nn.Module, device: torch.device, ordinal: int = 1) -> Any:
+def for_training(
+    strategy: Strategy, source: Any, module: nn.Module, device: torch.device, ordinal: int | None = None
+) -> Any:
     """This process's part of ``source``, whose batches tell the strategy how much each replica counts. ``module``: that
     is trained, prepared; ``device``: where the batches go under the pass-through strategy, which has no device of its
-    own; ``ordinal``: of this ``fit`` of the model, from 1, for the pass-through strategy, which does not count: each
-    has an order of its own."""
+    own; ``ordinal``: of the order of shuffled examples, unless the script has distributed ``source`` itself; None: that
+    among the datasets of the strategy."""
     if isinstance(source, SplitDataset) and strategy.servers is not None:
         raise ConfigurationError(
             "under parameter servers fit counts the batches that the chief leases, and it does not lease those of "
@@ -166,8 +168,15 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
         )
     if isinstance(source, Distributed):
         return source
+    dataset = _distributed(strategy, source, module, device)
+    if ordinal is not None:
+        dataset.reorder(ordinal)
+    return dataset
+
+
+def _distributed(strategy: Strategy, source: Any, module: nn.Module, device: torch.device) -> Any:
     if not strategy.places_models:
-        return distribute(source, placement=InputPlacement((device,)), ordinal=ordinal)
+        return distribute(source, placement=InputPlacement((device,)))
     if strategy.servers is not None:
         return strategy.distribute_dataset(source.given if isinstance(source, _OfTensors) else source)
     # A replica without examples adds zeros, as to one process; BatchNorm needs examples (docs/protocol.md 20).

@@ -171,3 +171,9 @@ def test_a_checkpoint_knows_how_many_passes_are_over(tmp_path: Path) -> None:
     )
     sg.Checkpoint(batches=again).restore(saved)  # what this process has gone through counts
     assert again.epoch == 3
+
+
+def test_another_ordinal_gives_the_order_of_that_dataset() -> None:
+    dataset, _ = leased(9, 2, shuffle=True)
+    dataset.reorder(3)
+    assert torch.cat(list(dataset)).tolist() == epoch_order(9, True, 7, 3, 0).tolist()

@@ -193,15 +193,18 @@ def test_class_numbers_of_numpy() -> None:
 
 
 def test_each_fit_outside_of_a_strategy_has_another_order_as_under_one() -> None:
-    model, orders = compiled(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0)), []
+    def untrained() -> sg.Model:
+        return compiled(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0))
+
+    model, orders = untrained(), []
     with sg.OneDeviceStrategy("cpu").scope():
-        other = compiled(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0))
-    for each in (model, model, other, other):
+        first, second = untrained(), untrained()  # the order is that of a fit of its model, not of the script
+    for each in (model, model, first, first, second, second):
         losses: list[float] = []
         hear = sg.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, to=losses: to.append(logs["loss"]))
         each.fit(X, Y, batch_size=4, verbose=0, callbacks=hear)
         orders.append(losses)
-    assert orders[0] != orders[1] and orders[:2] == orders[2:]
+    assert orders[0] != orders[1] and orders[:2] == orders[2:4] == orders[4:]
 
 
 def test_a_function_is_a_metric_over_all_examples() -> None:
