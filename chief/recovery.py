@@ -107,9 +107,10 @@ class Recovery(ChiefPart):
         torn = torn_updates(described)
         for incarnation, each in described.items():
             absent = minus(unfinished, minus(each.applied(), each.halves))
-            lacked = plus(
-                absent, each.dropped, positions_of(unit for one in torn.get(incarnation, ()) for unit in one.units)
-            )
+            # Another one has closed it: also a chief that died before it came to this one, as it was lost there, too.
+            halves = each.halves if self._lease_book.steps.per_unit != 1 else {}
+            in_part = positions_of(unit for one in torn.get(incarnation, ()) for unit in one.units)
+            lacked = plus(absent, each.dropped, halves, in_part)
             if each.has_part:
                 await self.ps_return.lose(incarnation, common([applied, lacked]))
         if applied:

@@ -407,6 +407,23 @@ async def test_what_a_dead_worker_had_yet_to_make_of_accumulated_batches_is_told
         assert running.job.get_status().updates_lost == (4 if on_both else 2)
 
 
+async def test_what_a_chief_that_died_had_yet_to_tell_a_ps_of_lost_updates_is_told_by_the_next() -> None:
+    """Two optimizers, updates of several units: it had closed them on the first ps, as lost there. The next chief took
+    them for whole on the other one, too."""
+    async with cluster(num_workers=2, num_ps=2) as (running, [first, second], servers):
+        await first.open(num_examples=16)
+        assert indices(await first.next(want=4, steps_per_unit=2)) == [0, 1, 2, 3]
+        for server in servers:
+            server.apply(Unit(1, 0, 0))
+            server.accumulates, server.per_unit = True, 2
+        servers[0].close_unit(Unit(1, 0, 0))
+        first.goodbye(exit_code=1)
+        await until(lambda: not running.job.lease_book.held(running.job.sessions.tasks["worker:0"].incarnation))
+        assert indices(await second.next(want=2, steps_per_unit=2)) == [1, 2]
+        assert [each.closed for each in servers] == [{(1, 0): UnitBitmap.of([0])}] * 2
+        assert running.job.get_status().updates_lost == 1
+
+
 @pytest.mark.parametrize("knows", [0, 1])
 async def test_what_any_ps_has_of_a_dead_worker_is_known_before_it_is_leased_again(tmp_path: Path, knows: int) -> None:
     """A ps was away, so all of it went back to others, and the ps that had it refused their updates; also where that
