@@ -121,6 +121,12 @@ class Applying:
         state.totals.add_span(measures.APPLY, start)
         state.totals.add(measures.COMMITS, 1)
 
+    def skip(self, groups: Iterable[GroupCommit]) -> None:
+        """Notes that one update of several groups was skipped: a schedule counts it, and each worker has to know."""
+        for locked in [self._state.locked_group(commit.group) for commit in groups]:
+            with locked.lock:
+                locked.group.num_skipped += 1
+
     def _note_staleness(self, groups: Sequence[GroupCommit]) -> None:
         """Counts by how many updates the weights lacked that a gradient was computed with."""
         for commit in groups:

@@ -115,6 +115,8 @@ class Commits(Applying):
             applies = applies and is_new
             if applies:
                 self.apply(request.groups, gradient, present, request.scale, request.as_it_came)
+            elif is_new:
+                self.skip(request.groups)
             gradient = {}  # its memory is free when staging forgets it, not when others have used the room
             groups = [each.group for each in request.groups]
             with state.lock:

@@ -73,6 +73,8 @@ class StoreCopy:
                 is_new = len(state.units.lacking(request.update)) == len(request.update.units)
             if is_new and request.action is UpdateAction.APPLY:
                 self._applying.apply(request.groups, dict(gradient), present, request.scale)
+            elif is_new:
+                self._applying.skip(request.groups)
             note = state.units.record if is_new else state.units.drop
             with state.changed:
                 note(request.update, request.num_servers, [each.group for each in request.groups])

@@ -66,7 +66,7 @@ class LockedGroup:
             if have != version and not spec.is_table:
                 self.publisher.send(version, group.weights, lane, transfer)
                 frames = num_frames(spec.num_elements, spec.dtype)
-            return GroupVersion(spec.group, version, frames, group.num_updates)
+            return GroupVersion(spec.group, version, frames, group.num_updates, group.num_skipped)
 
     def send_rows(self, lane: ReplyLane, transfer: int, offset: int, numbers: torch.Tensor) -> None:
         """Sends some rows of a table, one after the other, in one frame. VariableError: it is no table, or has no

@@ -153,4 +153,5 @@ class Origin:
             group.scalars.setdefault(name, [0.0] * len(group.counts))[index] = values[rows.position]
         group.counter = max(group.counter, was["counter"])
         group.num_updates = max(group.num_updates, was["num_updates"])
+        group.num_skipped = max(group.num_skipped, was.get("num_skipped", 0))
         return stop - first

@@ -144,6 +144,8 @@ class GroupVersion(NamedTuple):
     num_frames: int
     num_updates: int = 0
     """Applied to the group so far, whoever sent them."""
+    num_skipped: int = 0
+    """Of its updates, for a NaN or Inf."""
 
 
 class CommitResult(NamedTuple):

@@ -49,7 +49,7 @@ class ShardGroup:
         """Whether each shard's momentum buffer holds anything yet."""
         self.counter = 0
         """Grows with every change of the weights."""
-        self.num_updates = 0
+        self.num_updates = self.num_skipped = 0
         self.initialized = not spec.shards
         self._rule = optimizers.rule_for(spec.optimizer, spec.is_table) if spec.optimizer else None
         self._came: tuple[Mapping[str, Any], ...] = ()

@@ -212,6 +212,7 @@ def describe(index: int, content: Content) -> dict[str, Any]:
                 "started": group.started,
                 "counter": group.counter,
                 "num_updates": group.num_updates,
+                "num_skipped": group.num_skipped,
                 "initialized": group.initialized,
             }
             for group in content.groups
@@ -241,5 +242,6 @@ def _group(entry: Mapping[str, Any]) -> ShardGroup:
     group.set_progress(entry["counts"], entry["scalars"])
     group.started = list(entry["started"])
     group.counter, group.num_updates = entry["counter"], entry["num_updates"]
+    group.num_skipped = entry.get("num_skipped", 0)  # an earlier version did not count them
     group.initialized = entry["initialized"]
     return group

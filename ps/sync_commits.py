@@ -167,7 +167,7 @@ class SyncCommits:
             committed = [one for one in state.steps.contributions(key) if one.committed]
         action = committed[0].action if committed else UpdateAction.APPLY
         if action is UpdateAction.SKIP:
-            return
+            return self._commits.skip(committed[0].groups)
         with self._merging:
             with state.totals.timed(measures.MERGE):
                 merged = self._merge(key)

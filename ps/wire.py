@@ -156,9 +156,10 @@ def pull_to(result: requests.PullResult) -> ps_pb2.PullWeightsReply:
 def add_versions(target: Any, versions: Iterable[requests.GroupVersion]) -> None:
     """Versions, and the frames that bring them, into a repeated field. Keyword arguments, and messages that are copied,
     cost twice as much."""
-    for group, version, num_frames, num_updates in versions:
+    for group, version, num_frames, num_updates, num_skipped in versions:
         message = target.add()
         message.group, message.num_frames, message.num_updates = group, num_frames, num_updates
+        message.num_skipped = num_skipped
         message.version.epoch, message.version.counter = version
 
 

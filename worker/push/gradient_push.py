@@ -106,7 +106,7 @@ class GradientPush:
         self._calls: dict[int, PendingCall | None] = {}
         self._applied: dict[int, tuple[int, int]] = {}
         """Of each ps: updates by its count, and how many it has forgotten."""
-        self.num_pushed = self._num_skipped = 0
+        self.num_pushed = 0
         self.is_paced = False
         """Whether a scheduler of its optimizer is prepared."""
         self.rerouted()
@@ -116,8 +116,8 @@ class GradientPush:
         return any(any(reply.step_counts) for reply in self._pulls())
 
     def num_before(self) -> int:
-        """Updates that the ps have made of what this optimizer changes: the ps are asked."""
-        return max([version.num_updates for reply in self._pulls() for version in reply.versions], default=0)
+        """Updates that the ps have made of what this optimizer changes, or skipped: the ps are asked."""
+        return max([wire.num_made(reply.versions) for reply in self._pulls()], default=0)
 
     def _pulls(self) -> Iterator[Any]:
         of_tables = ((each.group, ps) for each in self._table_groups for ps in each.servers)
@@ -205,18 +205,16 @@ class GradientPush:
             self._closes.flush(MAX_WAITING)
         if scale is None:
             skipped(self._models, self._meter)
-            self._num_skipped += 1
 
     @property
     def num_applied(self) -> int:
-        """Updates that the job has applied to what the optimizer changes, whoever sent them, as of the last reply."""
+        """Updates that the job has applied to what the optimizer changes, or skipped, as of the last reply."""
         return max((count + forgotten for count, forgotten in self._applied.values()), default=0)
 
     @property
     def num_of_others(self) -> int | None:
         """Updates in this worker's copies in which it has no part (staleness 0); None: of tables it has no copies."""
-        num_own = self.num_pushed - self._num_skipped
-        return self._variables.num_updates - num_own if self._variables.named else None
+        return self._variables.num_made - self.num_pushed if self._variables.named else None
 
     def reattached(self) -> None:
         """The variables are those of the ps as they are now."""
@@ -302,7 +300,7 @@ class GradientPush:
             reply = self._variables.take(self._clients[ps], call)
             if reply.left_out:
                 raise RolledBack
-            num_updates = max([version.num_updates for version in reply.versions], default=0)
+            num_updates = wire.num_made(reply.versions)
             before, forgotten = self._applied.get(ps, (0, 0))
             self._applied[ps] = num_updates, forgotten + max(0, before - num_updates)
             self._closes.acknowledged(ps, num_closes[ps])

@@ -68,8 +68,8 @@ class RemoteVariables:
         self.targets = WeightTargets(layout, tensors)
         self.have: dict[int, dict[int, wire.Version]] = {}
         """Versions of the copies here: of each ps, by group."""
-        self.num_updates = 0
-        """That the copies here have, of a job before this one too."""
+        self.num_updates = self.num_made = 0
+        """That the copies here have, of a job before this one too, and with those that were skipped."""
         self.is_given = False
         """A ps has asked this process for its values."""
         self.copies = TrainedCopies(self.named if optimizer else [])
@@ -164,6 +164,7 @@ class RemoteVariables:
         """What the copies here have become by a reply."""
         self.have[ps] |= wire.versions_of(versions)
         self.num_updates = max((each.num_updates for each in versions), default=self.num_updates)
+        self.num_made = wire.num_made(versions, self.num_made)
 
 
 def pull(

@@ -207,6 +207,11 @@ def versions_of(replied: Iterable[Any]) -> dict[int, Version]:
     return {each.group: each.version for each in replied}
 
 
+def num_made(replied: Iterable[Any], default: int = 0) -> int:
+    """Updates of these groups that the job has applied or skipped, whoever sent them."""
+    return max((each.num_updates + each.num_skipped for each in replied), default=default)
+
+
 def scalars_of(reply: Any) -> dict[str, list[float]]:
     """The optimizer's numbers in the reply to a pull: of each a value for each shard."""
     found = reply.scalars.fields.items()

@@ -696,11 +696,14 @@ class GroupVersion(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
+    NUM_SKIPPED_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     num_frames: _builtins.int
     """Frames of this group under the reply transfer; 0 when the caller has the version."""
     num_updates: _builtins.int
     """Updates that the job has applied to the group, whoever sent them."""
+    num_skipped: _builtins.int
+    """Those that it has skipped, for a NaN or Inf in a gradient: a schedule counts them, as a script in one process does."""
     @_builtins.property
     def version(self) -> Global___Version: ...
     def __init__(
@@ -710,10 +713,11 @@ class GroupVersion(_message.Message):
         version: Global___Version | None = ...,
         num_frames: _builtins.int = ...,
         num_updates: _builtins.int = ...,
+        num_skipped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "num_frames", b"num_frames", "num_updates", b"num_updates", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "num_frames", b"num_frames", "num_skipped", b"num_skipped", "num_updates", b"num_updates", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,11 +70,11 @@ def follow(
 ) -> Callable[[int], None]:
     """Has ``scheduler.step()``, called for each update of this worker, count the updates of all; changes it in place.
 
-    The place in the schedule is then the number of updates that the job has applied, as TensorFlow's schedules read
-    ``optimizer.iterations``, which the parameter servers hold. A step after the loop over the data, or after several
-    updates of this worker, is an epoch's and counts once; one with arguments does what these say. ``is_in_loop``:
-    whether the script goes through a dataset now, or has none; ``ordinal``: among the schedulers. Returns what to call
-    before each batch.
+    The place in the schedule is then the number of updates that the job has applied, or skipped for a NaN, as
+    TensorFlow's schedules read ``optimizer.iterations``, which the parameter servers hold. A step after the loop over
+    the data, or after several updates of this worker, is an epoch's and counts once; one with arguments does what
+    these say. ``is_in_loop``: whether the script goes through a dataset now, or has none; ``ordinal``: among the
+    schedulers. Returns what to call before each batch.
     """
     push.is_paced = True
     _warn_of_lost_metrics(scheduler, chief, ordinal)

@@ -145,6 +145,7 @@ def check_equal(store: Store, other: Any) -> None:
     for one, two in zip(mine, theirs, strict=True):
         assert (one.counts, one.scalars, one.started) == (two.counts, two.scalars, two.started)
         assert (one.counter, one.num_updates, sorted(one.slots)) == (two.counter, two.num_updates, sorted(two.slots))
+        assert one.num_skipped == two.num_skipped
     for (_, flat), (_, copied) in zip(tensors_of(mine), tensors_of(theirs), strict=True):
         assert torch.equal(flat, copied)
     assert store.state.units.to_json() == other.units.to_json()
@@ -186,6 +187,9 @@ def test_what_a_ps_acknowledges_its_backup_has_bit_for_bit(start: Start, connect
         _, reply = commit(worker, 2 * number + 2, number)
         assert reply.applied and follower.copy is not None
         check_equal(primary.store, follower.copy.state)
+    request = worker.commit_request(30, worker.stage(30, torch.ones(SIZE)), 20)
+    request.action = ps_pb2.SKIP
+    assert [each.num_skipped for each in worker.stub.CommitUpdate(request, timeout=TIMEOUT_S).versions] == [1]
     close = ps_pb2.UnitClose(unit=common_pb2.Unit(dataset=1, epoch=0, index=3), num_updates=1)
     worker.stub.CloseUnits(ps_pb2.CloseUnitsRequest(sender=worker.sender(), closes=[close]), timeout=TIMEOUT_S)
     assert follower.copy is not None and primary.store.state.units.to_json()["closed"] == [[1, 0, "08"]]

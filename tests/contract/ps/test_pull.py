@@ -121,3 +121,21 @@ def test_what_was_changed_before_something_is_loaded_is_refused_and_then_as_the_
     job.groups.check()
     job.groups.pull()
     assert torch.equal(models[1].bias, before)
+
+
+def test_an_update_that_is_skipped_counts_in_schedules_of_later_workers_too(start: Callable[..., Job]) -> None:
+    """They would be behind the others: at staleness 0, where all need the same settings, the job ended by that."""
+    job = start()
+    model, copy, policy = nn.Linear(3, 2), nn.Linear(3, 2), GradientPolicy(nan="skip")
+    later = VariableGroups(job.groups._runtime, None)
+    [push] = job.groups.create([model], [torch.optim.SGD(model.parameters(), 0.1)], policy, lambda: None)
+    [other] = later.create([copy], [torch.optim.SGD(copy.parameters(), 0.1)], policy, lambda: None)
+    job.pushes.append(push)
+    for factor in (1.0, torch.nan, 1.0):
+        model.zero_grad()
+        (model(torch.ones(1, 3)).sum() * factor).backward()
+        job.step()
+    later.pull()
+    assert (later.num_updates, job.num_updates()) == (2, {2}), "what the weights have"
+    assert (push.num_applied, push.num_of_others) == (3, 0)
+    assert (other.num_before(), other.num_of_others) == (3, 3)

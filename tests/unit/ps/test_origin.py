@@ -107,6 +107,8 @@ def test_training_goes_on_with_another_number_of_ps(
             step(workers, index)
             step(unmoved, index)
             index += 1
+        for store in moves:
+            store.state.locked_groups[1].group.num_skipped += 1
         path = checkpoint(tmp_path, moves, index)
         num_updates = num_of(moves)
         moves = [*moves, *(new_store(at) for at in range(len(moves), num_ps))][:num_ps]
@@ -131,6 +133,7 @@ def test_training_goes_on_with_another_number_of_ps(
     again = new_store()
     again.checkpoints.restore_shards(str(checkpoint(tmp_path, moves, index + 1)))
     assert num_of([again]) == num_updates + 1, "its own checkpoint tells it"
+    assert again.state.locked_groups[1].group.num_skipped == 4
     expected = whole(stays, optimizer)
     for name, value in whole(moves, optimizer).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)

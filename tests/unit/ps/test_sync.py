@@ -426,6 +426,7 @@ def test_skip_by_all_changes_nothing_and_counts() -> None:
     ]
     assert not any(call.result().applied for call in calls)
     assert store.state.step == 0 and store.state.units.is_applied(units[0], 0)
+    assert [call.result().versions[0].num_skipped for call in calls] == [1, 1]
 
 
 def test_parameter_without_a_gradient_in_some_slices() -> None:
