@@ -28,9 +28,11 @@ AUTO = "auto"
 _LOCAL = "127.0.0.1:0"
 PER_CORE, FEWEST = 16, 64
 """Workers and ps that a host is trusted with: this many for each core, and this many whatever cores it has."""
-_THREADS = {"chief": 9, "ps": 16, "worker": 11, "evaluator": 11}
-"""Of each task beside the script's own, on two cores (a ring's worker has 13); gRPC starts more on more cores."""
-_THREADS_OF_LAUNCHER = 8
+_THREADS = {"chief": 9, "ps": 12, "worker": 12, "evaluator": 12}
+"""Of each task beside the script's own, on two cores; gRPC starts more on more cores."""
+_THREADS_OF_PAIR = 3
+"""More of a worker in a ring, and of a ps for each worker."""
+_THREADS_OF_LAUNCHER = 9
 OF_ONE_TASK = (
     *("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "SLURM_STEP_NUM_TASKS",  # makes a process one of several tasks of srun
@@ -214,6 +216,7 @@ def check_threads(job: LocalJob) -> None:
     """Refuses a cluster that this user may not start: gRPC retries for ever where it gets no thread."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     needed = _THREADS_OF_LAUNCHER + sum(_THREADS[task.type] for task in (*job.servers, *job.workers))
+    needed += _THREADS_OF_PAIR * job.num_workers * max(1, job.num_ps)
     if job.servers and 0 <= most < needed and os.getuid() != 0:  # root has no such limit
         raise ConfigurationError(
             f"this user may have {most} processes and threads, and this job alone needs at least {needed}: raise "
