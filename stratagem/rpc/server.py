@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
@@ -23,6 +24,8 @@ from stratagem.rpc.interceptors import AioInterceptor, Interceptor
 from stratagem.rpc.limits import SPARE_CALLS
 from stratagem.rpc.security import OPEN, Security, server_credentials
 
+logger = logging.getLogger(__name__)
+
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -32,6 +35,17 @@ IDLE_MS = 600_000
 """After which a connection without calls is closed; channels connect again by themselves."""
 STOP_S = 5.0
 """Seconds beyond the grace that stopping a server may take."""
+
+
+class _Threads(futures.ThreadPoolExecutor):
+    """Where there is no thread for a call, it waits for that of another one: gRPC's own thread, which takes all calls,
+    would end by the error, and nobody be answered any more."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError as error:
+            logger.warning("A call is not answered until something is free here: %s", error)
 
 
 @dataclasses.dataclass
@@ -100,7 +114,7 @@ def serve(
             neither TLS nor ``insecure``.
     """
     check_binding(config.bind, config.insecure, security.tls is not None)
-    pool = futures.ThreadPoolExecutor(config.max_calls + SPARE_CALLS, thread_name_prefix="rpc")
+    pool = _Threads(config.max_calls + SPARE_CALLS, thread_name_prefix="rpc")
     server = grpc.server(pool, **_arguments(config, Interceptor(config, security)))
     register(server)
     servicer = health.HealthServicer()

@@ -24,6 +24,7 @@ from stratagem.rpc.channels import connect
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.server import serve, serve_aio
+from tests.polling import until
 
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
 grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
@@ -198,6 +199,30 @@ def test_all_peers_together_have_so_many_calls(kind: Any) -> None:
         servicer.let_go.set()
         for call in calls:
             call.result()
+
+
+def test_a_call_without_a_free_thread_waits_and_others_are_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No server answered any more after that: two workers of a ring waited for each other, with deadlines, for ever."""
+    start, num_short = threading.Thread.start, 1
+
+    def start_unless_short(self: threading.Thread) -> None:
+        nonlocal num_short
+        if self.name.startswith("rpc") and num_short:
+            num_short -= 1
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_short)
+    with served(KINDS["sync"]) as (_, address), stub(address) as one:
+        first = one.NextUnits.future(chief_pb2.NextUnitsRequest(), timeout=30)
+        until(lambda: bool(caplog.records))
+        one.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)
+        first.result()
+    assert [record.message for record in caplog.records] == [
+        "A call is not answered until something is free here: can't start new thread"
+    ]
 
 
 def test_long_lists_and_large_messages_are_refused(kind: Any) -> None:
