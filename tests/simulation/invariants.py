@@ -220,7 +220,7 @@ class Invariants:
         if (
             self.model_of_epoch(job.pass_of(key)) in lacking
             and not may_lack
-            and name not in self.cluster.disk.flipped
+            and not any(name <= flipped for flipped in self.cluster.disk.flipped)  # a newer one had it
             and self._is_newest(name, created)  # else a chief died as it had written another one
         ):
             self.world.fail(f"unit {unit} is leased, and {name} lacks what was prepared last")
