@@ -106,8 +106,8 @@ class Recovery(ChiefPart):
         unfinished = unfinished_units(of_all, self._lease_book.steps.per_unit)
         torn = torn_updates(described)
         for incarnation, each in described.items():
-            absent = minus(unfinished, minus(each.applied(), each.halves))
-            # Another one has closed it: also a chief that died before it came to this one, as it was lost there, too.
+            absent = minus(unfinished, each.applied())
+            # Also of units that others have closed: a chief may have died as it told them, before it came to this ps.
             halves = each.halves if self._lease_book.steps.per_unit != 1 else {}
             in_part = positions_of(unit for one in torn.get(incarnation, ()) for unit in one.units)
             lacked = plus(absent, each.dropped, halves, in_part)
