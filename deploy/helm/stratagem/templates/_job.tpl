@@ -128,8 +128,7 @@ exec:
 {{- $pod := include "stratagem.pod" . -}}
 {{- $made := sha256sum (print $pod (include "stratagem.fixed" .root)) -}}
 {{- $there := lookup "batch/v1" "Job" .root.Release.Namespace $job -}}
-{{- $chief := lookup "batch/v1" "Job" .root.Release.Namespace (printf "%s-chief-0" .root.Release.Name) -}}
-{{- if and (not $there) (dig "status" "succeeded" 0 $chief) -}}
+{{- if and (not $there) (lookup "batch/v1" "Job" .root.Release.Namespace (printf "%s-chief-0" .root.Release.Name) | dig "status" "succeeded" 0) -}}
 {{- fail (printf "the job %s is over: %s would find no chief. Delete the Jobs (kubectl --namespace %s delete job -l app.kubernetes.io/instance=%s) and say this again: the new ones go on from what it has saved" .root.Release.Name $job .root.Release.Namespace .root.Release.Name) -}}
 {{- end -}}
 {{- if ne $made (dig "metadata" "annotations" "stratagem/pod" $made $there) -}}
