@@ -209,6 +209,15 @@ def backward(model: nn.Module, step: int) -> None:
     model(ids).square().sum().backward()
 
 
+def update(job: Job | None, optimizer: torch.optim.Optimizer) -> None:
+    """On parameter servers, or in this process alone."""
+    if job is not None:
+        job.step()
+        return
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        optimizer.step()
+
+
 def train_alone(optimizer: str, num_steps: int, backwards: int = 1) -> Net:
     model, optimizers = build(optimizer)
     for step in range(num_steps):
@@ -380,11 +389,7 @@ def test_a_batch_of_empty_bags_is_an_update_of_the_table(start: Callable[..., Jo
         for num_ids in (4, 0, 3):
             lazy.zero_grad()
             layer(torch.arange(num_ids) * 2, torch.zeros(5, dtype=torch.int64)).square().sum().backward()
-            if job is None:
-                with torch.sparse.check_sparse_tensor_invariants(False):
-                    lazy.step()
-            else:
-                job.step()
+            update(job, lazy)
         return layer.whole_weight()
 
     torch.testing.assert_close(train(Remote(), start("tcp")), train(DefaultStrategy()), rtol=2e-6, atol=2e-6)
@@ -429,11 +434,7 @@ def test_nested_ids_are_taken_as_by_torch(start: Callable[..., Job], padding_idx
             found = [table(ids).values(), bags(ids), bags(ids, None, weights)]
             sum([one.square().sum() for one in found]).backward()
             seen += [one.detach() for one in found]
-            if job is None:
-                with torch.sparse.check_sparse_tensor_invariants(False):
-                    lazy.step()
-            else:
-                job.step()
+            update(job, lazy)
         return [*seen, table.whole_weight(), bags.whole_weight()]
 
     ours, expected = train(Remote(), start("tcp")), train(DefaultStrategy())
@@ -469,11 +470,7 @@ def test_updates_by_a_gradient_that_was_set_to_zero_count(start: Callable[..., J
             lazy.zero_grad(set_to_none=False)
             if is_used:
                 table(torch.tensor([1, 4, 4])).square().sum().backward()
-            if job is None:
-                with torch.sparse.check_sparse_tensor_invariants(False):
-                    lazy.step()
-            else:
-                job.step()
+            update(job, lazy)
         return table.whole_weight()
 
     ours, expected = train(Remote(), start()), train(DefaultStrategy())
@@ -1002,8 +999,7 @@ def test_param_groups_are_each_their_own_and_the_first_accumulator_the_construct
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.tensor([1, 4])).square().sum().backward()
-            with torch.sparse.check_sparse_tensor_invariants(False):
-                job.step() if job is not None else optimizer.step()
+            update(job, optimizer)
         return [table.whole_weight(), head.weight.detach()]
 
     for found, expected in zip(trained(Remote(), start("tcp")), trained(DefaultStrategy()), strict=True):
