@@ -34,8 +34,8 @@ class AppliedUnits:
     open: tuple[tuple[Update, int], ...]
     """Updates applied of units not closed, one entry per unit, with the number of servers each takes part on."""
     halves: dict[Epoch, UnitBitmap]
-    """Units not closed that lack an update here: closed ones had more, or, before any is, others had; their workers
-    count more; or an optimizer has had no update here."""
+    """Units not closed that lack an update here: others had more; their workers count more; or an optimizer has had no
+    update here."""
     accumulates: bool
     """An update of several units has come."""
     dropped: dict[Epoch, UnitBitmap] = dataclasses.field(default_factory=dict)
@@ -153,7 +153,7 @@ class UnitLedger:
         )
         known = (len(ordinals) for unit, ordinals in self._open.items() if unit not in self._joined)
         own = {ordinal for ordinal, groups in self._groups.items() if not groups.isdisjoint(trained)}
-        per_unit, are_halves = self._per_unit or max(len(own), *known, 0), lacks_first and not self._per_unit
+        per_unit, are_halves = max(self._per_unit, len(own), *known), lacks_first and not self._per_unit
         halves: list[Unit] = []
         for unit, ordinals in self._open.items():
             lacks_own = unit in self._joined and not own <= ordinals.keys()

@@ -35,7 +35,7 @@ class UnitTracker:
         self.accumulates = False
         """Whether an update has held the gradients of several units."""
         self.steps_per_unit = 0
-        """Steps of the unit that had most; 0: none had any. 1 in step where updates hold several units."""
+        """Steps of the whole unit that had most; 0: none had any. 1 in step where updates hold several units."""
 
     @property
     def open_units(self) -> tuple[Unit, ...]:
@@ -83,12 +83,15 @@ class UnitTracker:
             self.current = unit
         return closed
 
-    def leave(self) -> list[Unit]:
-        """The script goes on to another batch. Returns the units that are complete now."""
+    def leave(self, *, is_whole: bool = True) -> list[Unit]:
+        """The script goes on to another batch, or, where ``is_whole`` is not so, ends its loop in the middle of this
+        one, perhaps by an error between two steps. Returns the units that are complete now."""
         closed, self._joined = self._joined, []
         if self.current is not None:
-            is_one = self._in_step and self.accumulates
-            self.steps_per_unit = 1 if is_one else max(self.steps_per_unit, self._num_steps)
+            if self._in_step and self.accumulates:
+                self.steps_per_unit = 1
+            elif is_whole:
+                self.steps_per_unit = max(self.steps_per_unit, self._num_steps)
             if self._num_steps:
                 closed.append(self.current)
             else:

@@ -224,7 +224,7 @@ class LeasedUnits:
         self._meter.stop_clock()
         self._on_begin(None, None)
         if is_done or self._tracker.accumulates or self._tracker.has_waiting:
-            self._accept(self._tracker.leave())
+            self._accept(self._tracker.leave(is_whole=is_done))
             # As at the end of a loop: .grad has what waits for the next update. A ps must not seem to lack it.
             if self._plan.staleness > 0 and (waiting := self._tracker.drop_waiting()):
                 self._accept(waiting)

@@ -327,6 +327,22 @@ def test_a_unit_is_a_half_before_any_is_closed_here_where_another_has_more_or_an
     assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([1])}
 
 
+def test_a_batch_that_its_script_left_between_two_steps_does_not_say_how_many_updates_others_have() -> None:
+    """An error that the script caught closed it with one of two; from then on dead workers' halves passed for whole."""
+    store = new_store()
+    first, second = (
+        DirectWorker(store, f"worker:{group}", make_spec(SHAPES, group=group, prefix=name))
+        for group, name in enumerate("ab", start=1)
+    )
+    for worker in (first, second):
+        worker.create(torch.zeros(11))
+        worker.commit(torch.ones(11), unit(0), ordinal=worker is second)
+    first.commit(torch.ones(11), unit(1))
+    first.close(unit(1), num_updates=1)
+    first.commit(torch.ones(11), unit(2))
+    assert store.checkpoints.describe_units().units.halves == {(1, 0): UnitBitmap.of([2])}
+
+
 def test_units_of_one_update_are_halves_alike() -> None:
     """Two optimizers accumulate over several batches; where a worker died between their updates, the ps said that it
     has all of these."""

@@ -57,6 +57,16 @@ def test_accumulation_spans_units() -> None:
     assert not tracker.open_units
 
 
+def test_a_batch_that_is_left_between_two_steps_does_not_say_how_many_a_batch_has() -> None:
+    """A script that caught an error told the chief of one step a batch: halves of dead workers' passed for whole."""
+    tracker = UnitTracker()
+    tracker.take(A)
+    tracker.backward()
+    tracker.step()
+    tracker.stepped()
+    assert tracker.leave(is_whole=False) == [A] and tracker.steps_per_unit == 0
+
+
 def test_in_step_a_slice_is_over_with_the_update_that_has_it() -> None:
     tracker = UnitTracker(in_step=True)
     tracker.take(A)
