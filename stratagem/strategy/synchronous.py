@@ -304,7 +304,7 @@ class SynchronousStrategy(SynchronousInput):
         work = [functools.partial(self._step, replica, fn, args, kwargs) for replica in replicas]
         try:
             with self.prepared:
-                return PerReplica(tuple(self._local.run(work)), self._shares.of_result)
+                return PerReplica(tuple(self._local.run(work, (fn, args, kwargs))), self._shares.of_result)
         finally:
             self._count_step()
 

@@ -21,6 +21,7 @@ from stratagem.strategy.replicas.local_group import LocalGroup
 from stratagem.strategy.replicas.mirrored import taken_outside
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
+from stratagem.strategy.replicas.unprepared import UnpreparedWrites
 from stratagem.strategy.replicas.variable import keep_variables
 from stratagem.worker.gradient_guard import parameters_of
 from stratagem.worker.reduction.same_bits import have_same_gradients
@@ -172,8 +173,8 @@ class LocalReplicas:
             self.parameters_of(optimizer, replica), self.communicators[replica]
         )
 
-    def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        """Runs one callable a replica, in its context: a step of the script."""
+    def run(self, work: Sequence[Callable[[], T]], uses: Sequence[Any]) -> list[T]:
+        """Runs one callable a replica, in its context: a step of the script; ``uses``: its function and arguments."""
         return [self._contexts[0].call(work[0])]
 
     def together(self, work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
@@ -217,6 +218,7 @@ class SeveralReplicas(LocalReplicas):
             ReplicaContext(strategy, self.replica_threads, replica, ops, own) for replica, own in enumerate(self._own)
         ]
         self._mirrors = self._make_mirrors(functools.partial(keep_variables, strategy))
+        self._unprepared_writes = UnpreparedWrites(self._mirrors.modules)
 
     def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> Mirrors:
         return Mirrors(self.devices, self.which, meet=self.replica_threads.meet, keep=keep, is_pending=self._is_pending)
@@ -230,11 +232,12 @@ class SeveralReplicas(LocalReplicas):
     def on_replica(self, item: Any, replica: int) -> Any:
         return self._mirrors.copies_of(item)[replica]
 
-    def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
+    def run(self, work: Sequence[Callable[[], T]], uses: Sequence[Any]) -> list[T]:
         """See :meth:`LocalReplicas.run`. After an error the replicas go on with what replica 0 has; with other workers
         only if those had it too."""
         self.replica_threads.check_open()
         with self._mirrors.running():
+            work = self._unprepared_writes.watched(work, uses)
             try:
                 return self.replica_threads.run(
                     [functools.partial(context.call, one) for context, one in zip(self._contexts, work, strict=True)]

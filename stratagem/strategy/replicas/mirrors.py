@@ -81,6 +81,11 @@ class Mirrors:
         """What an object that was added is on each replica."""
         return copies_of(self._all[id(original(item))])
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Those of all models, on all replicas."""
+        every = (copies_of(proxy) for proxy in self._all.values())
+        yield from (part for copies in every for one in copies if isinstance(one, nn.Module) for part in one.modules())
+
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """Mirrors more objects, which may share parameters with those that were given before.
 

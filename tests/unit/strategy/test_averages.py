@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -131,3 +132,42 @@ def test_a_buffer_that_forward_replaces_is_kept_from_an_empty_batch(kind: Any) -
     if kind is sg.CentralStorageStrategy:
         assert model.mean.dtype is torch.float64 and model.mean.tolist() == pytest.approx([3.0, 13.0 / 3])
     strategy.close()
+
+
+def by_hand(kind: str) -> None:
+    """A moving average of weights that a step of two replicas keeps itself."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model: Any = torch.nn.Linear(4, 1)
+    average: Any = copy.deepcopy(model)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    total = torch.zeros(())
+
+    def update(kept: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for own, new in zip(kept, model.parameters(), strict=True):
+                own.lerp_(new, 0.1)
+
+    def step(batch: list[torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        loss = model(batch[0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        total.add_(loss.detach())  # of all replicas
+        if kind == "model":
+            update(list(average.parameters()))
+        elif kind == "weights" or (kind == "once" and sg.get_replica_context().replica_id_in_sync_group == 0):
+            update(list(weights.values()))
+
+    for batch in strategy.distribute_dataset(DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)):
+        strategy.run(step, args=(batch,))
+    strategy.close()
+
+
+@pytest.mark.parametrize("kind", ["model", "weights", "once", ""])
+def test_an_average_kept_by_hand_in_a_step_is_warned_of(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It moved once per replica, and nothing said so."""
+    by_hand(kind)
+    told = [record.getMessage() for record in caplog.records if "moving average" in record.getMessage()]
+    name = {"model": "average", "weights": "weights"}.get(kind)
+    assert [each.split(" was not prepared")[0] for each in told] == ([name] if name else [])
