@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.distributed.tensors import words
+from stratagem.distributed.tensors import movable, words
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import can_travel
 from stratagem.worker.ring.communicator import name_of
@@ -74,7 +74,7 @@ class RankReduction:
 
     def _combined(self, source: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
         every = [torch.empty_like(source) for _ in range(group.size)]
-        group.all_gather(source, every, tag)
+        group.all_gather(movable(source), [movable(values) for values in every], tag)
         return functools.reduce(_BITWISE[self.name], every)
 
     def wide(self, values: torch.Tensor) -> torch.Tensor:

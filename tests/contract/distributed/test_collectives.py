@@ -182,10 +182,13 @@ def test_bfloat16_is_summed_in_float32(groups: Groups) -> None:
             assert torch.equal(result, expected.expand(64))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint16], ids=name_of)
 @pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
-def test_bitwise_reductions(groups: Groups, op: str) -> None:
+def test_bitwise_reductions(groups: Groups, op: str, dtype: torch.dtype) -> None:
+    """Also of a dtype that the wire lacks."""
+
     def run(group: LaneProcessGroup) -> torch.Tensor:
-        tensor = torch.tensor([0b1100 + group.rank(), 0b1010, group.rank()])
+        tensor = torch.tensor([0b1100 + group.rank(), 0b1010, group.rank()], dtype=dtype)
         group.allreduce([tensor], reducing(getattr(dist.ReduceOp, op))).wait()
         return tensor
 
@@ -193,7 +196,7 @@ def test_bitwise_reductions(groups: Groups, op: str) -> None:
     expected = torch.tensor([0b1100, 0b1010, 0])
     for rank in range(1, len(groups)):
         expected = function(expected, torch.tensor([0b1100 + rank, 0b1010, rank]))
-    assert all(torch.equal(result, expected) for result in on_every_rank(groups, run))
+    assert all(torch.equal(result, expected.to(dtype)) for result in on_every_rank(groups, run))
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
