@@ -15,7 +15,7 @@ from stratagem.data.distributed import DistributedDataset
 from stratagem.data.files import file_based, own_files
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
-from stratagem.data.loaders import has_own_batches, is_dataset, is_plain, length_of, plan_of
+from stratagem.data.loaders import has_own_batches, is_dataset, is_plain, length_of, plan_of, refuse_own_passes
 from stratagem.data.nested import fingerprint, is_rows, values_in
 from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener
@@ -175,6 +175,7 @@ def leasable(
             "not have: give distribute_dataset a DataLoader over a map-style dataset"
         )
     _refuse_distributed_sampler(batched)
+    refuse_own_passes(batched)
     return batched
 
 

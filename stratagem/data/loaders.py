@@ -117,6 +117,19 @@ def why_not_planned(loader: Any) -> str:
     return ""
 
 
+def refuse_own_passes(loader: DataLoader[Any]) -> None:
+    """A ConfigurationError where the class of ``loader`` changes the batches that torch's would give: a loader that is
+    built over other batches does not."""
+    for name in ("__iter__", "_get_iterator"):
+        method = getattr(type(loader), name)
+        if method.__module__.split(".")[0] not in ("torch", "torchdata"):
+            raise ConfigurationError(
+                f"{method.__qualname__} would not be called, because distribute_dataset reads the examples of a "
+                f"{type(loader).__name__} in batches of its own: let the collate_fn or the step do what it does. Or "
+                "return the loader from a function given to distribute_datasets_from_function"
+            )
+
+
 def has_own_batches(loader: DataLoader[Any]) -> bool:
     """Whether the loader was given a ``batch_sampler``; its ``sampler`` then says nothing."""
     return loader.batch_sampler is not None and loader.batch_size is None
@@ -183,6 +196,7 @@ def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[A
 
 def carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
     """Arguments of a DataLoader like ``loader`` over other batches; ``persistent`` as of :func:`rebuild`."""
+    refuse_own_passes(loader)
     if hasattr(loader, "load_state_dict"):
         _refuse_position(loader)
     arguments = {name: getattr(loader, name) for name in _CARRIED if hasattr(loader, name)}

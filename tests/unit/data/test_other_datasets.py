@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from stratagem.data.distribute import distribute
+from stratagem.data.distribute import distribute, distribute_from_function, leasable
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of, why_not_planned
 from stratagem.data.placement import InputPlacement
@@ -91,6 +93,29 @@ def test_a_stream_comes_in_the_order_of_its_loader_whatever_process_is_first() -
     )
     batches = distribute(loader, placement=InputPlacement((CPU,)))
     assert [batch.tolist() for batch in batches] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+class Doubled(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+class DoubledInside(DataLoader[int]):
+    """As the neighbour loaders of torch_geometric."""
+
+    def _get_iterator(self) -> Any:
+        return (2 * batch for batch in super()._get_iterator())
+
+
+@pytest.mark.parametrize("kind", [Doubled, DoubledInside])
+def test_what_a_loader_does_to_its_batches_is_not_left_out(kind: type[DataLoader[int]]) -> None:
+    """Its examples were read without it, which changed the numbers of every strategy."""
+    placement = InputPlacement((CPU,))
+    for wants in (leasable, functools.partial(distribute, placement=placement)):
+        with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\..* would not be called.* collate_fn"):
+            wants(kind(Numbers(4), batch_size=2))
+    by_function = distribute_from_function(lambda context: kind(Numbers(4), batch_size=2), placement=placement)
+    assert [batch.tolist() for batch in by_function] == [[0, 2], [4, 6]], "the second advice works"
 
 
 class OneBad(Numbers):
