@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import operator
@@ -63,8 +62,8 @@ class PlannedBatches:
 class DrawnBatches:
     """What a sampler of the user's says.
 
-    One that has a length is drawn as a whole when an epoch starts, by worker 0 for all, with torch's random numbers
-    seeded by (seed, dataset, epoch): a resumed job draws the same.
+    One that has a length is drawn as a whole when an epoch starts, by worker 0 for all; one without, as it is read.
+    Torch's random numbers are seeded for it by (seed, dataset, epoch): a resumed job draws the same.
     """
 
     _sampler: Iterable[Any]
@@ -94,7 +93,7 @@ class DrawnBatches:
         for target in (self._sampler, getattr(self._sampler, "sampler", None)):
             tell_epoch(target, epoch)
         if self.num_batches is None:
-            batches: Iterable[Any] = self._sampler
+            batches: Iterable[Any] = self._one_by_one(epoch, seed)
         elif self._communicator is None:
             batches = self._draw(epoch, seed)
         else:
@@ -109,10 +108,24 @@ class DrawnBatches:
             "leave it out"
         )
 
+    def _seeded(self, epoch: int, seed: int) -> _Seeded:
+        return _Seeded(_seed_of(f"{seed + self._shift}/{self.ordinal}/{epoch}/sampler"), self._sampler)
+
     def _draw(self, epoch: int, seed: int) -> list[list[Any]]:
-        number = _seed_of(f"{seed + self._shift}/{self.ordinal}/{epoch}/sampler")
-        with _seeded(number, self._sampler):
+        with self._seeded(epoch, seed):
             return [self._as_list(batch) for batch in self._sampler]
+
+    def _one_by_one(self, epoch: int, seed: int) -> Iterator[Any]:
+        """Of a sampler that may have no end."""
+        end = object()
+        with (seeded := self._seeded(epoch, seed)):
+            drawn = iter(self._sampler)
+        while True:
+            with seeded:
+                batch = next(drawn, end)
+            if batch is end:
+                return
+            yield batch
 
     def _shared(self, communicator: Communicator, epoch: int, seed: int) -> list[list[int]]:
         """Worker 0's batches, on every worker."""
@@ -155,16 +168,20 @@ class DrawnBatches:
 IndexBatches = PlannedBatches | DrawnBatches
 
 
-@contextlib.contextmanager
-def _seeded(seed: int, sampler: Any) -> Iterator[None]:
-    """Seeds torch's global CPU generator and those of a sampler; afterwards they are where they were."""
-    found = [getattr(sampler, "generator", None), getattr(getattr(sampler, "sampler", None), "generator", None)]
-    every = [torch.default_generator, *(each for each in found if isinstance(each, torch.Generator))]
-    states = [generator.get_state() for generator in every]
-    for generator in every:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(every, states, strict=True):
+class _Seeded:
+    """Inside, torch's global CPU generator and those of a sampler go on in a stream of their own, which ``seed`` began;
+    outside they are where they were."""
+
+    def __init__(self, seed: int, sampler: Any) -> None:
+        found = [getattr(sampler, "generator", None), getattr(getattr(sampler, "sampler", None), "generator", None)]
+        self._every = [torch.default_generator, *(each for each in found if isinstance(each, torch.Generator))]
+        self._states = [torch.Generator(each.device).manual_seed(seed).get_state() for each in self._every]
+
+    def __enter__(self) -> None:
+        others = [generator.get_state() for generator in self._every]
+        for generator, state in zip(self._every, self._states, strict=True):
             generator.set_state(state)
+        self._states = others
+
+    def __exit__(self, *_: object) -> None:
+        self.__enter__()

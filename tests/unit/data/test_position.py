@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -96,9 +97,19 @@ def _two_epochs(dataset: SplitDataset) -> list[Any]:
     return [steps_of(dataset), steps_of(dataset)]
 
 
-def test_a_drawn_epoch_is_drawn_again() -> None:
+class WithoutLength(torch.utils.data.Sampler[int]):
+    """As many write one: torch's base class has no length. It draws as it goes."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(20, ())) for _ in range(12))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.utils.data.WeightedRandomSampler([1.0] * 20, 12), WithoutLength], ids=["length", "none"]
+)
+def test_a_drawn_epoch_is_drawn_again(make: Callable[[], torch.utils.data.Sampler[int]]) -> None:
     def sampled() -> SplitDataset:
-        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 20, 12)
+        sampler = make()
         return distribute(DataLoader(Numbers(20), batch_size=4, sampler=sampler), placement=ALONE)
 
     whole = _two_epochs(sampled())
@@ -106,8 +117,10 @@ def test_a_drawn_epoch_is_drawn_again() -> None:
     steps_of(first)
     begun = read(first, 1)
     torch.rand(5)
+    before = torch.get_rng_state()
     second.load_state_dict(first.state_dict())
     assert begun + steps_of(second) == whole[1]
+    assert torch.equal(before, torch.get_rng_state()), "the script's own"
 
 
 def test_what_lies_before_is_not_read_again() -> None:
