@@ -221,12 +221,21 @@ def empty_like(batch: Any) -> Any:
     counts = {len(leaf) for leaf in leaves(batch) if is_rows(leaf)}
 
     def emptied(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.jagged:  # which torch does not slice
-            return _no_bags(leaf.shape[2:], leaf.dtype).to(leaf.device)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            return _none_of(leaf)
         is_cut = is_rows(leaf) or (_may_have_examples(leaf, bool(counts)) and (not counts or len(leaf) in counts))
         return leaf[:0] if is_cut else leaf
 
     return map_leaves(batch, emptied)
+
+
+def _none_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like one that torch does not slice, of no examples."""
+    if tensor.layout is torch.jagged:
+        return _no_bags(tensor.shape[2:], tensor.dtype).to(tensor.device)
+    if tensor.layout is torch.sparse_coo:
+        return tensor.index_select(0, torch.empty(0, dtype=torch.int64, device=tensor.device))
+    return torch.zeros(0, *tensor.shape[1:], dtype=tensor.dtype, layout=tensor.layout, device=tensor.device)
 
 
 def _no_bags(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -239,7 +248,7 @@ def _no_bags(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def _may_have_examples(leaf: Any, has_rows: bool) -> bool:
     """Whether a leaf holds one plain value for each example, if it has as many. A tuple of numbers beside tensors is
     rather a size of the batch as a whole."""
-    if isinstance(leaf, tuple):
+    if isinstance(leaf, tuple) and not has_to(leaf):
         kinds = {type(item) for item in leaf}
         return not has_rows or (kinds <= {str, bytes, type(None)} and kinds != {type(None)})
     return isinstance(leaf, list)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from stratagem.data.distribute import distribute
 from stratagem.data.nested import (
@@ -140,6 +140,32 @@ def test_a_worker_without_data_gets_nested_tensors_of_no_components() -> None:
     batch = torch.nested.nested_tensor([torch.ones(1, 3), torch.ones(2, 3)], layout=torch.jagged)
     for empty in (empty_like(batch), empty_of(json.loads(json.dumps(form_of(batch))))):
         assert empty.layout is torch.jagged and len(empty) == 0 and empty.values().shape == (0, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state:UserWarning")  # of torch, about CSR
+@pytest.mark.parametrize(
+    "collated",
+    [
+        lambda rows: torch.stack(rows).to_sparse(),
+        lambda rows: torch.stack(rows).to_sparse(1),
+        lambda rows: torch.stack(rows).to_sparse_csr(),
+    ],
+    ids=["coo", "hybrid", "csr"],
+)
+def test_a_replica_without_examples_gets_a_sparse_batch_of_none(
+    collated: Callable[[list[torch.Tensor]], torch.Tensor],
+) -> None:
+    loader: DataLoader[torch.Tensor] = DataLoader(torch.eye(4), 4, collate_fn=collated)  # type: ignore[arg-type]
+    ((first, _, empty),) = [item.values for item in distribute(loader, placement=InputPlacement((CPU,) * 3))]
+    assert (first.size(0), empty.size(0)) == (2, 0)
+    assert (empty.layout, empty.dtype) == (first.layout, first.dtype)
+    if first.layout is torch.sparse_coo:
+        assert empty.sparse_dim() == first.sparse_dim()
+
+
+def test_what_moves_itself_has_no_empty_form_and_stays() -> None:
+    packed = pack_sequence([torch.ones(2)])
+    assert empty_like(packed) is packed
 
 
 def test_batches_that_say_no_number_of_examples() -> None:
