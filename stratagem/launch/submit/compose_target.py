@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, Record
 
 FILE = "compose.yaml"
+POLL_S = 1.0
 _CLEAR_LINE = "\x1b[2K"
 """Before each line of a log, by Compose 2.26, whatever its output is."""
 
@@ -65,6 +68,22 @@ def state(record: JobRecord, folder: Path) -> JobState:
 
 
 def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
+    """``follow``: to the end of the job, over connections to the engine that break."""
+    shown: Counter[str] = Counter()  # lines of each container
+    while True:
+        lines = Counter[str]()
+        for line in _logs(record, folder, follow):
+            container = line.partition("|")[0].strip()
+            lines[container] += 1
+            if lines[container] > shown[container]:
+                yield line
+        shown |= lines
+        if not follow or state(record, folder).is_over:
+            return
+        time.sleep(POLL_S)
+
+
+def _logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
     arguments = [*_project(folder, record.id), "logs", "--no-color", *(["--follow"] if follow else [])]
     with started(arguments, stdin=subprocess.DEVNULL, text=True, errors="replace") as process:
         assert process.stdout is not None

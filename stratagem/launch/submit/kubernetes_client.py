@@ -169,8 +169,8 @@ class Cluster:
             return list(self._call("list", "v1", "Event", field_selector=selector)["items"])
 
     def log(self, pod: str, follow: bool, previous: bool = False) -> Iterator[str]:
-        """Lines of a pod's log; if ``follow``, to its end, or until it has been quiet for ``QUIET_S``. ``previous``: of
-        the container before the one that runs."""
+        """Lines of a pod's log; if ``follow``, to its end, or until the connection breaks or has been quiet for
+        ``QUIET_S``. ``previous``: of the container before the one that runs."""
         import urllib3
 
         with self._refusals(f"read the log of {pod}"):
@@ -185,7 +185,7 @@ class Cluster:
             try:
                 for line in answer:
                     yield line.decode(errors="replace").removesuffix("\n")
-            except urllib3.exceptions.ReadTimeoutError:
+            except (urllib3.exceptions.ReadTimeoutError, urllib3.exceptions.ProtocolError):
                 if not follow:
                     raise
             finally:

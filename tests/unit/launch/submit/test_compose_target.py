@@ -54,6 +54,23 @@ def test_logs_are_shown_whatever_bytes_are_written(tmp_path: Path, monkeypatch: 
     assert list(compose_target.logs(RECORD, tmp_path, follow=False)) == ["worker-0 | \ufffd is no UTF-8"]
 
 
+def test_a_log_is_followed_to_the_end_of_the_job_over_a_connection_that_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = {"ID": "1", "Service": "worker-0", "ExitCode": 0}
+    script = (
+        f"cd {tmp_path}; case $6 in\n"
+        f"ps) mv once twice 2>/dev/null && State=running || State=exited; "
+        f"echo '{json.dumps(listed)[:-1]}, \"State\": \"'$State'\"}}';;\n"
+        "logs) printf 'w-0 | one\\nw-1 | one\\n'; [ -e once ] || printf 'w-1 | two\\nw-0 | one\\n';;\nesac"
+    )
+    (tmp_path / "once").touch()
+    make_docker(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(compose_target, "POLL_S", 0.0)
+    lines = list(compose_target.logs(RECORD, tmp_path, follow=True))
+    assert lines == ["w-0 | one", "w-1 | one", "w-1 | two", "w-0 | one"]
+
+
 @pytest.mark.parametrize("ask", [compose_target.state, lambda job, folder: [*compose_target.logs(job, folder, False)]])
 def test_without_a_docker_command_a_job_is_asked_for_in_vain(
     ask: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
