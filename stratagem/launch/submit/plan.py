@@ -21,6 +21,8 @@ from stratagem.launch.submit.request import JobRequest
 _MAX_STEM = 24
 DEFAULT_BASE_IMAGE = "stratagem:latest"
 """What deploy/Dockerfile makes (`docker compose build`)."""
+CHECKPOINT_EVERY_S = 30.0
+"""Of a job on parameter servers in containers, which cannot be told: that of the chart."""
 OWNER = f"{USER}:{USER}"
 PROJECT = "/project"
 """Of the project in the image; its working directory."""
@@ -70,6 +72,7 @@ class JobPlan:
             labels=request.labels,
             access_mode=request.kubernetes_access_mode or ACCESS_MODES[0],
             storage_class=request.kubernetes_storage_class or "",
+            checkpoint_every_s=CHECKPOINT_EVERY_S if request.ps_count else 0.0,
         )
 
     def environment(self, image: str, folder: str) -> dict[str, str]:

@@ -58,6 +58,12 @@ def test_the_dockerfile_has_what_was_asked_for(tmp_path: Path) -> None:
     assert base is not None and "FROM stratagem:latest\n" in base.made["Dockerfile"] and not base.pushed
 
 
+@pytest.mark.parametrize(("num_ps", "seconds"), [(1, 30.0), (0, 0.0)])
+def test_parameter_servers_in_containers_are_saved_on_the_way(num_ps: int, seconds: float, tmp_path: Path) -> None:
+    request = JobRequest(target="compose", worker_count=2, ps_count=num_ps)
+    assert make_plan(request, find_entry_point("train.py"), tmp_path).workload().checkpoint_every_s == seconds
+
+
 def test_what_kubernetes_would_not_take_is_said_before_an_image_is_built(tmp_path: Path) -> None:
     request = JobRequest(target="kubernetes", docker_image_bucket_name="r.example", kubernetes_storage_class="A b")
     with pytest.raises(ConfigurationError, match=r"storage class as Kubernetes takes it .* got 'A b'"):
