@@ -338,7 +338,10 @@ class Recovery(ChiefPart):
         for name, logs in {} if origin is None else origin.manifest.logs.items():
             self._journal.write("logs", topic=[name.group, name.ordinal], logs=logs)
         self._lease_book.know_accepted(saved)
-        self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()), reopen=True)
+        accepted = encode_positions(self._lease_book.positions())
+        # What was closed above counts as accepted, and these may lack a part of it: no worker has told them yet.
+        untold = {who.task: who.number for who in self.ps_return.restarted}
+        self._journal.write("roll_back", accepted=accepted, reopen=True, put_back=untold)
 
     async def _find_owners(self) -> None:
         """Staleness 0: finds an owner, or an end, for the slices that nobody has reported."""

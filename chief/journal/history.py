@@ -180,6 +180,7 @@ class JobHistory:
             case "ended":
                 self.ended[record["dataset"], record["epoch"]] = record["stop"]
             case "left":
+                self.left.pop((record["task"], record["dataset"]), None)  # the last one is the newest
                 self.left[record["task"], record["dataset"]] = record["epoch"]
             case "left_group":
                 self.left_groups.add((record["task"], record["group"]))
@@ -196,7 +197,7 @@ class JobHistory:
             case "roll_back":
                 self.accepted = decode_positions(record["accepted"])
                 self.steps.clear()  # their units are leased again, in other steps
-                self.put_back.clear()  # all ps have gone back together
+                self.put_back = dict(record.get("put_back", {}))  # all ps have gone back together, but for these
                 self.undone = record.get("undone") or self.undone
                 if record.get("reopen"):  # what was lost after that checkpoint comes again
                     self.undone = ""

@@ -130,7 +130,8 @@ class TrainingUnits(UnitLender[TrainingPass]):
         await self._admit(incarnation)
         if dataset < 1:
             raise ConfigurationError(f"datasets are counted from 1, got {dataset}")
-        if plan.staleness == 0 and (self._sessions.wanted_workers or self._sessions.was_added(incarnation.task)):
+        is_added = self._sessions.wanted_workers or self._sessions.was_added(incarnation.task)
+        if plan.staleness == 0 and is_added and not self._sessions.min_workers:  # such a ring cuts for who is there
             raise ConfigurationError(
                 f"{incarnation.task} cannot be added at staleness 0, nor another leave: every batch is cut for the "
                 f"{self._config.num_workers} workers that the job started with (num_workers)"

@@ -28,16 +28,20 @@ class WorkerLoops:
         """It goes through this epoch."""
         if self.has_left(incarnation, dataset, epoch):
             self._left[incarnation][dataset] = epoch - 1
-        if (dataset, epoch) not in self._order:
-            self._order[dataset, epoch] = len(self._passes)
-            self._passes.append((dataset, epoch))
+        self._note((dataset, epoch))
         of_all = self._asked.setdefault(incarnation, {})
         of_all.pop(dataset, None)
         of_all[dataset] = epoch
 
     def left(self, incarnation: Incarnation, dataset: int, epoch: int) -> None:
-        """It left this epoch early."""
+        """It left this epoch early; of an earlier chief those are told in their order."""
+        self._note((dataset, epoch))
         self._left.setdefault(incarnation, {})[dataset] = epoch
+
+    def _note(self, key: Key) -> None:
+        if key not in self._order:
+            self._order[key] = len(self._passes)
+            self._passes.append(key)
 
     def has_left(self, incarnation: Incarnation, dataset: int, epoch: int) -> bool:
         """Whether it left this epoch early, or is over with it and left a later one."""
@@ -62,8 +66,8 @@ class WorkerLoops:
         return worker in founders or dataset in self._asked.get(worker, ())
 
     def is_before(self, worker: Incarnation, dataset: int, epoch: int) -> bool:
-        """Whether it has yet to go through something, before this epoch, that others have left early. What they went
-        through before the chief started is known of the same dataset alone."""
+        """Whether it has yet to go through something, before this epoch, that others have left early. Of what they went
+        through before the chief started, that which nobody left is known of the same dataset alone."""
         at = self.where(worker)
         first, stop = 0 if at is None else self._order[at], self._order.get((dataset, epoch), 0)
         keys = [(dataset, number) for number in range(self._asked.get(worker, {}).get(dataset, 0), epoch)]

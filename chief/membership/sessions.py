@@ -61,9 +61,10 @@ class Sessions(Roster):
                 session.number, session.heard_at, session.lost_at = incarnation, now, now
                 session.joining = history.joining.get(task) == incarnation
                 session.taken_in = incarnation if history.taken_in.get(task) == incarnation else 0
+        beyond = [task for task in self.fenced if self.min_workers and self._session(task)]  # a generation counts them
         for task, session in self.tasks.items():
             session.pid = history.pids.get(task, 0)  # whose process may run, out of reach, until its launcher ends it
-            if self.ready and session.state is SessionState.WAITING and task in self.required:
+            if self.ready and session.state is SessionState.WAITING and task in (*self.required, *beyond):
                 session.state, session.number = SessionState.LOST, self.fenced.get(task, 0)
                 session.heard_at = session.lost_at = now
 

@@ -153,6 +153,15 @@ async def test_a_worker_added_at_staleness_0_is_refused_and_the_job_goes_on() ->
         await added.die()
 
 
+async def test_a_ring_that_heals_begins_with_whoever_came_before_it_was_complete() -> None:
+    """One beyond those that it starts with ended with 1, as its batches were cut for the others."""
+    async with cluster(num_ps=0, min_workers=1, max_workers=3) as (running, workers, _):
+        added = await Task(running.address, "worker:2").welcomed()
+        for worker in (*workers, added):
+            await worker.open(num_slices=3, staleness=0.0)
+        await added.die()
+
+
 async def test_unknown_and_wrong_callers_are_refused() -> None:
     async with cluster(num_ps=0) as (running, workers, _):
         stranger = Task(running.address, "worker:9")

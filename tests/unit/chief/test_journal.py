@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stratagem.chief.counting.metric_states import MetricState, MetricStates, encode_state
-from stratagem.chief.journal.history import JobHistory
+from stratagem.chief.journal.history import JobHistory, encode_positions
 from stratagem.chief.journal.journal import NAME, Journal, replay
 from stratagem.chief.leasing.evaluations import Pin
 from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
@@ -145,6 +145,25 @@ def write_all(journal: Journal) -> None:
     journal.write("lost", task="ps:0", units=[[1, 0, "06"], [1, 1, "01"]])
     journal.write("lost", task="ps:1", units=[[1, 0, "01"]])
     journal.write("checkpoint", path="/c/step-00000006")
+
+
+def test_who_left_a_dataset_last_comes_last(tmp_path: Path) -> None:
+    """The chief that follows takes the order of the passes from it."""
+    journal = Journal(str(tmp_path))
+    for dataset, epoch in ((1, 0), (2, 0), (1, 1)):
+        journal.write("left", task="worker:0", dataset=dataset, epoch=epoch)
+    journal.close()
+    assert list(journal.history.left.items()) == [(("worker:0", 2), 0), (("worker:0", 1), 1)]
+
+
+def test_a_ps_that_is_to_be_looked_at_stays_known_where_the_job_starts_again(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    journal.write("put_back", task="ps:0", incarnation=3)
+    journal.write("roll_back", accepted=encode_positions({}), reopen=True, put_back={"ps:1": 5})
+    assert journal.history.put_back == {"ps:1": 5}
+    journal.write("roll_back", accepted=encode_positions({}))
+    journal.close()
+    assert not journal.history.put_back
 
 
 EXPECTED = JobHistory(

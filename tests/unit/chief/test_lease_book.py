@@ -625,6 +625,18 @@ def test_a_worker_that_was_started_again_is_before_each_pass_on_its_way() -> Non
     assert not loops.is_before(A, 2, 2)
 
 
+def test_a_chief_that_follows_knows_the_passes_that_somebody_left_before() -> None:
+    """Who was on in the second pass of one dataset got a step with those that were started again, which had to go
+    through the rest of the other dataset first: they waited for each other until the job ended."""
+    after = sync_lending()
+    after.open_dataset(2, Plan(8, 4, num_slices=2, staleness=0))
+    after.loops.left(A, 2, 0)
+    after.know_accepted({(1, 0): UnitBitmap.of(range(4))})
+    assert after.ask(A, 1, 1, (), 1, [A, B]).waits_for == (B,)
+    after.loops.asked(B, 1, 0)
+    assert after.ask(B, 2, 0, (), 1, [A, B]).granted[0].step_units == (0,)
+
+
 def test_slices_of_several_steps_are_leased_at_once_where_nobody_has_to_wait() -> None:
     lease_book = sync_lending(400)
 

@@ -562,6 +562,24 @@ def test_generations_grow_over_losses_and_over_restarts_of_the_chief() -> None:
     assert make(num_workers=3, num_ps=0).generation == 0
 
 
+def test_a_worker_beyond_those_at_the_start_that_was_lost_counts_for_the_next_chief_too() -> None:
+    """The generation was one that is over: the workers refused each other until the ring gave up."""
+    sessions = ring(max_workers=4)
+    join(sessions, "worker:3", 4, 1.0)
+    sessions.stream_ended("worker:3", 4, 2.0)
+    again = make(
+        num_workers=3,
+        num_ps=0,
+        min_workers=2,
+        max_workers=4,
+        newest_incarnation=4,
+        awaited={f"worker:{index}": index + 1 for index in range(3)},
+        fenced={"worker:3": 4},
+        ready=True,
+    )
+    assert again.generation == sessions.generation
+
+
 def test_a_ring_takes_a_newcomer_in_when_it_says_so_and_the_newcomer_waits() -> None:
     sessions = ring(max_workers=4)
     sessions.stream_ended("worker:0", 1, 1.0)

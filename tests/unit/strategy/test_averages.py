@@ -149,6 +149,7 @@ def by_hand(kind: str) -> None:
                 own.lerp_(new, 0.1)
 
     def step(batch: list[torch.Tensor]) -> None:
+        here: Any = sg.get_replica_context()
         optimizer.zero_grad()
         loss = model(batch[0]).square().mean()
         loss.backward()
@@ -156,7 +157,7 @@ def by_hand(kind: str) -> None:
         total.add_(loss.detach())  # of all replicas
         if kind == "model":
             update(list(average.parameters()))
-        elif kind == "weights" or (kind == "once" and sg.get_replica_context().replica_id_in_sync_group == 0):
+        elif kind == "weights" or (kind == "once" and here.replica_id_in_sync_group == 0):
             update(list(weights.values()))
 
     for batch in strategy.distribute_dataset(DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)):
