@@ -155,12 +155,13 @@ class Recovery(ChiefPart):
         self._changed.notify()
         return back
 
-    def accepted(self, units: Sequence[Unit]) -> None:
-        """Journals accepted units. Some are on disk at once: those that end an epoch, for nobody asks for it again, and
-        those that are counted as lost, which would come again and be counted all the same."""
+    def accepted(self, units: Sequence[Unit], *, is_end: bool = False) -> None:
+        """Journals accepted units. Some are on disk at once: those that end an epoch, or (``is_end``) a part of one,
+        for nobody asks for it again, and those that are counted as lost, which would come again and be counted all the
+        same."""
         if units:
             steps, lost = self._lease_book.steps, self._journal.history.lost.values()
-            is_end = any(self._lease_book.epoch(*key).closed for key in {(unit.dataset, unit.epoch) for unit in units})
+            is_end |= any(self._lease_book.epoch(*key).closed for key in {(unit.dataset, unit.epoch) for unit in units})
             durable = is_end or any(has(each, unit) for each in lost for unit in units)
             oldest = min(steps.open, default=steps.next_number)
             self._journal.write("accepted", durable=durable, units=units, oldest_step=oldest)

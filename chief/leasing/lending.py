@@ -160,11 +160,11 @@ class TrainingUnits(UnitLender[TrainingPass]):
         believed = await self._recovery.believe(incarnation, data.dataset, data.epoch, request.accepted)
         await self._admit(incarnation)
         accepted = self._lease_book.accept(incarnation, data.dataset, data.epoch, believed)
-        self._recovery.accepted(accepted)
-        self._metric_store.keep(request.states)
-        # Others wait for the end of what they are about, or for a step: not for each unit on the way there.
         leases = self._lease_book.epoch(data.dataset, data.epoch)
         is_end = leases.is_closed_before(leases.plan.num_units if data.stop is None else data.stop)
+        self._recovery.accepted(accepted, is_end=is_end)
+        self._metric_store.keep(request.states)
+        # Others wait for the end of what they are about, or for a step: not for each unit on the way there.
         if accepted and (is_end or request.leave or not math.isinf(leases.plan.staleness)):
             self._changed.notify()
 

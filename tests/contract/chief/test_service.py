@@ -129,6 +129,25 @@ async def test_a_lost_reply_is_lent_again() -> None:
         assert indices(await workers[0].next(want=2, held=[0])) == [1, 2]
 
 
+async def test_the_end_of_a_part_of_an_epoch_is_on_disk_before_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chief whose machine crashed forgot it: its batches were trained, and counted, in the next part again."""
+    async with cluster(num_workers=1) as (running, [worker], _):
+        journal = running.job.journal
+        written: list[tuple[str, Any]] = []
+        write = journal.write
+
+        def spied(kind: str, **record: Any) -> None:
+            written.append((kind, record.get("durable", True)))
+            write(kind, **record)
+
+        monkeypatch.setattr(journal, "write", spied)
+        await worker.open()
+        assert indices(await worker.next(want=2, stop=2)) == [0, 1]
+        for index in range(2):
+            await worker.next([index], want=0, stop=2)
+        assert [durable for kind, durable in written if kind == "accepted"] == [False, True]
+
+
 async def test_datasets_that_disagree_are_refused_with_each_difference() -> None:
     async with cluster() as (_, workers, _):
         await workers[0].open()
