@@ -162,8 +162,8 @@ class TrainingUnits(UnitLender[TrainingPass]):
         accepted = self._lease_book.accept(incarnation, data.dataset, data.epoch, believed)
         leases = self._lease_book.epoch(data.dataset, data.epoch)
         is_end = leases.is_closed_before(leases.plan.num_units if data.stop is None else data.stop)
+        self._metric_store.keep(request.states)  # first: what ends a part is on disk at once, and these with it
         self._recovery.accepted(accepted, is_end=is_end)
-        self._metric_store.keep(request.states)
         # Others wait for the end of what they are about, or for a step: not for each unit on the way there.
         if accepted and (is_end or request.leave or not math.isinf(leases.plan.staleness)):
             self._changed.notify()

@@ -144,8 +144,11 @@ async def test_the_end_of_a_part_of_an_epoch_is_on_disk_before_it_is_told(monkey
         await worker.open()
         assert indices(await worker.next(want=2, stop=2)) == [0, 1]
         for index in range(2):
-            await worker.next([index], want=0, stop=2)
-        assert [durable for kind, durable in written if kind == "accepted"] == [False, True]
+            topic = chief_pb2.Topic(group="loss")
+            counted = chief_pb2.MetricState(index=index, data=b"1", topic=topic)
+            await worker.next([index], want=0, stop=2, states=[counted])
+        found = [each for each in written if each[0] in ("accepted", "state")]
+        assert found == [("state", False), ("accepted", False), ("state", False), ("accepted", True)]
 
 
 async def test_datasets_that_disagree_are_refused_with_each_difference() -> None:
