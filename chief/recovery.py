@@ -208,11 +208,10 @@ class Recovery(ChiefPart):
             ]
             for unit in missing:  # the report may come again, with its reply lost, once all went back
                 self._lease_book.epoch(unit.dataset, unit.epoch).undone.add(unit.index)
-            own = [unit for unit in missing if unit in self._lease_book.held(incarnation)]
-            # The checkpoint has it, and it is in another step by now, which nobody has told its worker of.
-            early = [
-                unit for unit in doubtful if unit not in missing and self._lease_book.is_reserved(unit, incarnation)
-            ]
+            # In another step by now, which nobody has told its worker: to be computed there, or the checkpoint has it.
+            reserved = {unit for unit in doubtful if self._lease_book.is_reserved(unit, incarnation)}
+            own = [unit for unit in missing if unit in self._lease_book.held(incarnation) and unit not in reserved]
+            early = sorted(reserved.difference(missing))
             removal = self._lease_book.remove([*own, *early], {})
             removal.returned = {unit: who for unit, who in removal.returned.items() if unit not in early}
             removal.accepted += early

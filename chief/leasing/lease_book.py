@@ -129,7 +129,8 @@ class LeaseBook:
     def doubtful(self, incarnation: Incarnation, dataset: int, epoch: int, indices: Iterable[int]) -> list[Unit]:
         """Those of the units that were perhaps computed before a ps went back to a checkpoint: updates may be lost.
 
-        A newer lease does not tell: a report that is repeated, since its reply was lost with that lease, is older.
+        A newer lease does not tell: a report that is repeated, since its reply was lost with that lease, is older; so
+        is one of a slice that was not leased to it yet.
         """
         leases = self.epoch(dataset, epoch)
         new = [index for index in indices if index not in leases.accepted] if self.restores else []
@@ -141,6 +142,7 @@ class LeaseBook:
             or lease.incarnation != incarnation
             or lease.restores < self.restores
             or index in leases.undone
+            or self.is_reserved(Unit(dataset, epoch, index), incarnation)
         ]
 
     def ask(

@@ -726,6 +726,18 @@ def test_what_a_worker_brings_back_was_perhaps_computed_before_a_ps_went_back() 
     assert lease_book.doubtful(A, 1, 0, [0]) == [Unit(1, 0, 0)]
 
 
+def test_a_report_of_a_slice_that_is_yet_to_be_leased_was_computed_before_all_ps_went_back() -> None:
+    """A worker that had stood still told it to the chief that followed, which took it for its part of the new step; the
+    other worker waited for that for ever."""
+    lease_book = sync_lending()
+    lease_book.restores = 1  # as of every chief that follows
+    lease_book.ask(B, 1, 0, (), 1, [A, B])
+    assert lease_book.is_reserved(Unit(1, 0, 0), A)
+    assert lease_book.doubtful(A, 1, 0, [0]) == [Unit(1, 0, 0)]
+    lease_book.ask(A, 1, 0, (), 1, [A, B])
+    assert lease_book.doubtful(A, 1, 0, [0]) == []
+
+
 def test_a_report_that_is_repeated_after_all_ps_went_back_is_looked_at_again() -> None:
     """The unit was leased anew in a reply that was lost with it: the report was about what the ps had no more."""
     lease_book = sync_lending()
