@@ -114,9 +114,13 @@ def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_bat
         weight = float(size) if spec.weight is None else spec.weight
         return StepResult(size, dict(spec.metrics), None, spec.loss, weight)
 
-    for results in restored.results(count, for_evaluation(strategy, source, device), num_batches, path):
-        running.add(results)
-    return {**running.result(), "global_step": step}
+    logs = None
+    while logs is None:  # a ring has lost a worker meanwhile
+        running.reset()
+        for results in restored.results(count, for_evaluation(strategy, source, device), num_batches, path):
+            running.add(results)
+        logs = running.whole_result()
+    return {**logs, "global_step": step}
 
 
 def predict(restored: RestoredObjects, given: Input, path: Path | None) -> Iterator[Any]:

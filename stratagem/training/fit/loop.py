@@ -224,12 +224,21 @@ class Evaluation:
     def run(self, is_silent: bool = False) -> dict[str, float]:
         """Goes through the data; the logs of all workers. ``is_silent``: no callback hears of it, for this worker only
         does its part of what others evaluate."""
-        steps, running = self._steps, self._running
         callbacks = self._callbacks.silenced() if is_silent else self._callbacks
-        running.reset()
         callbacks.call("on_test_begin", {})
-        if steps.strategy.servers is not None:
-            steps.strategy.servers.check([steps.module])
+        if self._steps.strategy.servers is not None:
+            self._steps.strategy.servers.check([self._steps.module])
+        place = None if self.in_step is None else self.in_step.next_epoch
+        while (logs := self._counted(callbacks)) is None:
+            if self.in_step is not None and place is not None:
+                self.in_step.begin_at(place)  # the same pass over data that may have another order in each
+        callbacks.call("on_test_end", logs)
+        return logs
+
+    def _counted(self, callbacks: CallbackList) -> dict[str, float] | None:
+        """The logs after one pass; None if a ring has lost a worker since it began."""
+        steps, running = self._steps, self._running
+        running.reset()
         with steps.strategy.averaged_buffers(steps.module), in_eval_mode(steps.module), torch.no_grad():
             for number, batch in first_batches(self._dataset, self._num_steps):
                 callbacks.call_batch("on_test_batch_begin", number)
@@ -238,15 +247,12 @@ class Evaluation:
                 if self._leased is not None:
                     self._leased[1].running.add(results)
                 callbacks.call_batch("on_test_batch_end", number, running.logs())
-        logs = None
         if self._leased is not None:
             units, counts = self._leased
-            logs = counts.result(units.group, units.num_passes - 1)
-        elif not running.num_steps:
+            return counts.result(units.group, units.num_passes - 1) or running.result()
+        if not running.num_steps:
             raise ConfigurationError("expected batches to evaluate, but there were none")
-        logs = running.result() if logs is None else logs
-        callbacks.call("on_test_end", logs)
-        return logs
+        return running.whole_result()
 
 
 def _leased(strategy: Strategy, servers: Servers, source: Any, num_steps: int | None) -> tuple[Any, EvaluatedUnits]:

@@ -77,6 +77,7 @@ class RunningMetrics:
         for count in self._counts:
             count.reset()
         self._earlier: list[States] = []
+        self._is_partial = False
         self.num_examples = self.num_steps = 0
         """Of the local replicas."""
 
@@ -100,16 +101,24 @@ class RunningMetrics:
     def result(self) -> dict[str, float]:
         """Loss and metrics of all workers where they run in step; then every worker has to ask. A warning where a
         worker was lost, and with it what it had counted."""
+        return self._computed(self._told_states("The loss and metrics are those of {what} examples: what {who} had"))
+
+    def whole_result(self) -> dict[str, float] | None:
+        """As :meth:`result`, of an evaluation; None, on all workers, where one was lost: all is to be counted again."""
+        states = self._told_states("An evaluation starts over: what {who} had")
+        return None if self._is_partial else self._computed(states)
+
+    def _told_states(self, warning: str) -> list[States]:
         states = self.states()
         if (workers := self._strategy.communicator) is not None and workers.healing is not None:
             lost = sorted({name for each in self._losses[self._num_losses :] for name in each.members})
             told = workers.all_gather(torch.tensor([self.num_examples, len(lost)]))  # a newcomer knows of no loss
-            if lost and workers.rank == next(rank for rank, (_, num_lost) in enumerate(told) if num_lost):
-                logger.warning(
-                    "The loss and metrics are those of %s examples: what %s had counted was lost with it",
-                    *("fewer" if self._earlier else sum(int(number) for number, _ in told), " and ".join(lost)),
-                )
-        return self._computed(states)
+            first = next((rank for rank, (_, num_lost) in enumerate(told) if num_lost), None)
+            self._is_partial = first is not None
+            if workers.rank == first:
+                what = "fewer" if self._earlier else sum(int(number) for number, _ in told)
+                logger.warning(f"{warning} counted was lost with it".format(what=what, who=" and ".join(lost)))
+        return states
 
     @property
     def _losses(self) -> list[LostMembers]:
