@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load, save
@@ -11,6 +12,7 @@ from safetensors.torch import load, save
 from stratagem.cluster.units import MAX_STATE_BYTES
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
+from stratagem.worker.ring.healing import LostMembers
 
 States = dict[str, torch.Tensor | list[torch.Tensor]]
 """By name: a tensor, or what a metric keeps of each batch."""
@@ -70,6 +72,45 @@ def states_of_all(strategy: Strategy, own: Sequence[States]) -> list[States]:
         return list(own)
     of_all = [workers.all_gather(pack(states)) for states in own]  # by local replica, then by worker
     return [unpack(part) for of_worker in zip(*of_all, strict=True) for part in of_worker]
+
+
+class Lost(NamedTuple):
+    """What a ring that heals has lost of a count."""
+
+    is_any: bool = False
+    """On every worker the same."""
+    who: str = ""
+    """Whose part, on the one worker that says so."""
+    num_left: int = 0
+    """Examples in what the others have counted."""
+
+
+class Losses:
+    """Workers that a ring lost since a count began, and with each of them what it had counted."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.reset()
+
+    def reset(self) -> None:
+        """A count begins."""
+        self._num_before = len(self._found)
+
+    def of_all(self, num_examples: int = 0) -> Lost:
+        """Asked after the counts were gathered, by every worker; ``num_examples``: in this worker's own."""
+        workers = self._strategy.communicator
+        if workers is None or workers.healing is None:
+            return Lost()
+        lost = sorted({name for each in self._found[self._num_before :] for name in each.members})
+        told = workers.all_gather(torch.tensor([num_examples, len(lost)]))  # a newcomer knows of no loss
+        first = next((rank for rank, (_, num_lost) in enumerate(told) if num_lost), None)
+        who = " and ".join(lost) if workers.rank == first else ""
+        return Lost(first is not None, who, sum(int(number) for number, _ in told))
+
+    @property
+    def _found(self) -> Sequence[LostMembers]:
+        workers = self._strategy.communicator
+        return () if workers is None or workers.healing is None else workers.healing.losses
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ have metrics inside.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -16,8 +17,10 @@ import torchmetrics
 from stratagem.data.nested import map_values, to_device
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.metric_states import States, states_of_all
+from stratagem.strategy.metric_states import Losses, States, states_of_all
 from stratagem.strategy.replicas.context import replica_of
+
+logger = logging.getLogger(__name__)
 
 
 class PreparedMetric:
@@ -28,6 +31,7 @@ class PreparedMetric:
         self.name = type(metric).__name__
         self.strategy = strategy
         self._copies = [empty_copy(metric, device) for device in strategy.local_devices]
+        self._losses = Losses(strategy)
 
     def own(self) -> torchmetrics.Metric | None:
         """The metric of the replica that asks, outside of replicas that of the first; None: its batch is empty."""
@@ -37,12 +41,19 @@ class PreparedMetric:
         return self._copies[replica] if self.strategy.has_examples(replica) else None
 
     def compute(self) -> Any:
-        """The value over all replicas of all workers since the last reset."""
+        """The value over all replicas of all workers since the last reset. A warning where a worker was lost, and with
+        it what it had counted."""
         self._check_outside("compute")
-        return self._computed(states_of_all(self.strategy, [states_of(own) for own in self._copies]))
+        states = states_of_all(self.strategy, [states_of(own) for own in self._copies])
+        if (lost := self._losses.of_all()).who:
+            logger.warning("%s lacks what %s had counted, which was lost with it", self.name, lost.who)
+        if lost.is_any:
+            self._losses.reset()  # that was said
+        return self._computed(states)
 
     def reset(self) -> None:
         self._check_outside("reset")
+        self._losses.reset()
         for own in self._copies:
             own.reset()
 

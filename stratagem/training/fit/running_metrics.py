@@ -14,10 +14,9 @@ import torch
 from stratagem.data.nested import CopiedAsDict
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.metric_states import States, bytes_of_unit, from_bytes, states_of_all
+from stratagem.strategy.metric_states import Losses, States, bytes_of_unit, from_bytes, states_of_all
 from stratagem.training.metrics import Metric
 from stratagem.worker.chief_client import ChiefClient
-from stratagem.worker.ring.healing import LostMembers
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +69,14 @@ class RunningMetrics:
     def __init__(self, strategy: Strategy, metrics: Sequence[Mapping[str, Metric]]) -> None:
         self._strategy = strategy
         self._counts = [_Count(each) for each in metrics]
+        self._losses = Losses(strategy)
         self.reset()
 
     def reset(self) -> None:
-        self._num_losses = len(self._losses)
+        self._losses.reset()
         for count in self._counts:
             count.reset()
         self._earlier: list[States] = []
-        self._is_partial = False
         self.num_examples = self.num_steps = 0
         """Of the local replicas."""
 
@@ -101,29 +100,20 @@ class RunningMetrics:
     def result(self) -> dict[str, float]:
         """Loss and metrics of all workers where they run in step; then every worker has to ask. A warning where a
         worker was lost, and with it what it had counted."""
-        return self._computed(self._told_states("The loss and metrics are those of {what} examples: what {who} had"))
+        states = self.states()
+        if (lost := self._losses.of_all(self.num_examples)).who:
+            what = "fewer" if self._earlier else lost.num_left
+            logger.warning(
+                "The loss and metrics are those of %s examples: what %s had counted was lost with it", what, lost.who
+            )
+        return self._computed(states)
 
     def whole_result(self) -> dict[str, float] | None:
         """As :meth:`result`, of an evaluation; None, on all workers, where one was lost: all is to be counted again."""
-        states = self._told_states("An evaluation starts over: what {who} had")
-        return None if self._is_partial else self._computed(states)
-
-    def _told_states(self, warning: str) -> list[States]:
         states = self.states()
-        if (workers := self._strategy.communicator) is not None and workers.healing is not None:
-            lost = sorted({name for each in self._losses[self._num_losses :] for name in each.members})
-            told = workers.all_gather(torch.tensor([self.num_examples, len(lost)]))  # a newcomer knows of no loss
-            first = next((rank for rank, (_, num_lost) in enumerate(told) if num_lost), None)
-            self._is_partial = first is not None
-            if workers.rank == first:
-                what = "fewer" if self._earlier else sum(int(number) for number, _ in told)
-                logger.warning(f"{warning} counted was lost with it".format(what=what, who=" and ".join(lost)))
-        return states
-
-    @property
-    def _losses(self) -> list[LostMembers]:
-        workers = self._strategy.communicator
-        return [] if workers is None or workers.healing is None else workers.healing.losses
+        if (lost := self._losses.of_all()).who:
+            logger.warning("An evaluation starts over: what %s had counted was lost with it", lost.who)
+        return None if lost.is_any else self._computed(states)
 
     def logs(self) -> Logs:
         """Loss and metrics of the local replicas, computed when they are read; NaN of a metric that cannot be computed

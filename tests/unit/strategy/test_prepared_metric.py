@@ -14,7 +14,11 @@ from torch.utils.data import TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.default import DefaultStrategy
+from stratagem.strategy.prepared_metric import PreparedMetric
 from stratagem.strategy.ps.metrics import MAX_NUMBERS, CountedMetric, numbers_of, value_from
+from stratagem.worker.ring.communicator import Communicator
+from tests.unit.ring.healing_ranks import Fate, run_mortal
 
 
 @pytest.fixture
@@ -114,3 +118,23 @@ def test_values_that_are_too_large_to_be_kept_are_refused_when_somebody_asks() -
     assert len(kept) == 1
     with pytest.raises(ConfigurationError, match="has reset ConfusionMatrix since, whose value has more"):
         value_from("ConfusionMatrix", kept)
+
+
+def test_a_ring_that_loses_a_worker_says_what_its_metrics_lack(caplog: pytest.LogCaptureFixture) -> None:
+    """A sum over all workers lacked the lost one's part, and nobody heard of it."""
+
+    def count(ring: Communicator) -> list[float]:
+        strategy = DefaultStrategy()
+        strategy.communicator = ring
+        metric = PreparedMetric(torchmetrics.SumMetric(), strategy)
+        found = []
+        for _ in range(2):
+            metric.reset()
+            metric.own().update(float(ring.rank + 1))  # type: ignore[union-attr]
+            found += [float(metric.compute()), float(metric.compute())]
+        return found
+
+    assert run_mortal(3, count, rank1=Fate(dies_at=2)) == [[4.0, 4.0, 3.0, 3.0]] * 2
+    assert [record.getMessage() for record in caplog.records if "lacks" in record.getMessage()] == [
+        "SumMetric lacks what worker:1 had counted, which was lost with it"
+    ]
