@@ -92,7 +92,7 @@ class HealingReader:
             slices = cut(len(dealt.rows), len(dealt.members))
             for member, rows in zip(dealt.members, slices, strict=True):
                 if member in loss.members and rows:
-                    comes = "are repeated at the end of the epoch" if has_counted else "are left out"
+                    comes = "are repeated at the end of the epoch" if has_counted else "were lost; no update was made"
                     logger.warning("%d examples that %s had in step %d %s", len(rows), member, dealt.step, comes)
                     self.left += dealt.rows[rows.start : rows.stop] if has_counted else []
 
