@@ -67,8 +67,8 @@ class Checkpointing:
         with state.changed:
             origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else (0, 0)
             has = state.num_updates, state.initialized, state.complete, *origin
-            groups = {number: one.group for number, one in state.locked_groups.items() if one.group.initialized}
-            trained = {number: group.num_updates for number, group in groups.items() if group.spec.optimizer}
+            groups = [number for number, one in state.locked_groups.items() if one.group.initialized]
+            trained = state.trained()
             units = state.units.describe(trained, lacks_first=not all(trained.values()))
             return StoreDescription(units, state.store_epoch, state.step, *has, (*groups,), untrained=not trained)
 

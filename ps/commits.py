@@ -62,7 +62,7 @@ class Commits(Applying):
         """Closes units; repeating it does no harm."""
         with noted(self._state, sender, call):
             with self._state.lock:
-                self._state.units.close(closes)
+                self._state.units.close(closes, self._state.trained)
                 if self._state.steps.leave(sender, closes):
                     self._state.changed.notify_all()
                 if self._state.backup is not None:
@@ -75,7 +75,7 @@ class Commits(Applying):
         with state.lock:
             store_epoch = state.store_epoch
             present = self.present(request.groups)
-            state.units.close(request.closes)
+            state.units.close(request.closes, state.trained)
             is_new = not update.units or bool(state.units.lacking(update))
             if request.slice is not None and state.steps.leave(request.sender, request.closes):
                 state.changed.notify_all()

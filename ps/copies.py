@@ -69,7 +69,7 @@ class StoreCopy:
         with self._entered(sender):
             with state.changed:
                 present = self._applying.present(request.groups)
-                state.units.close(request.closes)
+                state.units.close(request.closes, state.trained)
                 is_new = len(state.units.lacking(request.update)) == len(request.update.units)
             if is_new and request.action is UpdateAction.APPLY:
                 self._applying.apply(request.groups, dict(gradient), present, request.scale)

@@ -112,6 +112,11 @@ class StoreState:
         every = self.locked_groups.values()
         return [locked.group for locked in every if locked.is_awaited or locked.group.initialized]
 
+    def trained(self) -> dict[int, int]:
+        """Groups here that have values and an optimizer, with their updates."""
+        groups = {number: one.group for number, one in self.locked_groups.items() if one.group.initialized}
+        return {number: group.num_updates for number, group in groups.items() if group.spec.optimizer}
+
     @property
     def num_bytes(self) -> int:
         """Bytes of variables and slots."""

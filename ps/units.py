@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stratagem.cluster.units import MAX_UNITS, Unit, UnitBitmap, Update, positions_of
@@ -106,8 +106,8 @@ class UnitLedger:
             if not self._is_closed(unit):
                 self._open.setdefault(unit, {})[update.ordinal] = num_servers
 
-    def close(self, closes: Iterable[UnitClose]) -> None:
-        """Closes units: nothing of them can be applied again.
+    def close(self, closes: Iterable[UnitClose], trained: Callable[[], Collection[int]] = tuple) -> None:
+        """Closes units: nothing of them can be applied again. ``trained``: as of :meth:`describe`.
 
         A unit stays open when an update of it was dropped, and when the worker counts more updates here than there are:
         this ps went back to a checkpoint since. The chief then finds that the unit is lacking, and has it marked as
@@ -117,7 +117,8 @@ class UnitLedger:
             unit = close.unit
             if unit not in self._joined and not self._is_closed(unit):  # else counted among another number of ps, maybe
                 self._per_unit = max(self._per_unit, close.num_updates)
-            if close.num_updates > len(self._open.get(unit, ())):
+            is_lacking = unit in self._joined and self._lacks_own(close, trained())
+            if is_lacking or close.num_updates > len(self._open.get(unit, ())):
                 _check_index(unit.index, unit)
                 if unit in self._open:
                     self._counted[unit] = close.num_updates
@@ -152,7 +153,7 @@ class UnitLedger:
             for ordinal, num_servers in sorted(ordinals.items())
         )
         known = (len(ordinals) for unit, ordinals in self._open.items() if unit not in self._joined)
-        own = {ordinal for ordinal, groups in self._groups.items() if not groups.isdisjoint(trained)}
+        own = self._own(trained)
         per_unit, are_halves = max(self._per_unit, len(own), *known), lacks_first and not self._per_unit
         halves: list[Unit] = []
         for unit, ordinals in self._open.items():
@@ -161,6 +162,17 @@ class UnitLedger:
                 halves.append(unit)
         dropped = positions_of(self._dropped)
         return AppliedUnits(dict(self._closed), tuple(entries), positions_of(halves), self._accumulates, dropped)
+
+    def _lacks_own(self, close: UnitClose, trained: Collection[int]) -> bool:
+        """Whether of a unit that came from several ps fewer updates are here than its worker counts, without those that
+        change only what is elsewhere. It may count these, too, from before there was another number of ps."""
+        elsewhere = self._groups.keys() - self._own(trained)
+        here = self._open.get(close.unit, {}).keys() - elsewhere
+        return bool(trained) and min(close.num_updates, max(1, len(self._own(trained)))) > len(here)
+
+    def _own(self, trained: Collection[int]) -> frozenset[int]:
+        """Ordinals of the updates that change some of these groups."""
+        return frozenset(ordinal for ordinal, groups in self._groups.items() if not groups.isdisjoint(trained))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -252,6 +252,20 @@ def test_what_came_from_other_ps_is_half_until_it_has_an_update_of_each_kind_tha
         assert not ledger.describe((0, 1)).halves
 
 
+def test_a_unit_from_other_ps_is_not_closed_by_a_number_that_an_update_of_variables_elsewhere_makes_up() -> None:
+    """Of two optimizers: the ps went back to what it began from, where the batch had the first one's update. A worker
+    that counted one, the second one's, closed it, and that was lost untold."""
+    first, one, another = UnitLedger(), Unit(1, 0, 0), Unit(1, 0, 1)
+    first.record(Update((one,), 0), 1, (0,))
+    joined, _ = UnitLedger.joined([first])
+    joined.close([UnitClose(one, 1)], lambda: (1,))
+    joined.record(Update((another,), 1), 1, (1,))
+    assert joined.describe((1,)).halves == {(1, 0): UnitBitmap.of([0])}
+    joined.record(Update((one,), 1), 1, (1,))
+    joined.close([UnitClose(one, 2)], lambda: (1,))  # the worker has counted the first one's, among other ps
+    assert joined.describe((1,)).closed == {(1, 0): UnitBitmap.of([0])}
+
+
 @pytest.mark.parametrize("is_restored", [False, True])
 def test_what_a_worker_counted_among_other_ps_says_nothing_of_how_many_updates_come_here(is_restored: bool) -> None:
     """Of two optimizers, one of whose variables lie elsewhere by now: each batch was a half, and told to be lost."""
