@@ -24,6 +24,8 @@ MAX_OBJECTS = 1_000
 """That are looked at in a run; and elements of a list or dictionary that is."""
 _LIBRARIES = frozenset({"builtins", "numpy", "stratagem", "torch", "torchmetrics"})
 """Whose objects are not looked into, other than models and what a method is bound to."""
+_CONTAINERS = (list, tuple, dict)
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 T = TypeVar("T")
 
@@ -32,8 +34,8 @@ class UnpreparedWrites:
     """Warns once where several replicas write to the same weights in one run, such as a moving average kept by hand.
 
     Looked at are models, and tensors in lists and dictionaries, that the step function names, its own or in what it
-    calls; not a tensor by itself, which often is a sum over the replicas. ``prepared``: the modules of prepared models,
-    on all replicas. A replica has written where the tensors have newer versions when it ends than before.
+    calls; not a tensor by itself or of one number, which often is a sum over the replicas. ``prepared``: the modules of
+    prepared models, on all replicas. A replica has written to a tensor whose version is newer when it ends than before.
     """
 
     def __init__(self, prepared: Callable[[], Iterable[nn.Module]]) -> None:
@@ -48,17 +50,18 @@ class UnpreparedWrites:
             return work
         if not (found := self._found(uses)):
             return work
-        versions = {name: _versions(tensors) for name, tensors in found.items()}
-        num_writers = collections.Counter[str]()
+        versions = [tensor._version for _, tensor in found]
+        written: set[int] = set()
 
         def looked_at(one: Callable[[], T]) -> T:
             result = one()
-            for name, tensors in found.items():
-                if (now := _versions(tensors)) != versions[name]:
-                    versions[name] = now
-                    num_writers[name] += 1
-                    if num_writers[name] > 1:
+            for index, (name, tensor) in enumerate(found):
+                if tensor._version != versions[index]:
+                    versions[index] = tensor._version
+                    # Not two tensors of one object: on GPUs one replica may end while another writes.
+                    if index in written:
                         self._warn(name)
+                    written.add(index)
             return result
 
         return [functools.partial(looked_at, one) for one in work]
@@ -73,27 +76,14 @@ class UnpreparedWrites:
                 name,
             )
 
-    def _found(self, uses: Sequence[Any]) -> dict[str, list[torch.Tensor]]:
-        found: dict[str, list[torch.Tensor]] = {}
-        prepared: set[int] = set()
-        for name, value in _reached("the step", uses):
-            if isinstance(value, torch.Tensor):
-                found.setdefault(name, []).append(value)
-                continue
-            for module in value.modules():
-                if not module._parameters and not module._buffers:
-                    continue
-                prepared = prepared or {id(each) for each in self._prepared()}
-                if id(module) not in prepared:
-                    found.setdefault(name, []).extend((*module._parameters.values(), *module._buffers.values()))
-        counted = {
-            name: [one for one in its if one is not None and not one.is_inference()] for name, its in found.items()
-        }
-        return {name: tensors for name, tensors in counted.items() if tensors}
+    def _found(self, uses: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
+        found = [(name, tensor) for name, tensor in _reached("the step", uses) if not tensor.is_inference()]
+        prepared = {id(each) for module in (self._prepared() if found else ()) for each in _tensors_of(module)}
+        return [(name, tensor) for name, tensor in found if id(tensor) not in prepared]
 
 
-def _reached(name: str, uses: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Models, and tensors in containers, with the names by which the step reaches them."""
+def _reached(name: str, uses: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of models, and in containers, with the names by which the step reaches them."""
     waiting = collections.deque([(name, value, 0) for value in uses])
     seen: set[int] = set()
     while waiting and len(seen) < MAX_OBJECTS:
@@ -101,32 +91,47 @@ def _reached(name: str, uses: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         if id(value) in seen or depth > MAX_DEPTH or issubclass(type(value), Mirrored):
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
-            yield name, value
+        if issubclass(type(value), nn.Module):
+            yield from ((name, tensor) for tensor in _tensors_of(value) if type(tensor) in _PLAIN)
+            waiting.extend((name, part, depth) for part in _attributes(value).get("_modules", {}).values())
             continue
         for inner, part in _parts(value):
-            if not isinstance(part, torch.Tensor):
-                is_global = isinstance(value, types.FunctionType)
+            if not issubclass(type(part), torch.Tensor):
+                is_global = type(value) is types.FunctionType
                 path = inner if is_global or not inner else f"{name}.{inner}"
                 waiting.append((path or name, part, depth + 1))
-            elif type(part) in (torch.Tensor, nn.Parameter) and isinstance(value, list | tuple | dict) and depth:
+            elif type(part) in _PLAIN and issubclass(type(value), _CONTAINERS) and depth and part.numel() > 1:
                 yield name, part
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object has or names, with its name; empty: it has none of its own."""
-    if isinstance(value, types.MethodType):
+    kind = type(value)  # isinstance, len and so on would call what the user's class may have in their place
+    if kind is types.MethodType:
         yield "", value.__func__
-        yield from getattr(value.__self__, "__dict__", {}).items()
-    elif isinstance(value, types.FunctionType):
+        yield from _attributes(value.__self__).items()
+    elif kind is types.FunctionType:
         yield from _named_by(value)
-    elif isinstance(value, functools.partial):
+    elif kind is functools.partial:
         yield from (("", part) for part in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, list | tuple | dict):
-        if len(value) <= MAX_OBJECTS:
-            yield from (("", part) for part in (value.values() if isinstance(value, dict) else value))
-    elif not isinstance(value, type | types.ModuleType) and type(value).__module__.split(".")[0] not in _LIBRARIES:
-        yield from dict(getattr(value, "__dict__", {})).items()
+    elif issubclass(kind, _CONTAINERS):
+        base = next(each for each in _CONTAINERS if issubclass(kind, each))
+        if base.__len__(value) <= MAX_OBJECTS:  # a copy, because another thread may change it
+            yield from (("", part) for part in list(dict.values(value) if base is dict else base.__iter__(value)))
+    elif not issubclass(kind, type | types.ModuleType) and kind.__module__.split(".")[0] not in _LIBRARIES:
+        yield from _attributes(value).items()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        return dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        return {}
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Any]:
+    own = _attributes(module)  # those of a lazy one, or one that is not initialized, may be missing
+    yield from (*own.get("_parameters", {}).values(), *own.get("_buffers", {}).values())
 
 
 def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -144,7 +149,3 @@ def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         one = code.pop()
         yield from ((name, outer[name]) for name in one.co_names if name in outer)
         code += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor._version for tensor in tensors)
