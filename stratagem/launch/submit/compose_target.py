@@ -13,11 +13,11 @@ from stratagem.launch.actions import precedence_of
 from stratagem.launch.manifests import compose
 from stratagem.launch.manifests.pod import to_yaml
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push, started
+from stratagem.launch.submit.patience import POLL_S, TargetPatience
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, Record
 
 FILE = "compose.yaml"
-POLL_S = 1.0
 _CLEAR_LINE = "\x1b[2K"
 """Before each line of a log, by Compose 2.26, whatever its output is."""
 
@@ -70,15 +70,17 @@ def state(record: JobRecord, folder: Path) -> JobState:
 def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
     """``follow``: to the end of the job, over connections to the engine that break."""
     shown: Counter[str] = Counter()  # lines of each container
+    patience = TargetPatience()
     while True:
+        over = not follow or patience.ask(lambda: state(record, folder)).is_over  # before it is read for the last time
         lines = Counter[str]()
-        for line in _logs(record, folder, follow):
+        for line in _logs(record, folder, not over):
             container = line.partition("|")[0].strip()
             lines[container] += 1
             if lines[container] > shown[container]:
                 yield line
         shown |= lines
-        if not follow or state(record, folder).is_over:
+        if over:
             return
         time.sleep(POLL_S)
 

@@ -18,11 +18,11 @@ from stratagem.launch.manifests import kubernetes
 from stratagem.launch.manifests.pod import to_yaml
 from stratagem.launch.submit.docker_cli import build, forget, push
 from stratagem.launch.submit.kubernetes_client import Cluster, Object
+from stratagem.launch.submit.patience import POLL_S, TargetPatience
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord, JobState, Record
 
 FILE = "kubernetes.yaml"
-POLL_S = 1.0
 SETTLE_S = 5.0
 """Seconds that a reason to wait has to last before it is said: most go by themselves."""
 CANCEL_S = 120.0
@@ -119,9 +119,11 @@ def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
             return
         shown: dict[tuple[str, int], int] = {}  # lines of each life of a container
         since: dict[str, float] = {}  # reasons to wait
+        patience = TargetPatience()
         while True:
-            over = state(record, folder).is_over
-            for pod in filter(_has_started, cluster.pods(f"job-name={record.id}-worker-0")):
+            over = patience.ask(lambda: state(record, folder)).is_over
+            pods = patience.ask(lambda: cluster.pods(f"job-name={record.id}-worker-0"))
+            for pod in filter(_has_started, pods):
                 restarts = sum(int(one["restartCount"]) for one in _containers(pod))
                 life = (pod["metadata"]["uid"], restarts)
                 for number, line in enumerate(cluster.log(pod["metadata"]["name"], not over), 1):
@@ -130,7 +132,7 @@ def logs(record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
                         yield line
             if over:
                 return
-            yield from _news(cluster, record, since)
+            yield from patience.ask(lambda: list(_news(cluster, record, since)))
             time.sleep(POLL_S)
 
 

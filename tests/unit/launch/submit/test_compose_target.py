@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.errors import ConfigurationError
-from stratagem.launch.submit import compose_target
+from stratagem.launch.submit import compose_target, patience
 from stratagem.launch.submit.compose_target import FILE
 from stratagem.launch.submit.entry_point import EntryPoint
 from stratagem.launch.submit.plan import make_plan
@@ -59,13 +59,13 @@ def test_a_log_is_followed_to_the_end_of_the_job_over_a_connection_that_breaks(
 ) -> None:
     listed = {"ID": "1", "Service": "worker-0", "ExitCode": 0}
     script = (
-        f"cd {tmp_path}; case $6 in\n"
-        f"ps) mv once twice 2>/dev/null && State=running || State=exited; "
+        f"cd {tmp_path}; echo >> $6; n=$(wc -l < $6); case $6 in\n"
+        "ps) [ $n != 2 ] || exit 1; [ $n = 1 ] && State=running || State=exited; "  # and all is written meanwhile
         f"echo '{json.dumps(listed)[:-1]}, \"State\": \"'$State'\"}}';;\n"
-        "logs) printf 'w-0 | one\\nw-1 | one\\n'; [ -e once ] || printf 'w-1 | two\\nw-0 | one\\n';;\nesac"
+        "logs) printf 'w-0 | one\\nw-1 | one\\n'; [ $n = 1 ] || printf 'w-1 | two\\nw-0 | one\\n';;\nesac"
     )
-    (tmp_path / "once").touch()
     make_docker(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(patience, "POLL_S", 0.0)
     monkeypatch.setattr(compose_target, "POLL_S", 0.0)
     lines = list(compose_target.logs(RECORD, tmp_path, follow=True))
     assert lines == ["w-0 | one", "w-1 | one", "w-1 | two", "w-0 | one"]
