@@ -124,9 +124,10 @@ def refuse_own_passes(loader: DataLoader[Any]) -> None:
         method = getattr(type(loader), name)
         if method.__module__.split(".")[0] not in ("torch", "torchdata"):
             raise ConfigurationError(
-                f"{method.__qualname__} would not be called, because distribute_dataset reads the examples of a "
-                f"{type(loader).__name__} in batches of its own: let the collate_fn or the step do what it does. Or "
-                "return the loader from a function given to distribute_datasets_from_function"
+                f"{type(loader).__name__}.{name} would not be called, because distribute_dataset reads the examples of "
+                "a loader in batches of its own: let the collate_fn or the step do what it does, or use a plain "
+                "DataLoader if it changes no batch. Or return the loader from a function given to "
+                "distribute_datasets_from_function"
             )
 
 
