@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from stratagem.cluster.units import Lease, Plan
 from stratagem.data.index_batches import epoch_order
 from stratagem.data.loaders import Batches, DropWatch, check_length, length_of, rebuild, seed_epoch, tell_epoch
-from stratagem.data.nested import empty_like, to_device
+from stratagem.data.nested import empty_like, to_device, warn_of_left_examples
 from stratagem.errors import ConfigurationError
 from stratagem.tensorflow_names import WithWaysOut
 
@@ -221,7 +221,10 @@ class DistributedDataset(WithWaysOut):
             if not self._source.holds(lease):
                 continue
             self._drop_watch.look(batch, lease.num_examples)
-            batch = to_device(batch if lease.num_examples else empty_like(batch), self._device)
+            if not lease.num_examples:
+                batch = empty_like(batch)
+                warn_of_left_examples(batch)
+            batch = to_device(batch, self._device)
             self._source.begin(lease, batch, batches.following)
             yield batch
             self._source.done(lease)

@@ -11,6 +11,7 @@ import collections
 import copy
 import dataclasses
 import json
+import logging
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -19,7 +20,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from stratagem.arguments import warn_once
 from stratagem.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -227,6 +231,19 @@ def empty_like(batch: Any) -> Any:
         return leaf[:0] if is_cut else leaf
 
     return map_leaves(batch, emptied)
+
+
+def warn_of_left_examples(batch: Any) -> None:
+    """Warns, once for each kind, of an object that :func:`empty_like` left as it is, in the batch of a replica without
+    examples."""
+    for kind in {type(leaf).__name__ for leaf in leaves(batch) if has_to(leaf)}:
+        warn_once(
+            logger,
+            "A replica without examples gets a %s with examples of others, because only those of tensors and arrays "
+            "can be left out. The mean of a loss does not count them, but a sum, a metric or BatchNorm does: let the "
+            "collate_fn put tensors into a dict, or choose batches with an example for each replica (drop_last=True)",
+            kind,
+        )
 
 
 def _none_of(tensor: torch.Tensor) -> torch.Tensor:

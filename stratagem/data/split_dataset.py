@@ -15,7 +15,7 @@ from stratagem.cluster.units import Plan
 from stratagem.data.distributed import DistributedIterator
 from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import IndexBatches
-from stratagem.data.nested import empty_like, empty_of, form_of
+from stratagem.data.nested import empty_like, empty_of, form_of, warn_of_left_examples
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.readers import DeviceCopies, Parts, Reader, Totals
@@ -158,6 +158,8 @@ class SplitDataset(WithWaysOut):
                 self._step = number + 1
                 if totals.num_examples and not (self._skips_empty and totals.num_empty):
                     share = StepShare(epoch, number, parts.num_examples, totals.num_examples)
+                    if 0 in parts.num_examples:
+                        warn_of_left_examples(parts.batches[parts.num_examples.index(0)])
                     batch = parts.batches[0]
                     if len(parts.batches) > 1:
                         batch = PerReplica(parts.batches, tuple(map(float, parts.num_examples)))

@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, default_collate
 
+from stratagem.arguments import warn_once
 from stratagem.data.distribute import distribute
 from stratagem.data.nested import (
     CopiedAsDict,
@@ -166,6 +167,15 @@ def test_a_replica_without_examples_gets_a_sparse_batch_of_none(
 def test_what_moves_itself_has_no_empty_form_and_stays() -> None:
     packed = pack_sequence([torch.ones(2)])
     assert empty_like(packed) is packed
+
+
+def test_a_replica_with_examples_of_others_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A sum over the replicas counted those examples twice, without a word."""
+    loader: DataLoader[torch.Tensor] = DataLoader(torch.ones(4, 1), 4, collate_fn=pack_sequence)  # type: ignore[arg-type]
+    warn_once.cache_clear()
+    for replicas, times in ((2, 0), (3, 1), (3, 1)):
+        list(distribute(loader, placement=InputPlacement((CPU,) * replicas)))
+        assert caplog.text.count("without examples gets a PackedSequence with examples of others") == times
 
 
 def test_batches_that_say_no_number_of_examples() -> None:
