@@ -141,6 +141,12 @@ def _is_more(item: Any) -> bool:
 
 
 def is_rows(leaf: Any) -> bool:
+    """Whether its first dimension are the examples; a ConfigurationError where torch does not say how long that is."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested and leaf.layout is torch.strided:
+        raise ConfigurationError(
+            "a nested tensor of layout torch.strided does not say its size: make it with layout=torch.jagged "
+            "(torch.nested.nested_tensor(rows, layout=torch.jagged))"
+        )
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 

@@ -178,6 +178,17 @@ def test_a_replica_with_examples_of_others_is_warned_of_once(caplog: pytest.LogC
         assert caplog.text.count("without examples gets a PackedSequence with examples of others") == times
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")  # of torch, about this layout
+def test_a_nested_tensor_without_a_size_is_refused_with_the_layout_that_has_one() -> None:
+    def collate(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.nested_tensor(rows, layout=torch.strided)
+
+    loader: DataLoader[torch.Tensor] = DataLoader(torch.ones(4, 2), 4, collate_fn=collate)  # type: ignore[arg-type]
+    for source in (loader, [collate([torch.ones(2), torch.ones(1)])]):
+        with pytest.raises(ConfigurationError, match=r"torch\.strided does not say its size.*layout=torch\.jagged"):
+            list(distribute(source, placement=InputPlacement((CPU,))))
+
+
 def test_batches_that_say_no_number_of_examples() -> None:
     with pytest.raises(ConfigurationError, match=r"share their first.*\[3\], \[2, 5\]; .*map-style.*from_jagged"):
         num_examples({"x": torch.zeros(3), "y": torch.zeros(2, 5)})
