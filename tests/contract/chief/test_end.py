@@ -568,11 +568,12 @@ async def test_a_chief_that_loses_its_journal_while_it_puts_a_ps_back_does_not_e
         await until(lambda: running.job.journal.history.checkpoint)
         await worker.open()
         await lose(running, servers[1])
-        joining = asyncio.create_task(ps(running.address, Losing(1)).__aenter__())
-        assert await running.exit_code() == EXIT_PREEMPTED
-        assert running.job.sessions.stopping is None
-        joining.cancel()
-        await asyncio.gather(joining, return_exceptions=True)
+        async with contextlib.AsyncExitStack() as stack:  # the ps stays, however soon it has joined
+            joining = asyncio.create_task(stack.enter_async_context(ps(running.address, Losing(1))))
+            assert await running.exit_code() == EXIT_PREEMPTED
+            assert running.job.sessions.stopping is None
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
 
 
 async def test_a_chief_that_loses_its_journal_as_the_job_ends_leaves_the_end_to_the_next_one(tmp_path: Path) -> None:
