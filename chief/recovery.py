@@ -210,7 +210,8 @@ class Recovery(ChiefPart):
                 self._lease_book.epoch(unit.dataset, unit.epoch).undone.add(unit.index)
             # In another step by now, which nobody has told its worker: to be computed there, or the checkpoint has it.
             reserved = {unit for unit in doubtful if self._lease_book.is_reserved(unit, incarnation)}
-            own = [unit for unit in missing if unit in self._lease_book.held(incarnation) and unit not in reserved]
+            granted = set(self._lease_book.held(incarnation)) - reserved
+            own = [unit for unit in missing if unit in granted]
             early = sorted(reserved.difference(missing))
             removal = self._lease_book.remove([*own, *early], {})
             removal.returned = {unit: who for unit, who in removal.returned.items() if unit not in early}

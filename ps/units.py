@@ -166,9 +166,9 @@ class UnitLedger:
     def _lacks_own(self, close: UnitClose, trained: Collection[int]) -> bool:
         """Whether of a unit that came from several ps fewer updates are here than its worker counts, without those that
         change only what is elsewhere. It may count these, too, from before there was another number of ps."""
-        elsewhere = self._groups.keys() - self._own(trained)
-        here = self._open.get(close.unit, {}).keys() - elsewhere
-        return bool(trained) and min(close.num_updates, max(1, len(self._own(trained)))) > len(here)
+        own = self._own(trained)
+        here = self._open.get(close.unit, {}).keys() - (self._groups.keys() - own)
+        return bool(trained) and min(close.num_updates, max(1, len(own))) > len(here)
 
     def _own(self, trained: Collection[int]) -> frozenset[int]:
         """Ordinals of the updates that change some of these groups."""
